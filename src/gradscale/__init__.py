@@ -1,0 +1,30 @@
+"""Loss scaling for mixed-precision training, done completely."""
+
+from gradscale._version import __version__
+from gradscale.decide import decide
+from gradscale.formats import BF16, FORMATS, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format, get_format
+from gradscale.policy import Dynamic, NoScaling, Policy, Static
+from gradscale.state import Outcome, ScaleState, Seen, Status
+
+__all__ = [
+    "BF16",
+    "FORMATS",
+    "FP4_E2M1",
+    "FP8_E4M3",
+    "FP8_E5M2",
+    "FP16",
+    "FP32",
+    "TF32",
+    "Dynamic",
+    "Format",
+    "NoScaling",
+    "Outcome",
+    "Policy",
+    "ScaleState",
+    "Seen",
+    "Static",
+    "Status",
+    "__version__",
+    "decide",
+    "get_format",
+]

@@ -1,0 +1,35 @@
+"""The decision of a step: made once, from agreed facts, for everyone who shares the scale."""
+
+from gradscale.arithmetic import Namespace, smaller
+from gradscale.policy import Policy
+from gradscale.record import Array
+from gradscale.state import Outcome, ScaleState, Seen
+
+CLIP_EPSILON = 1e-6
+"""What `torch.nn.utils.clip_grad_norm_` adds to the norm; kept, so that clipped updates agree with it."""
+
+
+def decide(policy: Policy, state: ScaleState, seen: Seen, xp: Namespace, clip_norm: float | None = None) -> Outcome:
+    """Returns the next state, the gate, and the one factor that unscales and clips.
+
+    The factor divides by the scale that made the gradients: `state.scale`, not the next one. Does not wait for the
+    device and reads no gradient.
+
+    Args:
+        policy: the rule.
+        state: the state whose scale multiplied the loss.
+        seen: what the gradients looked like, in true units.
+        xp: the framework's array module.
+        clip_norm: bound on the norm of all gradients together; `seen.norm` must then have been measured.
+    """
+    applied = xp.logical_and(seen.finite, seen.loss_finite)
+    if not policy.needs:
+        applied = xp.logical_or(applied, xp.logical_not(applied))
+    unscale = 1.0 / state.scale
+    factor = unscale if clip_norm is None else unscale * _clip_coefficient(seen.norm, clip_norm, xp)
+    return Outcome(policy.next(state, seen, xp), applied, xp.where(applied, factor, 0.0))
+
+
+def _clip_coefficient(norm: Array, clip_norm: float, xp: Namespace) -> Array:
+    """Returns what brings `norm` down to `clip_norm`, or 1 where it is below already."""
+    return smaller(clip_norm / (norm + CLIP_EPSILON), 1.0, xp)

@@ -1,0 +1,60 @@
+"""What is known of one other system: its rules, and how it writes its state."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gradscale.policy import Policy
+from gradscale.state import ScaleState
+
+Imported = tuple[Policy, ScaleState]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another loss scaler, as far as gradscale can speak for it.
+
+    Attributes:
+        name: what users call it.
+        variants: its rules, by the name of the class or function that holds each; the first is the default. Every one
+            is a function of that class's own keyword arguments.
+        read: turns its saved mapping into a policy and a state; None where it saves no mapping.
+        write: turns a policy and a state into its saved mapping; None where it saves no mapping.
+    """
+
+    name: str
+    variants: Mapping[str, Callable[..., Policy]]
+    read: Callable[[Mapping[str, Any]], Imported] | None = None
+    write: Callable[[Policy, ScaleState], dict[str, Any]] | None = None
+
+    def build(self, variant: str | None, config: Mapping[str, Any]) -> Policy:
+        """Returns the policy that `variant` of this system follows with `config`."""
+        builder = next(iter(self.variants.values())) if variant is None else self._variant(variant)
+        try:
+            inspect.signature(builder).bind(**config)
+        except TypeError as error:
+            accepted = ", ".join(inspect.signature(builder).parameters)
+            raise TypeError(
+                f"`preset({self.name!r})` takes that system's own keywords: {accepted or 'none'}. "
+                f"Received: {', '.join(config) or 'none'} ({error})."
+            ) from None
+        return builder(**config)
+
+    def _variant(self, wanted: str) -> Callable[..., Policy]:
+        """Returns the rule called `wanted`: its whole name, or the last part of it, whatever the case."""
+        for shorten in (_whole, _last_part):
+            found = [rule for name, rule in self.variants.items() if shorten(name) == shorten(wanted)]
+            if len(found) == 1:
+                return found[0]
+        raise ValueError(
+            f"`variant` must name a rule of {self.name}. Received: {wanted!r}. Known: {', '.join(self.variants)}."
+        )
+
+
+def _whole(name: str) -> str:
+    return name.strip().lower()
+
+
+def _last_part(name: str) -> str:
+    return _whole(name).split(" (")[0].rsplit(".", 1)[-1]

@@ -1,0 +1,189 @@
+"""Plain-dict form of the frozen dataclasses: written and read from their fields, checked value by value."""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from gradscale.formats import Format, get_format
+
+R = TypeVar("R")
+
+SCHEMA = 1
+"""Version of the dict form. Raised when a key is renamed, removed or changes its meaning."""
+
+Array = Any
+"""An array or scalar of whichever framework runs the rule: numpy, torch, JAX, TensorFlow."""
+
+
+def leaf(dtype: str, default: float | bool | None = None, *, signed: bool = False) -> Any:
+    """Returns a dataclass field that holds an array of `dtype`, and says what a dict may put into it.
+
+    Args:
+        dtype: numpy's name of the element type; floats may also arrive in a wider type and keep it.
+        default: value of the field when none is given; without one the field is required.
+        signed: whether values below zero are legal.
+    """
+    metadata = {"dtype": dtype, "signed": signed}
+    if default is None:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=np.dtype(dtype).type(default), metadata=metadata)
+
+
+class Record:
+    """Base of the frozen dataclasses that are saved: policies and states.
+
+    The dict form holds plain Python numbers, strings and lists, so it goes through JSON unchanged. It carries the
+    schema version and the class name, and reading one back refuses whatever it does not know.
+    """
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the record as plain Python values, with its schema version and kind.
+
+        Waits for the device where the fields live on one. Infinity is written as the string `"inf"`, because JSON has
+        no word for it.
+        """
+        body = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        return {"schema": SCHEMA, "kind": type(self).__name__, **body}
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any]) -> Self:
+        """Returns the record that `to_dict` wrote.
+
+        Raises:
+            TypeError: `mapping` is not a mapping, or a value has the wrong type.
+            ValueError: another schema or kind, a key missing or unknown, or a value out of range.
+        """
+        body = _checked_body(cls, mapping)
+        hints = get_type_hints(cls)
+        names = fields(cls)
+        return cls(**{field.name: _read(cls, field, hints[field.name], body[field.name]) for field in names})
+
+
+def fields(record: Any) -> tuple[dataclasses.Field[Any], ...]:
+    """Returns the dataclass fields of a record or of its class."""
+    return dataclasses.fields(record)
+
+
+def place(record: R, put: Callable[[np.ndarray[Any, Any]], Array]) -> R:
+    """Returns a copy of `record` whose numbers have gone through `put`, typically onto a device.
+
+    Numeric settings become float32, int32 or bool arrays first, so that every framework sees the same values whatever
+    it makes of a Python number. Strings, formats and other static settings are kept. Does not validate again: the
+    values were checked when `record` was built, and reading them back would wait for the device.
+    """
+    return with_values(record, {name: put(_as_leaf(value)) for name, value in numbers(record).items()})
+
+
+def with_values(record: R, values: Mapping[str, Any]) -> R:
+    """Returns a copy of `record` with `values` set as they are, past the checks of its constructor."""
+    placed = copy.copy(record)
+    for name, value in values.items():
+        object.__setattr__(placed, name, value)
+    return placed
+
+
+def numbers(record: Any) -> dict[str, Any]:
+    """Returns the fields of `record` that are numbers or arrays, by name; the others are static."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: value for name, value in values.items() if not isinstance(value, str | Format | None)}
+
+
+def _as_leaf(value: Any) -> np.ndarray[Any, Any]:
+    array = np.asarray(value)
+    if array.dtype.kind == "f":
+        return array.astype(np.float32)
+    return array if array.dtype.kind == "b" else array.astype(np.int32)
+
+
+def _plain(value: Any) -> Any:
+    """Returns `value` as what JSON can hold."""
+    if isinstance(value, Format):
+        return value.name
+    if isinstance(value, str | None):
+        return value
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(plain, list):
+        return [_plain(item) for item in plain]  # pyright: ignore[reportUnknownVariableType]
+    return str(plain) if isinstance(plain, float) and math.isinf(plain) else plain
+
+
+def _checked_body(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `mapping` without its header, once the header and the set of keys are right."""
+    if not isinstance(mapping, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"`{cls.__name__}.from_dict` takes a mapping. Received: {type(mapping).__name__}.")
+    body = dict(mapping)
+    for key, expected in (("schema", SCHEMA), ("kind", cls.__name__)):
+        if key not in body:
+            raise ValueError(
+                f"A saved {cls.__name__} carries the key {key!r}. Received keys: {sorted(map(str, body))}. "
+                "Another system's state is read by `gradscale.import_state`."
+            )
+        if body[key] != expected:
+            raise ValueError(
+                f"{cls.__name__} reads {key} {expected!r}. Received: {body[key]!r}. "
+                "Load it with the version of gradscale, and the class, that wrote it."
+            )
+        del body[key]
+    expected = {field.name for field in fields(cls)}
+    if missing := sorted(expected - body.keys()):
+        raise ValueError(f"A saved {cls.__name__} needs every key. Missing: {missing}.")
+    if unknown := sorted(map(str, body.keys() - expected)):
+        raise ValueError(f"A saved {cls.__name__} has no such key: {unknown}. Expected: {sorted(expected)}.")
+    return body
+
+
+def _read(cls: type, field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
+    """Returns one value of a dict as its field wants it."""
+    name = f"{cls.__name__}.{field.name}"
+    if "dtype" in field.metadata:
+        return _read_leaf(name, field.metadata["dtype"], field.metadata["signed"], value)
+    options = get_args(hint) if get_origin(hint) not in (None, Literal) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    if Format in options and isinstance(value, str):
+        return get_format(value)
+    if get_origin(hint) is Literal or str in options:
+        return value
+    wants_int = float not in options
+    return _read_leaf(name, "int64" if wants_int else "float64", True, value, scalar_type=int if wants_int else float)
+
+
+def _read_leaf(name: str, dtype: str, signed: bool, value: Any, scalar_type: type | None = None) -> Any:
+    """Returns numbers of a dict as an array of `dtype`, or as a Python scalar of `scalar_type` where there is one."""
+    items = value if isinstance(value, list) else [value]
+    read = [_read_number(name, np.dtype(dtype).kind, item) for item in items]  # pyright: ignore[reportUnknownVariableType]
+    if not signed and any(item < 0 for item in read):
+        raise ValueError(f"`{name}` must not be negative. Received: {value!r}.")
+    array = np.asarray(read, dtype=_dtype_that_holds(name, dtype, read))
+    if isinstance(value, list):
+        return array
+    return array[0] if scalar_type is None else scalar_type(array[0])
+
+
+def _read_number(name: str, kind: str, value: Any) -> float | int | bool:
+    """Returns one number of a dict, whose JSON type must fit the leaf's `kind`."""
+    if kind == "f" and value == "inf":
+        return math.inf
+    expected = {"b": (bool,), "i": (int,), "f": (int, float)}[kind]
+    if not isinstance(value, expected) or (kind != "b" and isinstance(value, bool)):
+        wanted = {"b": "a bool", "i": "an integer", "f": "a number"}[kind]
+        raise TypeError(f"`{name}` must be {wanted}. Received: {value!r} ({type(value).__name__}).")
+    if value != value:
+        raise ValueError(f"`{name}` must not be NaN. Received: {value!r}. The file it came from is damaged.")
+    return value
+
+
+def _dtype_that_holds(name: str, dtype: str, values: list[Any]) -> str:
+    """Returns `dtype`, or float64 for a float leaf with a value that float32 would change; refuses a wild integer."""
+    if np.dtype(dtype).kind == "i" and any(abs(value) > np.iinfo(dtype).max for value in values):
+        raise ValueError(f"`{name}` must fit {dtype}. Received: {values!r}.")
+    if dtype != "float32":
+        return dtype
+    with np.errstate(over="ignore"):
+        return dtype if all(float(np.float32(value)) == value for value in values) else "float64"
