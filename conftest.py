@@ -1,0 +1,18 @@
+"""Keeps doctest collection away from adapters whose framework is not installed."""
+
+from importlib.util import find_spec
+
+NEEDS = {
+    "torch": "torch",
+    "jax": "jax",
+    "keras": "keras",
+    "mxnet": "mxnet",
+    "integrations/lightning.py": "lightning",
+    "integrations/accelerate.py": "accelerate",
+    "integrations/transformers.py": "transformers",
+    "integrations/tensorboard.py": "tensorboard",
+    "integrations/mlflow.py": "mlflow",
+    "integrations/wandb.py": "wandb",
+}
+
+collect_ignore = [f"src/gradscale/{path}" for path, framework in NEEDS.items() if find_spec(framework) is None]
