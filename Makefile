@@ -79,13 +79,13 @@ $(VENV)/.stage-docs: EXTRA = $(DOCS)
 
 # pip's whole output goes to the log; the screen gets the names as they are resolved, and the end of the log on failure.
 $(VENV)/.stage-%: pyproject.toml $(PINS) | $(VENV)/.stage-venv
-	@echo 'installing what `make $*` needs into $(VENV) (once; about a minute, plus downloads)'
+	@echo 'installing what `make $*` needs into $(VENV) (only when pyproject.toml or the pins are new)'
 	@$(PY) -m pip install -c $(PINS) $(EXTRA) 2>&1 | tee $(VENV)/install.log | while IFS= read -r line; do \
 	  case "$$line" in \
-	    'Collecting '*) name=$${line#Collecting }; printf '%s ' "$${name%%[^A-Za-z0-9._-]*}" ;; \
-	    'Processing '*.whl*) name=$${line##*/}; printf '%s ' "$${name%%-*}" ;; \
+	    'Collecting '*) name=$${line#Collecting }; printf '%s ' "$${name%%[^A-Za-z0-9._-]*}"; named=1 ;; \
+	    'Processing '*.whl*) name=$${line##*/}; printf '%s ' "$${name%%-*}"; named=1 ;; \
 	    *Downloading*\([0-9][0-9][0-9]*' MB)'*) size=$${line##*\(}; printf '(%s ' "$$size" ;; \
-	    'Installing collected'*) printf '\nunpacking...\n' ;; \
+	    'Installing collected'*) [ -z "$${named:-}" ] || printf '\nunpacking...\n' ;; \
 	  esac; \
 	done || { printf '\n'; tail -n 30 $(VENV)/install.log; echo 'installing failed; all of it: $(VENV)/install.log'; exit 1; }
 	@touch $@
