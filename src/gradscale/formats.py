@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -49,11 +49,14 @@ class Format:
     def overflow_threshold(self) -> float:
         """Smallest magnitude that rounds past `max`: half a unit in the last place above it.
 
+        Where the tie goes to `max` instead, because its last bit is even (FP8_E4M3), the float above the tie.
+
         >>> FP16.overflow_threshold
         65520.0
         """
-        top = 2.0 ** (math.frexp(self.max)[1] - 1)
-        return self.max + top * 2.0 ** -(self.mantissa_bits + 1)
+        last_place = 2.0 ** (math.frexp(self.max)[1] - 1 - self.mantissa_bits)
+        tie = self.max + last_place / 2
+        return tie if self.max / last_place % 2 else math.nextafter(tie, math.inf)
 
     def round(self, array: Any) -> FloatArray:
         """Returns `array` rounded to this format (nearest, ties to even), in float32, or float64 where it came so.
@@ -64,11 +67,13 @@ class Format:
         [0.0, 0.333251953125, inf]
         """
         values = np.asarray(array)
-        wide = np.float64 if values.dtype == np.float64 and not isinstance(array, list | float) else np.float32
+        wide = np.float64 if getattr(array, "dtype", None) == np.float64 else np.float32
+        if values.dtype.kind in "biu":
+            values = values.astype(np.float64)
         with np.errstate(over="ignore", invalid="ignore"):
-            if self is TF32:
-                return _round_mantissa(values.astype(np.float32), self.mantissa_bits).astype(wide)
             narrow = _round_to_odd(values) if self.mantissa_bits + 2 < 23 else values
+            if self == TF32:
+                return _round_mantissa(narrow.astype(np.float32), self.mantissa_bits).astype(wide)
             return narrow.astype(np.dtype(self.dtype_name)).astype(wide)
 
 
@@ -98,7 +103,7 @@ def _round_mantissa(values: FloatArray, bits: int) -> FloatArray:
 
 
 def _from_dtype(name: str, dtype: Any) -> Format:
-    info = ml_dtypes.finfo(dtype)
+    info = cast(Any, ml_dtypes.finfo(dtype))
     with np.errstate(over="ignore", invalid="ignore"):
         past_the_end = float(np.asarray(float(info.max) * 4, np.float64).astype(np.float32).astype(dtype))
     return Format(
@@ -179,7 +184,7 @@ def get_format(spec: Any) -> Format:
 
 
 def _dtype_name(dtype: Any) -> str:
-    """Returns the bare name of a dtype object: `name` (numpy, TensorFlow), `__name__` (jax.numpy), or its text (torch)."""
+    """Returns a dtype object's bare name: `name` (numpy, TensorFlow), `__name__` (jax.numpy), or its text (torch)."""
     for attribute in ("name", "__name__"):
         if isinstance(name := getattr(dtype, attribute, None), str):
             return name

@@ -14,7 +14,7 @@ S = TypeVar("S", bound=ScaleState)
 
 LOWEST_SCALE = 2.0**-126
 HIGHEST_SCALE = 2.0**126
-"""Bounds of every scale. Both ends and their reciprocals are normal float32 numbers, which no device flushes to zero."""
+"""Bounds of every scale. Both ends and their reciprocals are normal float32 numbers, which no device flushes to 0."""
 
 
 class Policy(Protocol):
@@ -92,6 +92,7 @@ class Static(Record):
 
     def __post_init__(self) -> None:
         check_scale("scale", self.scale)
+        object.__setattr__(self, "scale", as_single("scale", self.scale))
 
     def start(self) -> ScaleState:
         """Returns the state before the first step."""
@@ -140,20 +141,23 @@ class Dynamic(Record):
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        check_number("growth_factor", self.growth_factor)
-        check_number("backoff_factor", self.backoff_factor)
-        if not 1 < self.growth_factor < math.inf:
+        growth_factor = as_single("growth_factor", self.growth_factor)
+        backoff_factor = as_single("backoff_factor", self.backoff_factor)
+        if not 1 < growth_factor < math.inf:
             raise ValueError(
-                "`growth_factor` must be greater than 1 and finite, so that the scale can grow. "
+                "`growth_factor` must be greater than 1 and finite, as a float32, so that the scale can grow. "
                 f"Received: growth_factor={self.growth_factor!r}. For a fixed scale use `Static`."
             )
-        if not 0 < self.backoff_factor < 1:
+        if not 0 < backoff_factor < 1:
             raise ValueError(
-                "`backoff_factor` must be between 0 and 1, so that an overflow lowers the scale. "
+                "`backoff_factor` must be between 0 and 1, as a float32, so that an overflow lowers the scale. "
                 f"Received: backoff_factor={self.backoff_factor!r}. For a fixed scale use `Static`."
             )
-        check_count("growth_interval", self.growth_interval)
-        check_count("hysteresis", self.hysteresis)
+        object.__setattr__(self, "growth_factor", growth_factor)
+        object.__setattr__(self, "backoff_factor", backoff_factor)
+        for name in ("growth_interval", "hysteresis"):
+            check_count(name, getattr(self, name))
+            object.__setattr__(self, name, int(getattr(self, name)))
         if self.refill not in ("growth", "clean"):
             raise ValueError(f"`refill` must be 'growth' or 'clean'. Received: refill={self.refill!r}.")
 
@@ -193,8 +197,19 @@ class Dynamic(Record):
 
 def check_number(name: str, value: float) -> None:
     """Raises if `value` is not a real number."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"`{name}` must be a number. Received: {name}={value!r} ({type(value).__name__}).")
+
+
+def as_single(name: str, value: float) -> float:
+    """Returns `value` rounded to float32, or infinity where it is too large; raises if it is not a number.
+
+    Every framework holds the settings in float32. Rounded once, here, they mean the same on all of them and in a
+    product of two settings, which Python would otherwise work out in float64.
+    """
+    check_number(name, value)
+    with np.errstate(over="ignore"):
+        return float(np.float32(max(min(value, 2.0**128), -(2.0**128))))
 
 
 def check_scale(name: str, value: float) -> None:

@@ -3,8 +3,9 @@
 import copy
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -89,9 +90,25 @@ def with_values(record: R, values: Mapping[str, Any]) -> R:
 
 
 def numbers(record: Any) -> dict[str, Any]:
-    """Returns the fields of `record` that are numbers or arrays, by name; the others are static."""
+    """Returns the fields of `record` that are numbers or arrays, by name; the others are static.
+
+    A Python bool among the settings is static, as a rule may branch on it; a bool of a state is a leaf like any other.
+    """
     values = {field.name: getattr(record, field.name) for field in fields(record)}
-    return {name: value for name, value in values.items() if not isinstance(value, str | Format | None)}
+    leaves = {field.name for field in fields(record) if "dtype" in field.metadata}
+    static = bool | str | Format | None
+    return {name: value for name, value in values.items() if name in leaves or not isinstance(value, static)}
+
+
+def number_type(hint: Any) -> type | None:
+    """Returns bool, int or float where a setting annotated with `hint` holds a number, and None where it does not."""
+    options = _options(hint)
+    return next((kind for kind in (float, int, bool) if kind in options), None)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """Returns the members of a union, or the one type that `hint` is."""
+    return (hint,) if get_origin(hint) in (None, Literal) else get_args(hint)
 
 
 def _as_leaf(value: Any) -> np.ndarray[Any, Any]:
@@ -143,21 +160,21 @@ def _read(cls: type, field: dataclasses.Field[Any], hint: Any, value: Any) -> An
     name = f"{cls.__name__}.{field.name}"
     if "dtype" in field.metadata:
         return _read_leaf(name, field.metadata["dtype"], field.metadata["signed"], value)
-    options = get_args(hint) if get_origin(hint) not in (None, Literal) else (hint,)
-    if value is None and type(None) in options:
+    if value is None and type(None) in _options(hint):
         return None
-    if Format in options and isinstance(value, str):
-        return get_format(value)
-    if get_origin(hint) is Literal or str in options:
-        return value
-    wants_int = float not in options
-    return _read_leaf(name, "int64" if wants_int else "float64", True, value, scalar_type=int if wants_int else float)
+    if kind := number_type(hint):
+        return _read_leaf(name, {float: "float64", int: "int64", bool: "bool"}[kind], True, value, scalar_type=kind)
+    if not isinstance(value, str):
+        raise TypeError(f"`{name}` must be a string. Received: {value!r} ({type(value).__name__}).")
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        raise ValueError(f"`{name}` must be one of {list(get_args(hint))}. Received: {value!r}.")
+    return get_format(value) if Format in _options(hint) else value
 
 
 def _read_leaf(name: str, dtype: str, signed: bool, value: Any, scalar_type: type | None = None) -> Any:
     """Returns numbers of a dict as an array of `dtype`, or as a Python scalar of `scalar_type` where there is one."""
-    items = value if isinstance(value, list) else [value]
-    read = [_read_number(name, np.dtype(dtype).kind, item) for item in items]  # pyright: ignore[reportUnknownVariableType]
+    items = cast(list[Any], value) if isinstance(value, list) else [value]
+    read = [_read_number(name, np.dtype(dtype).kind, item) for item in items]
     if not signed and any(item < 0 for item in read):
         raise ValueError(f"`{name}` must not be negative. Received: {value!r}.")
     array = np.asarray(read, dtype=_dtype_that_holds(name, dtype, read))
@@ -176,6 +193,8 @@ def _read_number(name: str, kind: str, value: Any) -> float | int | bool:
         raise TypeError(f"`{name}` must be {wanted}. Received: {value!r} ({type(value).__name__}).")
     if value != value:
         raise ValueError(f"`{name}` must not be NaN. Received: {value!r}. The file it came from is damaged.")
+    if kind == "f" and isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"`{name}` must fit float64. Received an integer of {value.bit_length()} bits.")
     return value
 
 
