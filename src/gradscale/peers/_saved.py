@@ -1,0 +1,109 @@
+"""Reading what other systems saved: one value at a time, each checked, none trusted."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import numpy as np
+
+_INT32 = np.iinfo(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A mapping that another system saved.
+
+    Values may be Python numbers, numpy arrays or any framework's tensors of one element; reading a tensor waits for
+    its device.
+
+    Attributes:
+        what: what the mapping is, for the error messages: "a torch GradScaler".
+        values: the mapping.
+    """
+
+    what: str
+    values: Mapping[str, Any]
+
+    def only(self, *keys: str) -> Self:
+        """Returns itself, once its keys are exactly `keys`."""
+        received = set(map(str, self.values))
+        missing, unknown = sorted(set(keys) - received), sorted(received - set(keys))
+        if missing or unknown:
+            raise ValueError(
+                f"{self.what} saves the keys {', '.join(keys)}. Received: {sorted(received)}"
+                f"{f'; missing: {missing}' if missing else ''}{f'; unknown: {unknown}' if unknown else ''}."
+            )
+        return self
+
+    def scale(self, key: str) -> float:
+        """Returns a scale: any number from zero up, for several systems run into zero or infinity."""
+        value = self.number(key)
+        if value < 0:
+            raise ValueError(f"`{key}` of {self.what} must not be negative. Received: {value!r}.")
+        return value
+
+    def factor(self, key: str) -> float:
+        """Returns a positive, finite number."""
+        value = self.number(key)
+        if not 0 < value < math.inf:
+            raise ValueError(f"`{key}` of {self.what} must be positive and finite. Received: {value!r}.")
+        return value
+
+    def number(self, key: str) -> float:
+        """Returns a real number that is not NaN."""
+        value = self._get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(key, "a number", value)
+        if value != value:
+            raise ValueError(f"`{key}` of {self.what} must not be NaN. Received: {value!r}. The file is damaged.")
+        return float(value)
+
+    def count(self, key: str, lowest: int = 0) -> int:
+        """Returns an integer that is not below `lowest` and fits int32."""
+        value = self._get(key)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong(key, "an integer", value)
+        if not lowest <= value <= _INT32.max:
+            raise ValueError(f"`{key}` of {self.what} must lie between {lowest} and 2**31 - 1. Received: {value!r}.")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """Returns a bool."""
+        value = self._get(key)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "a bool", value)
+        return value
+
+    def _get(self, key: str) -> Any:
+        if key not in self.values:
+            raise ValueError(f"{self.what} saves the key {key!r}. Received keys: {sorted(map(str, self.values))}.")
+        return _plain(self.values[key])
+
+    def _wrong(self, key: str, wanted: str, value: Any) -> TypeError:
+        return TypeError(f"`{key}` of {self.what} must be {wanted}. Received: {value!r} ({type(value).__name__}).")
+
+
+def _plain(value: Any) -> Any:
+    """Returns the Python number inside an array or tensor of one element, and anything else as it is."""
+    item = getattr(value, "item", None)
+    if not callable(item) or isinstance(value, Mapping):
+        return cast("Any", value)
+    try:
+        return item()
+    except (TypeError, ValueError, RuntimeError):
+        return value
+
+
+def whole_or_inside(mapping: Mapping[str, Any], *keys: str) -> Iterator[Mapping[str, Any]]:
+    """Yields `mapping`, then each mapping it holds under one of `keys`: a checkpoint, or the part that matters."""
+    yield mapping
+    for key in keys:
+        if isinstance(inner := mapping.get(key), Mapping):
+            yield cast("Mapping[str, Any]", inner)
+
+
+def settings_of(holder: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Returns the values that `holder` has under `names`; it may be a mapping, or an object with attributes."""
+    values = cast("Mapping[str, Any]", holder if isinstance(holder, Mapping) else getattr(holder, "__dict__", {}))
+    return {name: values[name] for name in names if name in values}

@@ -1,0 +1,55 @@
+"""Checks of the settings other systems take: refused where the system itself refuses them, or could not work."""
+
+import math
+
+import numpy as np
+
+from gradscale.policy import check_count, check_number
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raises unless `value` is a finite number above zero."""
+    check_number(name, value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"`{name}` must be positive and finite. Received: {name}={value!r}.")
+
+
+def check_float32(name: str, value: float) -> None:
+    """Raises unless `value` is positive and a float32 tensor can hold it."""
+    check_positive(name, value)
+    if value > float(np.finfo(np.float32).max):
+        raise ValueError(f"`{name}` must fit a float32 tensor. Received: {name}={value!r}.")
+
+
+def check_limit(name: str, value: float) -> None:
+    """Raises unless `value` is a number from zero up, infinity included: a bound that may be out of the way."""
+    check_number(name, value)
+    if not value >= 0:
+        raise ValueError(f"`{name}` must not be negative or NaN. Received: {name}={value!r}.")
+
+
+def check_growth(name: str, value: float) -> None:
+    """Raises unless `value` is finite and greater than 1."""
+    check_number(name, value)
+    if not 1 < value < math.inf:
+        raise ValueError(f"`{name}` must be greater than 1 and finite. Received: {name}={value!r}.")
+
+
+def check_backoff(name: str, value: float) -> None:
+    """Raises unless `value` lies between 0 and 1."""
+    check_number(name, value)
+    if not 0 < value < 1:
+        raise ValueError(f"`{name}` must be between 0 and 1. Received: {name}={value!r}.")
+
+
+def whole(name: str, value: float) -> int:
+    """Returns `value` as an integer from 1 up. Takes `1000.0` too, as systems that compare or divide in Python do."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    check_count(name, value)  # pyright: ignore[reportArgumentType]
+    return int(value)
+
+
+def is_power_of_two(value: float) -> bool:
+    """Returns whether `value` is a power of two that float32 holds in full precision."""
+    return math.frexp(value)[0] == 0.5 and 2.0**-126 <= value <= 2.0**127
