@@ -1,0 +1,83 @@
+"""Chainer: `Optimizer.loss_scaling`, which searches upwards fast and then creeps."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from gradscale.arithmetic import Namespace, bounded
+from gradscale.peers._peer import Peer
+from gradscale.peers._settings import check_growth, check_positive
+from gradscale.policy import Static, counted
+from gradscale.record import Array, Record, leaf
+from gradscale.state import ScaleState, Seen
+
+_LOWEST = 1.0
+_HIGHEST = 65504.0
+
+
+@dataclass(frozen=True, slots=True)
+class SearchState(ScaleState):
+    """State of a `ChainerScaling`.
+
+    Attributes:
+        overflowed: some step has overflowed, and the fast search upwards is over.
+    """
+
+    overflowed: Array = leaf("bool", False)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainerScaling(Record):
+    """The rule of Chainer's dynamic loss scaling, in Python floats between 1 and 65504.
+
+    The scale starts from 1 and doubles with each step until the first overflow. From then on each clean step multiplies
+    it by `growth_factor`. Any overflow halves it.
+
+    Attributes:
+        growth_factor: 2**(1 / interval), so that `interval` clean steps double the scale.
+    """
+
+    growth_factor: float
+
+    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
+
+    def __post_init__(self) -> None:
+        check_growth("growth_factor", self.growth_factor)
+
+    def start(self) -> SearchState:
+        """Returns the state before the first step, with its scale in float64."""
+        return SearchState(scale=np.float64(_LOWEST))
+
+    def next(self, state: SearchState, seen: Seen, xp: Namespace) -> SearchState:
+        """Returns the state after one step. `stuck` says that an overflow found the scale at 1."""
+        clean = xp.logical_and(seen.finite, seen.loss_finite)
+        overflow = xp.logical_not(clean)
+        overflowed = xp.logical_or(state.overflowed, overflow)
+        raised = xp.where(overflowed, state.scale * self.growth_factor, state.scale * 2.0)
+        moved = xp.where(overflow, state.scale * 0.5, raised)
+        return counted(
+            state,
+            clean,
+            xp,
+            scale=bounded(moved, _LOWEST, _HIGHEST, xp),
+            overflowed=overflowed,
+            stuck=xp.logical_and(overflow, state.scale <= _LOWEST),
+        )
+
+
+def loss_scaling(interval: float = 1000, scale: float | None = None) -> ChainerScaling | Static:
+    """Returns the rule that `Optimizer.loss_scaling` sets up: dynamic, or fixed where `scale` is given.
+
+    With a fixed scale Chainer checks nothing; `Static` still skips a step that overflows.
+    """
+    if scale is not None:
+        check_positive("scale", scale)
+        return Static(scale)
+    check_positive("interval", interval)
+    if interval < 1:
+        raise ValueError(f"`interval` must be at least 1. Received: interval={interval!r}.")
+    return ChainerScaling(2.0 ** (1.0 / interval))
+
+
+PEER = Peer(name="chainer", variants={"Optimizer.loss_scaling": loss_scaling, "Optimizer": loss_scaling})

@@ -1,0 +1,69 @@
+"""MXNet: `mxnet.amp.LossScaler`, whose every change takes effect one step late."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, cast
+
+import numpy as np
+
+from gradscale.arithmetic import Namespace
+from gradscale.peers._ladder import Ladder, LadderState
+from gradscale.peers._peer import Peer
+from gradscale.peers._settings import check_positive
+from gradscale.policy import check_count
+from gradscale.record import Array, Record, leaf
+from gradscale.state import ScaleState, Seen
+
+
+@dataclass(frozen=True, slots=True)
+class LaggingState(LadderState):
+    """State of an `MxnetLossScaler`. Its `scale` is what MXNet keeps as `_next_loss_scale`.
+
+    Attributes:
+        public_scale: MXNet's `loss_scale`, which lags by a step: what it multiplies the next loss by.
+    """
+
+    public_scale: Array = leaf("float32", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class MxnetLossScaler(Record):
+    """The rule of `mxnet.amp.LossScaler`: doubles and halves a Python float, up to a ceiling and down to zero.
+
+    MXNet decides on a new scale after each step but shows it only after the step that follows. The decisions are
+    `state.scale`, and who follows them has no lag; `state.public_scale` is what an MXNet run multiplies its losses by.
+
+    Attributes:
+        loss_scale: scale of the first step.
+        scale_seq_len: clean steps before the scale grows.
+        max_loss_scale: a growth never ends above.
+    """
+
+    loss_scale: float = 2.0**16
+    scale_seq_len: int = 2000
+    max_loss_scale: float = 2.0**24
+
+    needs: ClassVar[frozenset[str]] = Ladder.needs
+
+    def __post_init__(self) -> None:
+        check_positive("loss_scale", self.loss_scale)
+        check_count("scale_seq_len", self.scale_seq_len)
+        check_positive("max_loss_scale", self.max_loss_scale)
+
+    def start(self) -> LaggingState:
+        """Returns the state before the first step, with scales in float64."""
+        scale = np.float64(self.loss_scale)
+        return LaggingState(scale=scale, public_scale=scale)
+
+    def next(self, state: LaggingState, seen: Seen, xp: Namespace) -> LaggingState:
+        """Returns the state after one step. `stuck` says that an overflow could not lower the scale."""
+        ladder = Ladder(
+            init_scale=self.loss_scale,
+            growth_interval=self.scale_seq_len,
+            ceiling=self.max_loss_scale,
+            arithmetic="float64",
+        )
+        decided: ScaleState = ladder.next(state, seen, xp)
+        return cast("LaggingState", replace(decided, public_scale=state.scale))
+
+
+PEER = Peer(name="mxnet", variants={"LossScaler": MxnetLossScaler})

@@ -1,0 +1,126 @@
+"""PopART: automatic loss scaling, which watches the share of gradients above an edge."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from gradscale.arithmetic import Namespace, smaller
+from gradscale.peers._peer import Peer
+from gradscale.peers._settings import check_float32
+from gradscale.policy import NoScaling, Static, as_single, check_count, check_number, counted
+from gradscale.record import Array, Record, leaf
+from gradscale.state import ScaleState, Seen
+
+_HIGHEST_IN_FP16 = 2.0**15
+
+
+@dataclass(frozen=True, slots=True)
+class PopartState(ScaleState):
+    """State of a `PopartScaling`.
+
+    Attributes:
+        update_factor: what PopART saves as `lossScaleUpdateFactor`; the scale is `loss_scaling` times it.
+        counter: steps since the last update; -1 before the first step, so that this one updates.
+    """
+
+    update_factor: Array = leaf("float32", 1)
+    counter: Array = leaf("int32", -1, signed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PopartScaling(Record):
+    """The rule of PopART's automatic loss scaling: halves or doubles at every update, and never rests.
+
+    The first step updates, and each `update_period`-th after it. More than `threshold` of the gradients above the edge
+    halve the scale; anything less doubles it. PopART skips no step: an overflow is only one more gradient above the
+    edge. Here a step with one is held back by whoever applies it, is counted as skipped, and halves the scale.
+
+    In float32. PopART's FP16 factor rounds no differently while `loss_scaling` is a power of two.
+
+    Attributes:
+        loss_scaling: the optimizer's `lossScaling`, and the scale of the first step.
+        threshold: share of the gradients above the edge that is still too small to matter.
+        update_period: steps from one update to the next.
+        clips: whether the scale is kept at 2**15 and below, as it is in FP16.
+    """
+
+    loss_scaling: float = 1.0
+    threshold: float = 1e-7
+    update_period: int = 1
+    clips: bool = True
+
+    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "upper_share"})
+
+    def __post_init__(self) -> None:
+        check_float32("lossScaling", self.loss_scaling)
+        object.__setattr__(self, "loss_scaling", as_single("lossScaling", self.loss_scaling))
+        check_number("thresholdUpperCountProportion", self.threshold)
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(
+                "`thresholdUpperCountProportion` is a share, between 0 and 1. "
+                f"Received: thresholdUpperCountProportion={self.threshold!r}."
+            )
+        check_count("updatePeriod", self.update_period)
+
+    def start(self) -> PopartState:
+        """Returns the state before the first step."""
+        return PopartState(scale=np.float32(self.loss_scaling))
+
+    @np.errstate(over="ignore")
+    def next(self, state: PopartState, seen: Seen, xp: Namespace) -> PopartState:
+        """Returns the state after one step. `stuck` says that an update could not lower the scale."""
+        clean = xp.logical_and(seen.finite, seen.loss_finite)
+        too_high = xp.logical_or(seen.upper_share > self.threshold, xp.logical_not(clean))
+        counter = (state.counter + 1) % self.update_period
+        updates = counter == 0
+        moved = self._clipped(xp.where(too_high, state.update_factor * 0.5, state.update_factor * 2.0), xp)
+        factor = xp.where(updates, moved, state.update_factor)
+        scale = factor * self.loss_scaling
+        return counted(
+            state,
+            clean,
+            xp,
+            scale=scale,
+            update_factor=factor,
+            counter=counter,
+            stuck=xp.logical_and(xp.logical_and(updates, too_high), xp.logical_not(scale < state.scale)),
+        )
+
+    def _clipped(self, factor: Array, xp: Namespace) -> Array:
+        return smaller(factor, _HIGHEST_IN_FP16 / self.loss_scaling, xp) if self.clips else factor
+
+
+def automatic_loss_scaling(
+    enabled: bool = True,
+    binEdgeLocation: float = 0.0625,
+    thresholdUpperCountProportion: float = 1e-7,
+    toTrackTensors: Sequence[str] | None = None,
+    updatePeriod: int = 1,
+    gradientTensorTrackingMethod: str | None = None,
+    lossScaling: float = 1.0,
+    clipOutput: bool = True,
+) -> PopartScaling | Static | NoScaling:
+    """Returns the rule that `SessionOptions.automaticLossScalingSettings` and the optimizer's `lossScaling` set up.
+
+    Args:
+        enabled: whether the scale moves at all; PopART's default is that it does not.
+        binEdgeLocation: the edge, as a share of the format's maximum. Whoever measures `Seen.upper_share` uses it.
+        thresholdUpperCountProportion: share of the gradients above the edge that halves the scale.
+        toTrackTensors: which gradients are counted. Makes no difference here.
+        updatePeriod: steps from one update to the next.
+        gradientTensorTrackingMethod: which gradients are counted. Makes no difference here.
+        lossScaling: the optimizer's loss scale, from which the first step starts.
+        clipOutput: whether the loss scale is in FP16, and therefore kept at 2**15 and below.
+    """
+    del binEdgeLocation, toTrackTensors, gradientTensorTrackingMethod
+    if not enabled:
+        return NoScaling() if lossScaling == 1 else Static(lossScaling)
+    return PopartScaling(lossScaling, thresholdUpperCountProportion, updatePeriod, clipOutput)
+
+
+PEER = Peer(
+    name="popart",
+    variants={"automaticLossScalingSettings": automatic_loss_scaling, "AutomaticLossScale": automatic_loss_scaling},
+)
