@@ -58,6 +58,25 @@ def verdict(seen: Seen, xp: Namespace) -> tuple[Array, Array]:
     return clean, overflow
 
 
+def backed_off(policy: Policy, state: S, overflow: Seen, xp: Namespace) -> S:
+    """Returns `state` after one backoff that hysteresis cannot forgive and no counter sees: for running a step again.
+
+    Args:
+        policy: the rule.
+        state: the state whose scale overflowed.
+        overflow: a `Seen` with finite=False and loss_finite=True, in the framework's own arrays.
+        xp: the framework's array module.
+    """
+    lowered = policy.next(replace(state, credits=state.credits * 0 + 1), overflow, xp)
+    return replace(
+        lowered,
+        credits=state.credits,
+        applied=state.applied,
+        skipped=state.skipped,
+        consecutive_skips=state.consecutive_skips,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class NoScaling(Record):
     """Scale 1, nothing checked, every step applied: what a BF16 or FP32 run wants.

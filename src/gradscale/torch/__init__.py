@@ -1,0 +1,7 @@
+"""Loss scaling for PyTorch."""
+
+from gradscale.torch.result import Culprit, StepResult
+from gradscale.torch.scaler import LossScaler
+from gradscale.torch.stuck import ScaleStuck
+
+__all__ = ["Culprit", "LossScaler", "ScaleStuck", "StepResult"]

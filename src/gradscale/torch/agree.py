@@ -1,0 +1,54 @@
+"""Room two, agree: makes what was seen the same on every rank that shares the scale."""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradscale.state import Seen
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """The ranks that decide together.
+
+    Attributes:
+        group: a process group; None means every rank once `torch.distributed` is initialised, else this process alone.
+    """
+
+    group: "dist.ProcessGroup | None" = None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks decide together."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return 1
+        return dist.get_world_size(self.group)
+
+    def over_ranks(self, seen: Seen) -> Seen:
+        """Returns `seen` as the worst that any rank saw: one small MAX all-reduce, or nothing for a single rank.
+
+        Each rank's own loss may be fine while the averaged gradients carry another rank's NaN. Without this, one rank
+        would blame the loss and another the scale, and their scales would part.
+        """
+        if self.ranks == 1:
+            return seen
+        packed = torch.stack(
+            [(~seen.finite).float(), (~seen.loss_finite).float(), _none_as_inf(seen.amax), _none_as_inf(seen.norm)]
+        )
+        dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.group)
+        return replace(seen, finite=packed[0] == 0, loss_finite=packed[1] == 0, amax=packed[2], norm=packed[3])
+
+    def any_rank(self, flag: bool, device: torch.device) -> bool:
+        """Returns whether `flag` is set on any rank. Waits for the device where there are several."""
+        if self.ranks == 1:
+            return flag
+        packed = torch.tensor(float(flag), device=device)
+        dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.group)
+        return bool(packed.item())
+
+
+def _none_as_inf(value: Tensor) -> Tensor:
+    """Returns `value` with NaN as inf: MAX does not carry NaN reliably."""
+    return torch.where(torch.isnan(value), torch.inf, value)

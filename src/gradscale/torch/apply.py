@@ -1,0 +1,158 @@
+"""Room four, apply: hands the decided factor and gate to the optimizers, inside their own kernels where they can."""
+
+import inspect
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradscale.torch.gradients import Gradient
+
+Optimizer = torch.optim.Optimizer
+
+
+def folds(optimizer: Optimizer) -> bool:
+    """Returns whether the optimizer's kernel takes `grad_scale` and `found_inf`, so that no host read is needed.
+
+    Fused SGD with dampening cannot be gated by its kernel before its momentum exists: a skipped first step would leave
+    the buffer uninitialised, and a buffer of zeros would not be what the first step makes.
+    """
+    return takes_gate(optimizer) and not any(_lacks_dampened_momentum(optimizer, group) for group in groups(optimizer))
+
+
+def takes_gate(optimizer: Optimizer) -> bool:
+    """Returns whether the optimizer says that it handles scaling, by the two attributes and not by an argument."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not takes_scaler(optimizer)
+
+
+def takes_scaler(optimizer: Optimizer) -> bool:
+    """Returns whether the optimizer's `step` has a `grad_scaler` argument: torch's older contract."""
+    return _has_argument(type(optimizer), "grad_scaler")
+
+
+@cache
+def _has_argument(kind: type[Optimizer], name: str) -> bool:
+    return name in inspect.signature(kind.step).parameters
+
+
+def groups(optimizer: Optimizer) -> Sequence[dict[str, Any]]:
+    """Returns the optimizer's parameter groups."""
+    return optimizer.param_groups
+
+
+def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor) -> None:
+    """Runs the optimizer's step with `divisor` and `skip` folded into its kernel. Does not wait for the device.
+
+    Args:
+        optimizer: one for which `folds` holds.
+        divisor: what the kernel divides the gradients by, a 0-d float32; None leaves them as they are.
+        skip: 1.0 leaves weights and state alone, 0.0 updates them. No other value: fused kernels test for exactly 1.
+    """
+    _create_momentum(optimizer)
+    users_own = getattr(optimizer, "grad_scale", None)
+    if users_own is not None:
+        divisor = users_own if divisor is None else divisor * users_own
+    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale  # type: ignore[attr-defined]
+        del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def apply_all(
+    optimizers: Sequence[Optimizer],
+    gradients: Sequence[Gradient],
+    applied: Tensor,
+    factor: Tensor,
+    clip_value: float | None = None,
+) -> None:
+    """Updates every optimizer with its gradients times `factor`, or none, as `applied` says.
+
+    Waits for the device only if one of the optimizers does not fold, and then once for all of them.
+
+    Args:
+        optimizers: those to update.
+        gradients: all their gradients.
+        applied: the gate, a 0-d bool.
+        factor: what unscales and clips, a 0-d float32.
+        clip_value: bound on every element once multiplied; costs a pass of its own.
+    """
+    divisor: Tensor | None = torch.where(applied, 1.0 / factor, 1.0)
+    if clip_value is not None:
+        multiply(gradients, torch.where(applied, factor, 1.0))
+        clamp(gradients, torch.where(applied, clip_value, torch.inf))
+        divisor = None
+    waiting = [optimizer for optimizer in optimizers if not folds(optimizer)]
+    go = bool(waiting) and bool(applied)
+    if go and divisor is not None:
+        multiply(_owned(gradients, waiting), factor)
+    skip = (~applied).float()
+    for optimizer in optimizers:
+        if optimizer not in waiting:
+            step_folded(optimizer, divisor, skip)
+        elif go:
+            optimizer.step()
+        else:
+            hold(optimizer)
+
+
+def _owned(gradients: Iterable[Gradient], optimizers: Iterable[Optimizer]) -> list[Gradient]:
+    owned = {id(p) for optimizer in optimizers for group in groups(optimizer) for p in group["params"]}
+    return [gradient for gradient in gradients if id(gradient.parameter) in owned]
+
+
+def hold(optimizer: Optimizer) -> None:
+    """Leaves the optimizer as it is, and keeps torch's schedulers from warning that its `step` was never called."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def multiply(gradients: Iterable[Gradient], factor: Tensor) -> None:
+    """Multiplies every gradient in place by `factor`: one pass. FP16 gradients go through float32 arithmetic."""
+    for device, values in _by_device(gradients).items():
+        torch._foreach_mul_(values, factor.to(device, non_blocking=True))
+
+
+@torch.no_grad()
+def clamp(gradients: Iterable[Gradient], bound: Tensor) -> None:
+    """Clamps every gradient element in place to [-bound, bound]; the two parts of a complex one each for itself."""
+    for device, values in _by_device(gradients).items():
+        local = bound.to(device, non_blocking=True)
+        for value in values:
+            real = torch.view_as_real(value) if value.is_complex() else value
+            real.clamp_(-local.to(real.dtype), local.to(real.dtype))
+
+
+def _by_device(gradients: Iterable[Gradient]) -> dict[torch.device, list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        found.setdefault(gradient.values.device, []).append(gradient.values)
+    return found
+
+
+def _create_momentum(optimizer: Optimizer) -> None:
+    """Gives fused SGD its momentum buffers before its first step.
+
+    torch 2.13 allocates them uninitialised and lets the kernel fill them, which a skipped step never does. Zeros are
+    exact where there is no dampening: 0 * momentum + grad is what the first step makes.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in groups(optimizer):
+        if group["fused"] and group["momentum"] and not group["dampening"]:
+            for parameter in group["params"]:
+                if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _lacks_dampened_momentum(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    if not (isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"] and group["dampening"]):
+        return False
+    return any(
+        parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None
+        for parameter in group["params"]
+    )

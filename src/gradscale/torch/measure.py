@@ -1,0 +1,87 @@
+"""Room one, measure: a single read of the gradients that says whether they are finite, how large, and which are not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DOT_FROM = 32_768
+"""Elements from which `dot` beats the multi-tensor norm on CPU: below, its call costs more than its loop saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one read of the gradients found, still in scaled units, on the scaler's device.
+
+    Attributes:
+        sizes: one number per gradient, its norm or its largest magnitude; inf or NaN where the gradient holds one.
+        total: the same over all gradients.
+        is_norm: whether the sizes are norms; otherwise they are largest magnitudes.
+    """
+
+    sizes: Tensor
+    total: Tensor
+    is_norm: bool
+
+    @property
+    def amax(self) -> Tensor:
+        """Largest magnitude of any gradient; where only norms were read, a bound: the largest norm of a tensor."""
+        return self.sizes.amax() if self.sizes.numel() else self.total
+
+
+@torch.no_grad()
+def measure(gradients: Sequence[Tensor], device: torch.device, *, norm: bool) -> Measured:
+    """Returns the sizes of `gradients` on `device` after reading each once. Does not wait for the device.
+
+    A NaN anywhere makes a size NaN; an inf makes it inf. A finite float32 gradient above 1.8e19 squares to inf and so
+    counts as an overflow when norms are read. FP16 and BF16 gradients accumulate in float32. Makes no temporary larger
+    than one number per gradient.
+
+    Args:
+        gradients: dense tensors of any floating or complex type, on any device.
+        device: where the results go.
+        norm: read norms; otherwise largest magnitudes.
+    """
+    if not gradients:
+        return Measured(torch.zeros(0, device=device), torch.zeros((), device=device), norm)
+    real = [torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad for grad in gradients]
+    sizes = _gathered(_norms(real) if norm else [_largest(grad) for grad in real], device)
+    total = torch.linalg.vector_norm(sizes) if norm else sizes.amax()
+    return Measured(sizes, total, norm)
+
+
+def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the norm of each gradient: one `dot` for a large flat float32 tensor, a multi-tensor norm for the rest."""
+    norms: list[Tensor | None] = [None] * len(gradients)
+    rest: dict[torch.device, list[int]] = {}
+    doubles: list[int] = []
+    for index, grad in enumerate(gradients):
+        if grad.dtype == torch.float64:
+            doubles.append(index)
+        elif grad.numel() >= DOT_FROM and grad.dtype == torch.float32 and grad.is_contiguous() and grad.is_cpu:
+            flat = grad.view(-1)
+            norms[index] = torch.dot(flat, flat).sqrt_()
+        else:
+            rest.setdefault(grad.device, []).append(index)
+    for indices in rest.values():
+        together = torch._foreach_norm([gradients[index] for index in indices], 2, dtype=torch.float32)
+        for index, value in zip(indices, together, strict=True):
+            norms[index] = value
+    for index in doubles:
+        norms[index] = torch.linalg.vector_norm(gradients[index])
+    return [value for value in norms if value is not None]
+
+
+def _largest(grad: Tensor) -> Tensor:
+    """Returns the largest magnitude in `grad`; NaN if it holds one."""
+    if grad.numel() == 0:
+        return torch.zeros((), device=grad.device)
+    low, high = torch.aminmax(grad)
+    return torch.maximum(high.abs(), low.abs())
+
+
+def _gathered(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns 0-d tensors of any type and device as one float32 vector on `device`, in order."""
+    same = all(value.device == device and value.dtype == torch.float32 for value in values)
+    return torch.stack(list(values) if same else [value.to(device, torch.float32) for value in values])

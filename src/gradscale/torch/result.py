@@ -1,0 +1,138 @@
+"""What a step returns: whether it was applied and why not, known on the device at once and on the host when asked."""
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradscale.state import Status
+from gradscale.torch.gradients import Gradient
+from gradscale.torch.letter import Letter
+from gradscale.torch.measure import Measured
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A parameter whose gradient was not finite.
+
+    Attributes:
+        name: the parameter.
+        kind: `"nan"` if the gradient held a NaN, else `"inf"`.
+        count: non-finite elements, or None once the gradient is gone.
+    """
+
+    name: str
+    kind: Literal["inf", "nan"]
+    count: int | None
+
+
+class StepResult:
+    """The outcome of one `step`.
+
+    Reading `applied`, `scale`, `next_scale` and `grad_norm` costs nothing: they are tensors on the scaler's device.
+    `poll` looks without waiting. `skipped`, `status` and `culprits` wait for the device.
+
+    Attributes:
+        applied: 0-d bool tensor; True if the optimizers were updated.
+        scale: the scale that made the gradients, a 0-d float32 tensor.
+        next_scale: the scale of the next step.
+        loss_finite: 0-d bool tensor; False if a loss was inf or NaN, on this rank or another.
+        grad_norm: the true norm, unscaled and before clipping; None unless `clip_norm` or `norm=True` was given.
+        retries: how often the backward pass was run again.
+        attempted: whether there were gradients at all.
+    """
+
+    __slots__ = (
+        "_letter",
+        "_names",
+        "_sizes",
+        "_tensors",
+        "applied",
+        "attempted",
+        "grad_norm",
+        "loss_finite",
+        "next_scale",
+        "retries",
+        "scale",
+    )
+
+    def __init__(
+        self,
+        *,
+        applied: Tensor,
+        scale: Tensor,
+        next_scale: Tensor,
+        loss_finite: Tensor,
+        measured: Measured,
+        gradients: Sequence[Gradient],
+        grad_norm: Tensor | None = None,
+        retries: int = 0,
+    ) -> None:
+        self.applied = applied
+        self.scale = scale
+        self.next_scale = next_scale
+        self.grad_norm = grad_norm
+        self.retries = retries
+        self.attempted = bool(gradients)
+        self.loss_finite = loss_finite
+        self._sizes = measured.sizes
+        self._names = [gradient.name for gradient in gradients]
+        self._tensors = [(weakref.ref(gradient.values), gradient.values._version) for gradient in gradients]
+        self._letter: Letter | None = None
+
+    def __repr__(self) -> str:
+        return f"StepResult(applied={self.poll()})"
+
+    def skipped(self) -> bool:
+        """Returns whether the optimizers were left alone. Waits for the device."""
+        return not self._read()[0]
+
+    def poll(self) -> bool | None:
+        """Returns whether the step was applied, or None if that is not known yet. Never waits."""
+        if self._letter is None:
+            self._letter = Letter(self.applied, self.loss_finite)
+        return bool(self._read()[0]) if self._letter.arrived else None
+
+    @property
+    def status(self) -> Status:
+        """What became of the step. Waits for the device."""
+        if not self.attempted:
+            return Status.NO_GRADS
+        applied, loss_finite = self._read()
+        if applied:
+            return Status.APPLIED
+        return Status.OVERFLOW if loss_finite else Status.NONFINITE_LOSS
+
+    @property
+    def parameters(self) -> int:
+        """How many gradients the step looked at."""
+        return len(self._names)
+
+    def culprits(self) -> list[Culprit]:
+        """Returns the parameters whose gradients were not finite, in the optimizers' order. Waits for the device.
+
+        Costs no further pass over the gradients: the sizes were kept from the step. Elements are counted only where
+        the gradient is still as the step found it.
+        """
+        return [
+            Culprit(name, "nan" if math.isnan(size) else "inf", self._count(index))
+            for index, (name, size) in enumerate(zip(self._names, self._sizes.tolist(), strict=True))
+            if not math.isfinite(size)
+        ]
+
+    def _read(self) -> list[float]:
+        if self._letter is None:
+            self._letter = Letter(self.applied, self.loss_finite)
+        return self._letter.read()
+
+    def _count(self, index: int) -> int | None:
+        """Returns the non-finite elements of a gradient that nobody has touched since; None where it has changed."""
+        reference, version = self._tensors[index]
+        tensor = reference()
+        if tensor is None or tensor._version != version:
+            return None
+        return int((~torch.isfinite(tensor)).sum())

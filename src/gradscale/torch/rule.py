@@ -1,0 +1,52 @@
+"""Room three, decide: the core's decision, run on the scaler's device."""
+
+import torch
+from torch import Tensor
+
+from gradscale.decide import decide
+from gradscale.policy import Policy, backed_off
+from gradscale.record import place
+from gradscale.state import Outcome, ScaleState, Seen
+
+
+class Rule:
+    """A policy and its present state, on the device once that is known. The state is replaced, never changed.
+
+    Attributes:
+        policy: the rule for the scale.
+        state: the state before the next step.
+    """
+
+    __slots__ = ("_device", "policy", "state")
+
+    def __init__(self, policy: Policy, state: ScaleState | None = None, device: torch.device | None = None) -> None:
+        self.policy = policy
+        self.state = policy.start() if state is None else state
+        self._device: torch.device | None = None
+        if device is not None:
+            self.settle(device)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the state lives; None until the first loss has shown which device it is."""
+        return self._device
+
+    def settle(self, device: torch.device) -> torch.device:
+        """Moves the state to `device` unless it lives somewhere already, and returns where it lives."""
+        if self._device is None:
+            self._device = device
+            self.state = place(self.state, lambda array: torch.as_tensor(array, device=device))
+        return self._device
+
+    def decide(self, seen: Seen, clip_norm: float | None) -> Outcome:
+        """Returns the decision and moves on to the next state. Does not wait for the device."""
+        outcome = decide(self.policy, self.state, seen, torch, clip_norm)  # type: ignore[arg-type]
+        self.state = outcome.state
+        return outcome
+
+    def lower(self) -> Tensor:
+        """Backs the scale off once, whatever the hysteresis says, and returns the new scale over the old one."""
+        before = self.state.scale
+        yes = torch.ones((), dtype=torch.bool, device=before.device)
+        self.state = backed_off(self.policy, self.state, Seen(finite=~yes, loss_finite=yes), torch)  # type: ignore[arg-type]
+        return self.state.scale / before

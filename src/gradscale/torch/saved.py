@@ -1,0 +1,36 @@
+"""The scaler's state as a plain dict: everything needed to go on bit for bit."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradscale.peers import import_state
+from gradscale.policy import Policy
+from gradscale.saved import policy_from_dict
+from gradscale.state import ScaleState
+
+KEYS = ("policy", "state")
+
+
+def write_saved(policy: Policy, state: ScaleState) -> dict[str, Any]:
+    """Returns the policy and its state as plain Python values. Waits for the device."""
+    return {"policy": policy.to_dict(), "state": state.to_dict()}
+
+
+def read_saved(mapping: Mapping[str, Any], system: str | None) -> tuple[Policy, ScaleState]:
+    """Returns the policy and state that `write_saved` wrote, or that another system saved.
+
+    Args:
+        mapping: the dict.
+        system: whose dict it is; None for gradscale's own, or torch's `GradScaler`, which is known by its keys.
+    """
+    if system is not None:
+        return import_state(system, mapping)
+    if set(mapping) == set(KEYS):
+        policy = policy_from_dict(mapping["policy"])
+        return policy, type(policy.start()).from_dict(mapping["state"])
+    if "_growth_tracker" in mapping:
+        return import_state("torch", mapping)
+    raise ValueError(
+        f"A saved LossScaler has the keys {list(KEYS)}. Received: {sorted(map(str, mapping))}. "
+        "For another system's state say which: `load_state_dict(mapping, system='deepspeed')`."
+    )

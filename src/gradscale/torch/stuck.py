@@ -1,0 +1,42 @@
+"""The error for a run that skips every step: what was wrong, and where to look."""
+
+from gradscale.state import Status
+from gradscale.torch.result import Culprit, StepResult
+
+
+class ScaleStuck(RuntimeError):
+    """Raised when step after step is skipped and no lower scale is left to try.
+
+    Attributes:
+        culprits: the parameters whose gradients were not finite in the last step.
+        cause: the likely cause, in a sentence.
+    """
+
+    def __init__(self, skips: int, scale: float, culprits: list[Culprit], cause: str) -> None:
+        self.culprits = culprits
+        self.cause = cause
+        named = ", ".join(f"{culprit.name} ({culprit.kind})" for culprit in culprits[:5])
+        more = f" and {len(culprits) - 5} more" if len(culprits) > 5 else ""
+        super().__init__(
+            f"{skips} steps in a row were skipped and the scale cannot go lower than {scale:g}. Likely cause: {cause} "
+            f"Gradients that were not finite: {named or 'none'}{more}."
+        )
+
+
+def diagnose(result: StepResult, skips: int) -> ScaleStuck:
+    """Returns the error that describes a stuck run from its last step. Waits for the device."""
+    culprits = result.culprits()
+    return ScaleStuck(skips, float(result.next_scale), culprits, _cause(result.status, culprits, result.parameters))
+
+
+def _cause(status: Status, culprits: list[Culprit], parameters: int) -> str:
+    if status is Status.NONFINITE_LOSS:
+        return "the loss itself is inf or NaN, so no scale can help; look at the forward pass and the input batch."
+    if len(culprits) == 1:
+        return f"one parameter, {culprits[0].name!r}, overflows at any scale; keep its module in float32."
+    if len(culprits) == parameters:
+        return (
+            "every gradient is inf or NaN although the loss is finite; look for a division by zero, a sqrt or a norm "
+            "at zero in the backward pass, and for gradients left over because `zero_grad` is missing."
+        )
+    return "part of the model overflows at any scale; keep the modules of these parameters in float32."
