@@ -74,7 +74,7 @@ class Ladder(Record):
 
     @np.errstate(over="ignore")
     def next(self, state: LadderState, seen: Seen, xp: Namespace) -> LadderState:
-        """Returns the state after one step. `stuck` says that an overflow could not lower the scale.
+        """Returns the state after one step. `stuck` says that an overflow could not move the scale.
 
         A non-finite loss counts as an overflow: none of these systems tells the two apart.
         """
@@ -92,7 +92,7 @@ class Ladder(Record):
             scale=xp.where(grows, self._grown(state.scale, xp), xp.where(backs_off, lowered, state.scale)),
             clean_steps=xp.where(grows, 0, clean_steps),
             credits=xp.where(self._refills(clean, grows, backs_off, xp), self.hysteresis, left),
-            stuck=xp.logical_and(backs_off, xp.logical_not(lowered < state.scale)),
+            stuck=xp.logical_and(backs_off, lowered == state.scale),
         )
 
     def _grown(self, scale: Array, xp: Namespace) -> Array:

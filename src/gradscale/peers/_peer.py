@@ -44,9 +44,9 @@ class Peer:
     def _variant(self, wanted: str) -> Callable[..., Policy]:
         """Returns the rule called `wanted`: its whole name, or the last part of it, whatever the case."""
         for shorten in (_whole, _last_part):
-            found = [rule for name, rule in self.variants.items() if shorten(name) == shorten(wanted)]
+            found = {rule for name, rule in self.variants.items() if shorten(name) == shorten(wanted)}
             if len(found) == 1:
-                return found[0]
+                return found.pop()
         raise ValueError(
             f"`variant` must name a rule of {self.name}. Received: {wanted!r}. Known: {', '.join(self.variants)}."
         )

@@ -1,0 +1,84 @@
+"""Whether another system can follow a policy, asked before its state is written."""
+
+import math
+from collections.abc import Collection
+from dataclasses import fields
+from typing import Any
+
+from gradscale.peers._ladder import Ladder
+from gradscale.peers._saved import Saved
+from gradscale.policy import Dynamic, Policy
+from gradscale.state import ScaleState
+
+_NAMES = {
+    "growth_factor": "growth_factor",
+    "backoff_factor": "backoff_factor",
+    "growth_interval": "growth_interval",
+    "late": "uncounted clean steps",
+    "hysteresis": "hysteresis",
+    "refill": "refill",
+    "floor": "min_scale",
+    "ceiling": "max_scale",
+}
+"""What two ladders must share to move a scale the same way, short of the ends of the number range."""
+
+
+def expressed(system: str, policy: Policy, rule: Ladder, settings: Collection[str]) -> Ladder:
+    """Returns `policy` as a ladder, once `system` is known to be able to follow it.
+
+    The bounds that `Dynamic` has by default guard every run; a system without bounds takes such a policy, and drops
+    them. Bounds that were chosen are not dropped.
+
+    Args:
+        system: whose state is to be written.
+        policy: the policy of the state.
+        rule: a ladder that the system follows; shows what it has no setting for.
+        settings: fields of the ladder that the system has a setting for.
+
+    Raises:
+        TypeError: `policy` does not grow and back off by steps.
+        ValueError: `policy` does something that `system` cannot.
+    """
+    ladder = _as_ladder(system, policy)
+    theirs, ours = _facts(rule), _facts(ladder)
+    for field, name in _NAMES.items():
+        if field not in settings and ours[field] != theirs[field]:
+            raise ValueError(
+                f"{system} has {name}={theirs[field]!r} and no setting for it. Received: {name}={ours[field]!r}. "
+                "Export a policy with that value (see `dataclasses.replace`): the scale will then move differently."
+            )
+    return ladder
+
+
+def scalars(state: ScaleState) -> Saved:
+    """Returns the state's values, each of which must be a single number. Waits for the device they live on."""
+    return Saved("the state to export", {field.name: getattr(state, field.name) for field in fields(state)})
+
+
+def _as_ladder(system: str, policy: Policy) -> Ladder:
+    if isinstance(policy, Ladder):
+        return policy
+    if not isinstance(policy, Dynamic):
+        raise TypeError(
+            f"{system} can continue from `Dynamic` or from a preset that grows and backs off by steps. "
+            f"Received: {type(policy).__name__}."
+        )
+    default = Dynamic()
+    return Ladder(
+        init_scale=policy.init_scale,
+        growth_factor=policy.growth_factor,
+        backoff_factor=policy.backoff_factor,
+        growth_interval=policy.growth_interval,
+        hysteresis=policy.hysteresis,
+        refill=policy.refill,
+        floor=0.0 if policy.min_scale == default.min_scale else policy.min_scale,
+        ceiling=math.inf if policy.max_scale == default.max_scale else policy.max_scale,
+    )
+
+
+def _facts(ladder: Ladder) -> dict[str, Any]:
+    """Returns what decides how the ladder moves; without hysteresis there is nothing to refill."""
+    facts = {field: getattr(ladder, field) for field in _NAMES}
+    facts["backoff_factor"] = ladder.backoff_factor / ladder.backoff_divisor
+    facts["refill"] = ladder.refill if ladder.hysteresis > 1 else "growth"
+    return facts

@@ -1,0 +1,187 @@
+"""NVIDIA apex: `amp`, `fp16_utils`, `contrib.optimizers.FP16_Optimizer`, and the hysteresis kernel."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from gradscale.peers._express import expressed, scalars
+from gradscale.peers._iterations import modulo_rule, read_iterations, write_iterations
+from gradscale.peers._ladder import NO_LIMIT, Ladder, LadderState
+from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._saved import Saved
+from gradscale.peers._settings import (
+    check_backoff,
+    check_float32,
+    check_growth,
+    check_limit,
+    check_positive,
+    is_power_of_two,
+    whole,
+)
+from gradscale.peers._unpickle import attributes_of
+from gradscale.policy import Policy, Static, check_count, check_number
+from gradscale.state import ScaleState
+
+MAX_LOSS_SCALE = 2.0**24
+"""Ceiling of `amp.LossScaler` by default."""
+
+
+def amp_loss_scaler(
+    loss_scale: float | Literal["dynamic"] = "dynamic",
+    init_scale: float = 2.0**16,
+    scale_factor: float = 2.0,
+    scale_window: int = 2000,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = MAX_LOSS_SCALE,
+) -> Ladder | Static:
+    """Returns the rule of `amp.LossScaler`: Python floats, always 2 and 1/2, whatever `scale_factor` says.
+
+    A `min_loss_scale` of zero counts as none. A number for `loss_scale` is a static scale.
+    """
+    if loss_scale != "dynamic":
+        return Static(loss_scale)
+    check_positive("init_scale", init_scale)
+    check_number("scale_factor", scale_factor)
+    if min_loss_scale is not None:
+        check_limit("min_loss_scale", min_loss_scale)
+    check_limit("max_loss_scale", max_loss_scale)
+    return _amp_rule(
+        min(max_loss_scale, init_scale), whole("scale_window", scale_window), min_loss_scale, max_loss_scale
+    )
+
+
+def _amp_rule(scale: float, window: int, lowest: float | None, highest: float) -> Ladder:
+    return Ladder(init_scale=scale, growth_interval=window, floor=lowest or 0.0, ceiling=highest, arithmetic="float64")
+
+
+def fp16_utils_dynamic_loss_scaler(
+    init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000
+) -> Ladder:
+    """Returns the rule of `fp16_utils.DynamicLossScaler`: Python floats, floor 1, no ceiling."""
+    check_positive("init_scale", init_scale)
+    check_growth("scale_factor", scale_factor)
+    return modulo_rule(init_scale, scale_factor, whole("scale_window", scale_window), floor=1.0)
+
+
+def fp16_utils_loss_scaler(scale: float = 1.0) -> Static:
+    """Returns the static scale of `fp16_utils.LossScaler`."""
+    return Static(scale)
+
+
+def contrib_fp16_optimizer(
+    static_loss_scale: float | None = None,
+    dynamic_loss_scale: bool | None = None,
+    init_scale: float = 2.0**16,
+    scale_factor: float = 2.0,
+    scale_window: int = 1000,
+) -> Ladder | Static:
+    """Returns the rule of `contrib.optimizers.FP16_Optimizer`: dynamic unless a static scale is given.
+
+    The last three are not arguments of that class, but the values it sets itself and saves.
+    """
+    if dynamic_loss_scale is False or (dynamic_loss_scale is None and static_loss_scale is not None):
+        return Static(1.0 if static_loss_scale is None else static_loss_scale)
+    return fp16_utils_dynamic_loss_scaler(init_scale, scale_factor, scale_window)
+
+
+def update_scale_hysteresis(
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+) -> Ladder:
+    """Returns the rule of the `update_scale_hysteresis` kernel: torch's, with credits that any clean step restores."""
+    check_float32("init_scale", init_scale)
+    check_growth("growth_factor", growth_factor)
+    check_backoff("backoff_factor", backoff_factor)
+    check_count("growth_interval", growth_interval)
+    check_count("hysteresis", hysteresis)
+    exact = is_power_of_two(growth_factor) and is_power_of_two(backoff_factor)
+    return Ladder(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
+        refill="clean",
+        fewest_credits=NO_LIMIT,
+        refuses_inf=True,
+        arithmetic="float32" if exact else "mixed",
+    )
+
+
+def read(mapping: Mapping[str, Any]) -> Imported:
+    """Returns what `amp.state_dict()` or the `state_dict()` of either `FP16_Optimizer` says.
+
+    amp saves no settings: its defaults are assumed. Of several losses, pass the one that is wanted.
+    """
+    if "cur_scale" in mapping:
+        return read_iterations(Saved("apex's contrib FP16_Optimizer", mapping), floor=1.0)
+    if "loss_scaler" in mapping:
+        return _read_object(attributes_of(mapping["loss_scaler"]))
+    saved = Saved("apex amp", _only_loss(mapping)).only("loss_scale", "unskipped")
+    scale = saved.scale("loss_scale")
+    state = LadderState(scale=np.float64(scale), clean_steps=np.int32(saved.count("unskipped")))
+    return _amp_rule(scale, 2000, None, MAX_LOSS_SCALE), state
+
+
+def _only_loss(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the scaler of the one loss in amp's dict, which may also be given by itself."""
+    losses = [key for key, value in mapping.items() if isinstance(value, Mapping)]
+    if len(losses) > 1:
+        raise ValueError(
+            f"amp keeps one scaler for each loss, and a state is that of one. Received: {sorted(losses)}. "
+            f"Choose one: import_state('apex', {{'loss_scaler0': mapping[{losses[-1]!r}]}})."
+        )
+    return mapping[losses[0]] if list(mapping) == losses and losses else mapping
+
+
+def _read_object(attributes: Mapping[str, Any]) -> Imported:
+    """Returns what a scaler object says: `amp.LossScaler`, or one of the older `fp16_utils` ones."""
+    if "_loss_scale" in attributes:
+        return _read_amp_object(Saved("apex's amp.LossScaler", attributes))
+    dynamic = "scale_window" in attributes
+    saved = Saved("apex's fp16_utils loss scaler", {**attributes, "dynamic_loss_scale": dynamic})
+    return read_iterations(saved, floor=1.0)
+
+
+def _read_amp_object(saved: Saved) -> Imported:
+    scale = saved.scale("_loss_scale")
+    if not saved.flag("dynamic"):
+        return Static(scale), Static(scale).start()
+    lowest = None if saved.values.get("_min_loss_scale") is None else saved.scale("_min_loss_scale")
+    policy = _amp_rule(scale, saved.count("_scale_seq_len", lowest=1), lowest, saved.scale("_max_loss_scale"))
+    return policy, LadderState(scale=np.float64(scale), clean_steps=np.int32(saved.count("_unskipped")))
+
+
+def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
+    """Returns a dict for `amp.load_state_dict`, or the scaler's part of the contrib `FP16_Optimizer`'s dict.
+
+    The second where the policy is static, or has no ceiling, as only that class can be. amp's dict holds no settings:
+    its window and bounds must be given to apex again.
+    """
+    no_ceiling = isinstance(policy, Ladder) and policy.ceiling == math.inf
+    if isinstance(policy, Static) or no_ceiling:
+        rule = modulo_rule(1.0, 2.0, 1000, floor=1.0)
+        return write_iterations("apex's contrib FP16_Optimizer", policy, state, rule, ())
+    rule = _amp_rule(1.0, 2000, None, MAX_LOSS_SCALE)
+    expressed("apex amp", policy, rule, ("growth_interval", "floor", "ceiling"))
+    values = scalars(state)
+    return {"loss_scaler0": {"loss_scale": values.scale("scale"), "unskipped": values.count("clean_steps")}}
+
+
+PEER = Peer(
+    name="apex",
+    variants={
+        "amp.LossScaler": amp_loss_scaler,
+        "fp16_utils.DynamicLossScaler": fp16_utils_dynamic_loss_scaler,
+        "fp16_utils.LossScaler": fp16_utils_loss_scaler,
+        "contrib.optimizers.FP16_Optimizer": contrib_fp16_optimizer,
+        "update_scale_hysteresis": update_scale_hysteresis,
+    },
+    read=read,
+    write=write,
+)

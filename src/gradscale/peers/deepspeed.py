@@ -1,0 +1,168 @@
+"""DeepSpeed: the scaler of ZeRO, those of the fused and unfused FP16 optimizers, and the JSON that sets them up."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from gradscale.peers._express import scalars
+from gradscale.peers._iterations import modulo_rule, read_iterations, write_iterations
+from gradscale.peers._ladder import Ladder, LadderState
+from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._saved import Saved, whole_or_inside
+from gradscale.peers._settings import check_limit, check_positive, whole
+from gradscale.peers._unpickle import attributes_of
+from gradscale.policy import NoScaling, Policy, Static, check_count, check_number
+from gradscale.state import ScaleState
+
+SCALE_FACTOR = 2.0
+LATE = 1
+"""The first clean step after the start, and after an overflow, does not count: growth takes one more."""
+
+UNFUSED_MIN = 0.25
+"""Floor of the unfused optimizer where the configuration gives none."""
+
+
+def dynamic_loss_scaler(
+    init_scale: float = 2.0**16,
+    scale_window: int = 1000,
+    min_scale: float = 1.0,
+    delayed_shift: int = 2,
+    consecutive_hysteresis: bool = False,
+    raise_error_at_min_scale: bool = True,
+    dtype: Any = None,
+) -> Ladder:
+    """Returns the rule of `DynamicLossScaler`, which ZeRO uses: Python floats, hysteresis, a floor, no ceiling.
+
+    Where it raises because the scale is at the floor already, the state is `stuck`; so it is if
+    `raise_error_at_min_scale` is off. `dtype` only chooses the words of its log.
+    """
+    del raise_error_at_min_scale, dtype
+    check_positive("init_scale", init_scale)
+    check_limit("min_scale", min_scale)
+    check_count("delayed_shift", delayed_shift)
+    window = whole("scale_window", scale_window)
+    rule = modulo_rule(init_scale, SCALE_FACTOR, window, floor=min_scale, late=LATE)
+    return _with_hysteresis(rule, delayed_shift, consecutive_hysteresis)
+
+
+def _with_hysteresis(rule: Ladder, hysteresis: int, consecutive: bool) -> Ladder:
+    return replace(rule, hysteresis=hysteresis, refill="clean" if consecutive else "growth")
+
+
+def loss_scaler(scale: float = 1.0) -> Static:
+    """Returns the static scale of `LossScaler`."""
+    return Static(scale)
+
+
+def fused_optimizer(
+    init_scale: float = 2.0**32,
+    scale_window: int = 1000,
+    min_scale: float = 1.0,
+    delayed_shift: int = 1,
+    consecutive_hysteresis: bool = False,
+) -> Ladder:
+    """Returns the rule of the fused `FP16_Optimizer`, used without ZeRO.
+
+    Only its newest versions have hysteresis; the others ignore the setting, as 1 does here.
+    """
+    return dynamic_loss_scaler(init_scale, scale_window, min_scale, delayed_shift, consecutive_hysteresis)
+
+
+def unfused_optimizer(init_scale: float = 2.0**16, scale_window: int = 1000, min_scale: float = UNFUSED_MIN) -> Ladder:
+    """Returns the rule of `FP16_UnfusedOptimizer`, used without ZeRO for LAMB: no hysteresis."""
+    return dynamic_loss_scaler(init_scale, scale_window, min_scale, delayed_shift=1)
+
+
+def config(
+    enabled: bool = True,
+    auto_cast: bool = False,
+    loss_scale: float = 0,
+    initial_scale_power: float = 16,
+    loss_scale_window: int = 1000,
+    hysteresis: int = 2,
+    consecutive_hysteresis: bool = False,
+    min_loss_scale: float = 1,
+    fp16_master_weights_and_grads: bool = False,
+) -> Ladder | Static | NoScaling:
+    """Returns the rule under ZeRO of the `"fp16"` part of a DeepSpeed configuration; a `loss_scale` of 0 is dynamic."""
+    del auto_cast, fp16_master_weights_and_grads
+    if not enabled:
+        return NoScaling()
+    check_number("loss_scale", loss_scale)
+    if loss_scale != 0:
+        return Static(loss_scale)
+    check_number("initial_scale_power", initial_scale_power)
+    return dynamic_loss_scaler(
+        2.0**initial_scale_power, loss_scale_window, min_loss_scale, hysteresis, consecutive_hysteresis
+    )
+
+
+def read(mapping: Mapping[str, Any]) -> Imported:
+    """Returns what a checkpoint says, or the optimizer's part of it: ZeRO's, the fused or the unfused one.
+
+    Without ZeRO the floor and the hysteresis are not saved, and their defaults are assumed.
+    """
+    for part in whole_or_inside(mapping, "optimizer", "optimizer_state_dict"):
+        if "loss_scaler" in part:
+            return _read_object(attributes_of(part["loss_scaler"]))
+        if "cur_scale" in part:
+            return _read_optimizer(part)
+        if "fp32_groups_flat" in part:
+            return NoScaling(), NoScaling().start()
+    raise ValueError(
+        "A DeepSpeed checkpoint of an FP16 run holds `loss_scaler` (ZeRO) or `cur_scale` in its `optimizer` or "
+        f"`optimizer_state_dict`. Received keys: {sorted(map(str, mapping))}. A run in BF16 or FP32 has no scale."
+    )
+
+
+def _read_object(attributes: Mapping[str, Any]) -> Imported:
+    """Returns what ZeRO's scaler object says; older ones lack `consecutive_hysteresis`."""
+    dynamic = "scale_window" in attributes
+    saved = Saved(
+        "DeepSpeed's loss scaler", {"consecutive_hysteresis": False, **attributes, "dynamic_loss_scale": dynamic}
+    )
+    policy, state = read_iterations(saved, saved.scale("min_scale") if dynamic else 0.0, LATE)
+    if not dynamic:
+        return policy, state
+    rule = _with_hysteresis(
+        cast("Ladder", policy), saved.count("delayed_shift", lowest=1), saved.flag("consecutive_hysteresis")
+    )
+    return rule, replace(cast("LadderState", state), credits=np.int32(saved.count("cur_hysteresis", lowest=1)))
+
+
+def _read_optimizer(mapping: Mapping[str, Any]) -> Imported:
+    """Returns what the fused or unfused optimizer says. Only versions with hysteresis save `cur_hysteresis`."""
+    saved = Saved("DeepSpeed's FP16 optimizer", mapping)
+    policy, state = read_iterations(saved, 1.0, LATE)
+    if "cur_hysteresis" not in mapping:
+        return policy, state
+    rule = _with_hysteresis(cast("Ladder", policy), hysteresis=2, consecutive=False)
+    return rule, replace(cast("LadderState", state), credits=np.int32(saved.count("cur_hysteresis", lowest=1)))
+
+
+def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
+    """Returns the scaler's part of the fused or unfused optimizer's dict; merge it into the rest.
+
+    The floor is not in it, and hysteresis only as the credits left; both must be in the configuration again.
+    """
+    rule = modulo_rule(1.0, SCALE_FACTOR, 1000, floor=1.0, late=LATE)
+    written = write_iterations("DeepSpeed's FP16 optimizer", policy, state, rule, ("floor", "hysteresis", "refill"))
+    if isinstance(policy, Ladder) and policy.hysteresis > 1:
+        written["cur_hysteresis"] = scalars(state).count("credits", lowest=1)
+    return written
+
+
+PEER = Peer(
+    name="deepspeed",
+    variants={
+        "DynamicLossScaler": dynamic_loss_scaler,
+        "LossScaler": loss_scaler,
+        "fused_optimizer._update_scale": fused_optimizer,
+        "unfused_optimizer._update_scale": unfused_optimizer,
+        "config": config,
+    },
+    read=read,
+    write=write,
+)

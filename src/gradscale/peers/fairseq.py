@@ -1,0 +1,186 @@
+"""fairseq: `DynamicLossScaler`, which tolerates a share of overflows and stops the run at the lowest scale."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
+
+import numpy as np
+
+from gradscale.arithmetic import Namespace, larger
+from gradscale.peers._express import expressed, scalars
+from gradscale.peers._iterations import modulo_rule
+from gradscale.peers._ladder import LadderState
+from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._saved import Saved, settings_of, whole_or_inside
+from gradscale.peers._settings import check_growth, check_limit, check_positive, whole
+from gradscale.policy import Policy, check_count, counted
+from gradscale.record import Array, Record, leaf
+from gradscale.state import ScaleState, Seen
+
+_CONFIG = (
+    "fp16_scale_window",
+    "fp16_scale_tolerance",
+    "threshold_loss_scale",
+    "min_loss_scale",
+    "distributed_world_size",
+    "model_parallel_size",
+    "update_freq",
+)
+_CONFIG_SECTIONS = ("common", "optimization", "distributed_training")
+
+
+@dataclass(frozen=True, slots=True)
+class FairseqState(LadderState):
+    """State of `FairseqScaler`. `clean_steps` is -1 after a stop, because the stopped iteration is not counted.
+
+    Attributes:
+        since_rescale: iterations since the scale last moved, this one included.
+        overflows_since_rescale: overflows since the scale last backed off. Growth does not clear them.
+    """
+
+    since_rescale: Array = leaf("int32", 1)
+    overflows_since_rescale: Array = leaf("int32", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FairseqScaler(Record):
+    """The rule of fairseq's `DynamicLossScaler`, in Python floats, with its own names.
+
+    Attributes:
+        init_scale: scale of the first step.
+        scale_factor: multiplies the scale when it grows, and divides it when it backs off.
+        scale_window: clean steps before the scale grows.
+        tolerance: share of overflows since the last change from which on the scale backs off.
+        threshold: a backoff never ends below; None for no floor.
+        min_loss_scale: an overflow that leaves the scale here or below stops the run: the scale stays, and is `stuck`.
+    """
+
+    init_scale: float = 2.0**15
+    scale_factor: float = 2.0
+    scale_window: int = 2000
+    tolerance: float = 0.0
+    threshold: float | None = None
+    min_loss_scale: float = 1e-4
+
+    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
+
+    def __post_init__(self) -> None:
+        check_positive("init_scale", self.init_scale)
+        check_growth("scale_factor", self.scale_factor)
+        object.__setattr__(self, "scale_window", whole("scale_window", self.scale_window))
+        check_limit("tolerance", self.tolerance)
+        if self.threshold is not None:
+            check_limit("threshold", self.threshold)
+        check_limit("min_loss_scale", self.min_loss_scale)
+
+    def start(self) -> FairseqState:
+        """Returns the state before the first step."""
+        return FairseqState(scale=np.float64(self.init_scale))
+
+    @np.errstate(over="ignore")
+    def next(self, state: FairseqState, seen: Seen, xp: Namespace) -> FairseqState:
+        """Returns the state after one step. A non-finite loss counts as an overflow, as it does in fairseq."""
+        clean = xp.logical_and(seen.finite, seen.loss_finite)
+        overflow = xp.logical_not(clean)
+        grows = xp.logical_and(clean, (state.clean_steps + 1) % self.scale_window == 0)
+        backs_off = xp.logical_and(overflow, self._too_many(state, xp))
+        wanted = xp.where(backs_off, self._lowered(state.scale, xp), state.scale)
+        stops = xp.logical_and(overflow, wanted <= self.min_loss_scale)
+        moved = xp.logical_or(grows, backs_off)
+        this_step = xp.where(stops, 0, 1)
+        overflows = xp.where(overflow, state.overflows_since_rescale + 1, state.overflows_since_rescale)
+        return counted(
+            state,
+            clean,
+            xp,
+            scale=xp.where(grows, state.scale * self.scale_factor, xp.where(stops, state.scale, wanted)),
+            clean_steps=xp.where(clean, xp.where(grows, 0, state.clean_steps + 1), this_step - 1),
+            stuck=xp.logical_or(stops, xp.logical_and(backs_off, wanted == state.scale)),
+            since_rescale=xp.where(moved, 0, state.since_rescale) + this_step,
+            overflows_since_rescale=xp.where(backs_off, 0, overflows),
+        )
+
+    def _too_many(self, state: FairseqState, xp: Namespace) -> Array:
+        """Returns whether one more overflow reaches the tolerance. An iteration retried after a stop counts 1000."""
+        iterations = xp.where(state.since_rescale == 0, 1000, state.since_rescale)
+        return (state.overflows_since_rescale + 1) / iterations >= self.tolerance
+
+    def _lowered(self, scale: Array, xp: Namespace) -> Array:
+        lowered = scale / self.scale_factor
+        return lowered if self.threshold is None else larger(lowered, self.threshold, xp)
+
+
+def fp16_optimizer(
+    fp16_init_scale: float = 2.0**7,
+    fp16_scale_window: int | None = None,
+    fp16_scale_tolerance: float = 0.0,
+    threshold_loss_scale: float | None = None,
+    min_loss_scale: float = 1e-4,
+    distributed_world_size: int = 1,
+    model_parallel_size: int = 1,
+    update_freq: Sequence[int] = (1,),
+) -> FairseqScaler:
+    """Returns the rule that fairseq's command line asks for. The window is 2**14 samples' worth unless it is given."""
+    if fp16_scale_window is None:
+        if len(update_freq) != 1:
+            raise ValueError(
+                f"`fp16_scale_window` must be given with a schedule of `update_freq`. Received: {list(update_freq)}."
+            )
+        fp16_scale_window = _window(distributed_world_size, model_parallel_size, update_freq[0])
+    return FairseqScaler(
+        init_scale=fp16_init_scale,
+        scale_window=fp16_scale_window,
+        tolerance=fp16_scale_tolerance,
+        threshold=threshold_loss_scale,
+        min_loss_scale=min_loss_scale,
+    )
+
+
+def _window(world_size: int, model_parallel_size: int, update_freq: int) -> int:
+    check_count("distributed_world_size", world_size)
+    check_count("model_parallel_size", model_parallel_size)
+    check_count("update_freq", update_freq)
+    return int(2**14 / max(int(world_size / model_parallel_size), 1) / update_freq)
+
+
+def read(mapping: Mapping[str, Any]) -> Imported:
+    """Returns what a checkpoint says, or its `last_optimizer_state`.
+
+    fairseq saves the scale and no counters, so they begin again, as they do when fairseq itself resumes. The settings
+    come from the checkpoint's `cfg` or `args`; without them, those of the class are assumed.
+    """
+    settings = _settings(mapping)
+    policy = fp16_optimizer(**settings) if settings else FairseqScaler()
+    for part in whole_or_inside(mapping, "last_optimizer_state"):
+        if "loss_scale" in part:
+            scale = Saved("fairseq's optimizer", part).scale("loss_scale")
+            return policy, replace(policy.start(), scale=np.float64(scale))
+    raise ValueError(
+        "A fairseq checkpoint of an FP16 run holds `loss_scale` in its `last_optimizer_state`. "
+        f"Received keys: {sorted(map(str, mapping))}. Runs with --amp, BF16 or FP32 save none."
+    )
+
+
+def _settings(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings in a checkpoint: in the sections of a `cfg`, or flat in the older `args`."""
+    settings = settings_of(mapping.get("args"), _CONFIG)
+    if isinstance(cfg := mapping.get("cfg"), Mapping):
+        for section in _CONFIG_SECTIONS:
+            settings |= settings_of(cast("Mapping[str, Any]", cfg).get(section), _CONFIG)
+    return settings
+
+
+def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
+    """Returns what fairseq's FP16 optimizer adds to the dict of the optimizer inside it: the scale alone."""
+    if not isinstance(policy, FairseqScaler):
+        rule = modulo_rule(1.0, 2.0, 2000, floor=0.0)
+        expressed("fairseq's DynamicLossScaler", policy, rule, ("growth_interval", "floor"))
+    return {"loss_scale": scalars(state).scale("scale")}
+
+
+PEER = Peer(
+    name="fairseq",
+    variants={"DynamicLossScaler": FairseqScaler, "FP16Optimizer": fp16_optimizer},
+    read=read,
+    write=write,
+)

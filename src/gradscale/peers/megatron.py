@@ -1,0 +1,153 @@
+"""Megatron-LM: `DynamicGradScaler` and `ConstantGradScaler`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from gradscale.peers._express import expressed, scalars
+from gradscale.peers._ladder import NO_LIMIT, Ladder, LadderState
+from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._saved import Saved, settings_of
+from gradscale.peers._settings import check_backoff, check_float32, check_growth, whole
+from gradscale.policy import Policy, Static, check_count
+from gradscale.state import ScaleState
+
+_CONFIG = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+
+def dynamic_grad_scaler(
+    initial_scale: float = 2.0**32,
+    min_scale: float = 1.0,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+) -> Ladder:
+    """Returns the rule of `DynamicGradScaler`: float32, a floor, no ceiling: past the largest float32 it stays inf.
+
+    Only a growth restores the credits, which run below zero.
+    """
+    check_float32("initial_scale", initial_scale)
+    check_float32("min_scale", min_scale)
+    if min_scale > initial_scale:
+        raise ValueError(
+            "`min_scale` must not be above `initial_scale`. "
+            f"Received: min_scale={min_scale!r}, initial_scale={initial_scale!r}."
+        )
+    check_growth("growth_factor", growth_factor)
+    check_backoff("backoff_factor", backoff_factor)
+    check_count("hysteresis", hysteresis)
+    return Ladder(
+        init_scale=initial_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=whole("growth_interval", growth_interval),
+        hysteresis=hysteresis,
+        fewest_credits=NO_LIMIT,
+        floor=min_scale,
+    )
+
+
+def constant_grad_scaler(initial_scale: float) -> Static:
+    """Returns the scale of `ConstantGradScaler`, which never moves."""
+    return Static(initial_scale)
+
+
+def optimizer_config(
+    loss_scale: float | None = None,
+    initial_loss_scale: float = 2.0**32,
+    min_loss_scale: float = 1.0,
+    loss_scale_window: float = 1000,
+    hysteresis: int = 2,
+) -> Ladder | Static:
+    """Returns the rule that `OptimizerConfig`, or the command line, asks for: constant if `loss_scale` is given."""
+    if loss_scale:
+        return constant_grad_scaler(loss_scale)
+    window = whole("loss_scale_window", loss_scale_window)
+    return dynamic_grad_scaler(initial_loss_scale, min_loss_scale, growth_interval=window, hysteresis=hysteresis)
+
+
+def read(mapping: Mapping[str, Any]) -> Imported:
+    """Returns what a checkpoint says, or its `optimizer`, or the `grad_scaler` in that.
+
+    Megatron keeps the settings in the checkpoint's `args`; without them its defaults are assumed.
+    """
+    policy = optimizer_config(**settings_of(mapping.get("args"), _CONFIG))
+    scaler = _grad_scaler(mapping)
+    if isinstance(policy, Static):
+        return policy, policy.start()
+    if not scaler:
+        raise ValueError(
+            "Megatron saves nothing of a constant scale but the `loss_scale` in the checkpoint's `args`. Received: an "
+            "empty `grad_scaler`, and no such `args`. Use preset('megatron', 'ConstantGradScaler', initial_scale=...)."
+        )
+    saved = Saved("Megatron's DynamicGradScaler", scaler).only("scale", "growth_tracker", "hysteresis_tracker")
+    return policy, LadderState(
+        scale=np.float32(saved.scale("scale")),
+        clean_steps=np.int32(saved.count("growth_tracker")),
+        credits=np.int32(saved.count("hysteresis_tracker", lowest=NO_LIMIT)),
+    )
+
+
+def _grad_scaler(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the scaler's own mapping: of a checkpoint, of an optimizer, or given by itself."""
+    if "grad_scaler" in mapping:
+        return cast("Mapping[str, Any]", mapping["grad_scaler"])
+    optimizer = mapping.get("optimizer")
+    if isinstance(optimizer, Sequence):
+        return _shared_scaler(cast("Sequence[Any]", optimizer))
+    if isinstance(optimizer, Mapping):
+        return _scaler_of_optimizer(cast("Mapping[str, Any]", optimizer))
+    return mapping
+
+
+def _scaler_of_optimizer(optimizer: Any) -> Mapping[str, Any]:
+    if not isinstance(optimizer, Mapping) or "grad_scaler" not in optimizer:
+        received = list(cast("Mapping[str, Any]", optimizer)) if isinstance(optimizer, Mapping) else optimizer
+        raise ValueError(
+            f"Megatron's FP16 optimizer saves a `grad_scaler`. Received: {received!r}. "
+            "A run in BF16 or FP32 has none: use `NoScaling`."
+        )
+    return cast("Mapping[str, Any]", optimizer["grad_scaler"])
+
+
+def _shared_scaler(optimizers: Sequence[Any]) -> Mapping[str, Any]:
+    """Returns the scaler of chained optimizers. Each has one, but only the first one's scale multiplies the loss."""
+    scalers = [_scaler_of_optimizer(optimizer) for optimizer in optimizers]
+    if not scalers:
+        raise ValueError("A chain of Megatron optimizers has at least one. Received: an empty list.")
+    scales = [Saved("Megatron's DynamicGradScaler", scaler).scale("scale") for scaler in scalers if scaler]
+    if len(set(scales)) > 1:
+        raise ValueError(
+            f"The scalers of chained optimizers must agree. Received: scales {scales}. Only the first multiplies the "
+            "loss; the others divided their gradients by the wrong number. To go on from the first, pass `mapping[0]`."
+        )
+    return scalers[0]
+
+
+def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
+    """Returns the `grad_scaler` of a Megatron optimizer. Its scale is a numpy array, for `torch.from_numpy`.
+
+    The settings are not in it, and must be given to Megatron again.
+    """
+    settings = ("growth_interval", "hysteresis", "floor")
+    expressed("Megatron's DynamicGradScaler", policy, dynamic_grad_scaler(), settings)
+    values = scalars(state)
+    return {
+        "scale": np.asarray([values.scale("scale")], np.float32),
+        "growth_tracker": values.count("clean_steps"),
+        "hysteresis_tracker": values.count("credits", lowest=NO_LIMIT),
+    }
+
+
+PEER = Peer(
+    name="megatron",
+    variants={
+        "DynamicGradScaler": dynamic_grad_scaler,
+        "ConstantGradScaler": constant_grad_scaler,
+        "OptimizerConfig": optimizer_config,
+    },
+    read=read,
+    write=write,
+)

@@ -1,0 +1,138 @@
+"""PyTorch: `torch.amp.GradScaler`, FSDP's `ShardedGradScaler`, and the trainers that save their state."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from gradscale.peers import apex
+from gradscale.peers._express import expressed, scalars
+from gradscale.peers._ladder import Ladder, LadderState
+from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._saved import Saved
+from gradscale.peers._settings import check_backoff, check_float32, check_growth, is_power_of_two
+from gradscale.policy import NoScaling, Policy, Static, check_count
+from gradscale.state import ScaleState
+
+_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+_LIGHTNING = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
+"""Keys under which Lightning's checkpoints hold the scaler's dict, newest first."""
+
+
+def grad_scaler(
+    device: str = "cuda",
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    enabled: bool = True,
+) -> Ladder | NoScaling:
+    """Returns the rule of `GradScaler`: a float32 scale without bounds, times factors in double precision.
+
+    A growth to infinity is not taken. Backoff may reach zero, and stays there. `device` makes no difference.
+    """
+    del device
+    if not enabled:
+        return NoScaling()
+    _check(init_scale, growth_factor, backoff_factor, growth_interval)
+    return _kernel(init_scale, growth_factor, backoff_factor, growth_interval)
+
+
+def sharded_grad_scaler(
+    device: str = "cpu",
+    init_scale: float = 2.0**16,
+    backoff_factor: float = 0.5,
+    growth_factor: float = 2.0,
+    growth_interval: int = 2000,
+    enabled: bool = True,
+) -> Ladder | NoScaling:
+    """Returns the rule of `ShardedGradScaler`, which on the CPU is written in Python and grows to infinity.
+
+    On any other `device` it calls the same kernel as `GradScaler`.
+    """
+    if device != "cpu" or not enabled:
+        return grad_scaler(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+    _check(init_scale, growth_factor, backoff_factor, growth_interval)
+    return Ladder(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+    )
+
+
+def _check(init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int) -> None:
+    check_float32("init_scale", init_scale)
+    check_growth("growth_factor", growth_factor)
+    check_backoff("backoff_factor", backoff_factor)
+    check_count("growth_interval", growth_interval)
+
+
+def _kernel(init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int) -> Ladder:
+    """Returns the rule of `torch._amp_update_scale_`. A product with a power of two needs no double precision."""
+    exact = is_power_of_two(growth_factor) and is_power_of_two(backoff_factor)
+    return Ladder(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        refuses_inf=True,
+        arithmetic="float32" if exact else "mixed",
+    )
+
+
+def read(mapping: Mapping[str, Any]) -> Imported:
+    """Returns what a `state_dict()` says, given alone (as Accelerate's `scaler.pt`) or in a Lightning checkpoint.
+
+    An empty dict is what a disabled scaler saves.
+    """
+    if isinstance(very_old := mapping.get("amp_scaling_state"), Mapping):
+        return apex.read(cast("Mapping[str, Any]", very_old))
+    found = next((key for key in _LIGHTNING if isinstance(mapping.get(key), Mapping)), None)
+    return _read_scaler(mapping if found is None else mapping[found])
+
+
+def _read_scaler(mapping: Mapping[str, Any]) -> Imported:
+    if not mapping:
+        return NoScaling(), NoScaling().start()
+    saved = Saved("A torch GradScaler", mapping).only(*_KEYS)
+    scale, growth, backoff = saved.scale("scale"), saved.factor("growth_factor"), saved.factor("backoff_factor")
+    if growth == backoff == 1:
+        return Static(scale), Static(scale).start()
+    policy = _kernel(scale, growth, backoff, saved.count("growth_interval", lowest=1))
+    tracker = np.int32(saved.count("_growth_tracker"))
+    return policy, LadderState(scale=np.float32(scale), clean_steps=tracker)
+
+
+def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
+    """Returns a dict for `GradScaler.load_state_dict`.
+
+    `Static` is written with both factors 1, which `load_state_dict` takes; `NoScaling` as the empty dict.
+    """
+    if isinstance(policy, NoScaling):
+        return {}
+    values = scalars(state)
+    growth, backoff, interval = 1.0, 1.0, 2000
+    if not isinstance(policy, Static):
+        settings = ("growth_factor", "backoff_factor", "growth_interval")
+        ladder = expressed("torch's GradScaler", policy, _kernel(1.0, 2.0, 0.5, 2000), settings)
+        growth, backoff = float(ladder.growth_factor), ladder.backoff_factor / ladder.backoff_divisor
+        interval = int(ladder.growth_interval)
+    return dict(
+        zip(_KEYS, (values.scale("scale"), growth, backoff, interval, values.count("clean_steps")), strict=True)
+    )
+
+
+PEER = Peer(
+    name="torch",
+    variants={
+        "torch.amp.GradScaler": grad_scaler,
+        "torch.cuda.amp.GradScaler": grad_scaler,
+        "torch.cpu.amp.GradScaler": grad_scaler,
+        "torch_xla.amp.GradScaler": grad_scaler,
+        "torch.distributed.fsdp.ShardedGradScaler": sharded_grad_scaler,
+    },
+    read=read,
+    write=write,
+)

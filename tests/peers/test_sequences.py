@@ -1,0 +1,62 @@
+"""Every preset against scales that its system's own code produced."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradscale.peers import PEERS, preset
+from gradscale.state import Seen
+
+ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "peer_scale_sequences.json").read_text())
+
+
+def expected(value: float | str | None) -> float | None:
+    return math.inf if value == "inf" else value  # pyright: ignore[reportReturnType]
+
+
+def states_of(row: dict[str, Any]) -> list[Any]:
+    policy = preset(row["system"], row["class"], **row["config"])
+    state = policy.start()
+    states: list[Any] = []
+    amaxes = row.get("amax") or [0.0] * len(row["found_inf"])
+    for found_inf, amax in zip(row["found_inf"], amaxes, strict=True):
+        seen = Seen(finite=np.bool_(not found_inf), amax=np.float32(amax), upper_share=np.float32(found_inf))
+        state = policy.next(state, seen, np)
+        states.append(state)
+    return states
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
+def test_preset_gives_the_scales_of_its_peer(row: dict[str, Any]) -> None:
+    states = states_of(row)
+    for step, wanted in enumerate(row["expected_scale"]):
+        if wanted is not None:
+            assert float(states[step].scale) == expected(wanted), f"step {step}"
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "growth_tracker" in row], ids=lambda row: row["id"])
+def test_clean_steps_are_the_growth_tracker_of_the_peer(row: dict[str, Any]) -> None:
+    assert [int(state.clean_steps) for state in states_of(row)] == row["growth_tracker"]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "hysteresis_left" in row], ids=lambda row: row["id"])
+def test_credits_are_the_hysteresis_left_of_the_peer(row: dict[str, Any]) -> None:
+    credits = [int(state.credits) for state in states_of(row)]
+    assert credits[: len(row["hysteresis_left"])] == row["hysteresis_left"]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "raises_at" in row], ids=lambda row: row["id"])
+def test_state_is_stuck_where_the_peer_raises_and_not_before(row: dict[str, Any]) -> None:
+    states = states_of(row)
+    stuck = [bool(state.stuck) for state in states]
+    assert stuck[: row["raises_at"] + 1] == [False] * row["raises_at"] + [True]
+    if "scale_after_raise" in row:
+        assert float(states[row["raises_at"]].scale) == row["scale_after_raise"]
+
+
+def test_every_system_but_those_without_runnable_code_has_rows() -> None:
+    assert set(PEERS) - {row["system"] for row in ROWS} <= {"tf-keras", "paddle", "mindspore", "popart", "chainer"}
