@@ -65,7 +65,7 @@ def _fits(value: Any, number: type | None, scale_dtype: np.dtype[Any]) -> bool:
     """
     if value is None or number not in (int, float):
         return False
-    return -(2**31) <= value < 2**31 if number is int else bool(scale_dtype.type(value) == value)
+    return -(2**31) <= value < 2**31 if number is int else float(scale_dtype.type(value)) == value
 
 
 def _stack(members: list[int], policies: Sequence[Policy], starts: Sequence[Any]) -> Stack:
@@ -82,5 +82,7 @@ def _stack(members: list[int], policies: Sequence[Policy], starts: Sequence[Any]
 @functools.cache
 def _settings(policy_class: type) -> dict[str, type | None]:
     """Returns the settings of a class of policies, with the type of number each holds, or None."""
+    if not dataclasses.is_dataclass(policy_class):
+        return {}
     hints = get_type_hints(policy_class)
     return {field.name: number_type(hints[field.name]) for field in fields(policy_class)}

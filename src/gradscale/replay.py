@@ -74,11 +74,11 @@ class Replay:
 
 def replay(
     policies: Policy | Iterable[Policy],
-    found_inf: Sequence[bool] | Matrix | None = None,
+    found_inf: Sequence[float] | Matrix | None = None,
     amax: Sequence[float] | Matrix | None = None,
     format: Format | str = FP16,
     *,
-    loss_finite: Sequence[bool] | Matrix | None = None,
+    loss_finite: Sequence[float] | Matrix | None = None,
     upper_share: Sequence[float] | Matrix | None = None,
 ) -> Replay:
     """Returns what each policy would have done over a sequence of steps.
