@@ -190,6 +190,11 @@ def test_float64_rules_keep_their_precision_beside_float32_ones() -> None:
     assert run.scales[:, 1].tolist() == [float(np.float32(0.1))] * 2
 
 
+def test_counts_beyond_int32_keep_their_value() -> None:
+    never, soon = (Ladder(init_scale=1.0, growth_interval=interval, overshoot=True) for interval in (2**40, 1))
+    assert replay([never, soon], found_inf=[0, 0]).scales.tolist() == [[1, 2], [1, 4]]
+
+
 def test_results_cannot_be_written_to() -> None:
     run = replay(Dynamic(), found_inf=[0])
     for array in (run.scales, run.scales_before, run.skipped, run.stuck):

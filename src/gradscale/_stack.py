@@ -49,7 +49,7 @@ def _key(policy: Any, start: ScaleState) -> Any:
     if not dataclasses.is_dataclass(policy):
         return id(policy)
     dtype = np.dtype(start.scale.dtype)
-    shared: list[Any] = [type(policy), dtype]
+    shared: list[Any] = [type(policy)]
     for name, number in _settings(type(policy)).items():
         value = getattr(policy, name)
         if not _fits(value, number, dtype):
