@@ -129,6 +129,8 @@ def export_state(system: str, policy: Policy, state: ScaleState) -> dict[str, An
     peer = _peer(system)
     if peer.write is None:
         raise ValueError(f"{peer.name} loads no state of its scaler from a mapping. Give it the scale as a setting.")
+    if not isinstance(state, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"`state` must be a ScaleState. Received: {state!r} ({type(state).__name__}).")
     return peer.write(policy, state)
 
 

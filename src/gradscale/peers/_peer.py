@@ -1,6 +1,7 @@
 """What is known of one other system: its rules, and how it writes its state."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,4 +58,4 @@ def _whole(name: str) -> str:
 
 
 def _last_part(name: str) -> str:
-    return _whole(name).split(" (")[0].rsplit(".", 1)[-1]
+    return re.split(r"[.\s]", _whole(name).split(" (")[0])[-1]

@@ -25,6 +25,10 @@ class Saved:
     what: str
     values: Mapping[str, Any]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{self.what} saves a mapping. Received: {self.values!r} ({type(self.values).__name__}).")
+
     def only(self, *keys: str) -> Self:
         """Returns itself, once its keys are exactly `keys`."""
         received = set(map(str, self.values))
@@ -43,6 +47,13 @@ class Saved:
             raise ValueError(f"`{key}` of {self.what} must not be negative. Received: {value!r}.")
         return value
 
+    def scale32(self, key: str) -> np.float32:
+        """Returns a scale that the system keeps in a float32 tensor; infinity included."""
+        value = self.scale(key)
+        if float(np.finfo(np.float32).max) < value < math.inf:
+            raise ValueError(f"`{key}` of {self.what} must fit a float32 tensor. Received: {value!r}.")
+        return np.float32(value)
+
     def factor(self, key: str) -> float:
         """Returns a positive, finite number."""
         value = self.number(key)
@@ -57,7 +68,10 @@ class Saved:
             raise self._wrong(key, "a number", value)
         if value != value:
             raise ValueError(f"`{key}` of {self.what} must not be NaN. Received: {value!r}. The file is damaged.")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"`{key}` of {self.what} must fit a float. Received: an integer that does not.") from None
 
     def count(self, key: str, lowest: int = 0) -> int:
         """Returns an integer that is not below `lowest` and fits int32."""

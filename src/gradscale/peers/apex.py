@@ -73,17 +73,19 @@ def fp16_utils_loss_scaler(scale: float = 1.0) -> Static:
 def contrib_fp16_optimizer(
     static_loss_scale: float | None = None,
     dynamic_loss_scale: bool | None = None,
-    init_scale: float = 2.0**16,
+    cur_scale: float = 2.0**16,
     scale_factor: float = 2.0,
     scale_window: int = 1000,
+    init_scale: float | None = None,
 ) -> Ladder | Static:
     """Returns the rule of `contrib.optimizers.FP16_Optimizer`: dynamic unless a static scale is given.
 
-    The last three are not arguments of that class, but the values it sets itself and saves.
+    The class takes the first two; the next three it sets itself, and saves. `init_scale` is what its sister classes
+    call `cur_scale` at the start.
     """
     if dynamic_loss_scale is False or (dynamic_loss_scale is None and static_loss_scale is not None):
         return Static(1.0 if static_loss_scale is None else static_loss_scale)
-    return fp16_utils_dynamic_loss_scaler(init_scale, scale_factor, scale_window)
+    return fp16_utils_dynamic_loss_scaler(cur_scale if init_scale is None else init_scale, scale_factor, scale_window)
 
 
 def update_scale_hysteresis(
@@ -130,13 +132,13 @@ def read(mapping: Mapping[str, Any]) -> Imported:
 
 def _only_loss(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the scaler of the one loss in amp's dict, which may also be given by itself."""
-    losses = [key for key, value in mapping.items() if isinstance(value, Mapping)]
+    losses = [key for key in mapping if str(key).startswith("loss_scaler")]
     if len(losses) > 1:
         raise ValueError(
             f"amp keeps one scaler for each loss, and a state is that of one. Received: {sorted(losses)}. "
             f"Choose one: import_state('apex', {{'loss_scaler0': mapping[{losses[-1]!r}]}})."
         )
-    return mapping[losses[0]] if list(mapping) == losses and losses else mapping
+    return mapping[losses[0]] if losses and len(mapping) == 1 else mapping
 
 
 def _read_object(attributes: Mapping[str, Any]) -> Imported:
@@ -180,6 +182,7 @@ PEER = Peer(
         "fp16_utils.DynamicLossScaler": fp16_utils_dynamic_loss_scaler,
         "fp16_utils.LossScaler": fp16_utils_loss_scaler,
         "contrib.optimizers.FP16_Optimizer": contrib_fp16_optimizer,
+        "contrib.optimizers.fp16_optimizer._update_scale": contrib_fp16_optimizer,
         "update_scale_hysteresis": update_scale_hysteresis,
     },
     read=read,

@@ -84,7 +84,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
         )
     saved = Saved("Megatron's DynamicGradScaler", scaler).only("scale", "growth_tracker", "hysteresis_tracker")
     return policy, LadderState(
-        scale=np.float32(saved.scale("scale")),
+        scale=saved.scale32("scale"),
         clean_steps=np.int32(saved.count("growth_tracker")),
         credits=np.int32(saved.count("hysteresis_tracker", lowest=NO_LIMIT)),
     )

@@ -97,12 +97,12 @@ def _read_scaler(mapping: Mapping[str, Any]) -> Imported:
     if not mapping:
         return NoScaling(), NoScaling().start()
     saved = Saved("A torch GradScaler", mapping).only(*_KEYS)
-    scale, growth, backoff = saved.scale("scale"), saved.factor("growth_factor"), saved.factor("backoff_factor")
+    scale, growth, backoff = saved.scale32("scale"), saved.factor("growth_factor"), saved.factor("backoff_factor")
     if growth == backoff == 1:
-        return Static(scale), Static(scale).start()
-    policy = _kernel(scale, growth, backoff, saved.count("growth_interval", lowest=1))
-    tracker = np.int32(saved.count("_growth_tracker"))
-    return policy, LadderState(scale=np.float32(scale), clean_steps=tracker)
+        policy = Static(float(scale))
+        return policy, policy.start()
+    policy = _kernel(float(scale), growth, backoff, saved.count("growth_interval", lowest=1))
+    return policy, LadderState(scale=scale, clean_steps=np.int32(saved.count("_growth_tracker")))
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
