@@ -14,6 +14,9 @@ from gradscale.state import ScaleState, Seen
 NO_LIMIT = -(2**31)
 """`fewest_credits` of a system whose credits run below zero without end."""
 
+_SMALLEST_NORMAL = 2.0**-126
+"""Of float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class LadderState(ScaleState):
@@ -43,6 +46,7 @@ class Ladder(Record):
         refuses_inf: whether a growth that would reach infinity is not taken.
         init_clean_steps: clean steps counted before the first.
         arithmetic: `"float32"` tensors, Python's `"float64"`, or `"mixed"`: a float32 scale times a double factor.
+        flushes: whether a backoff below the normal float32 numbers ends at zero, as JAX and TensorFlow do it on a CPU.
     """
 
     init_scale: float
@@ -60,6 +64,7 @@ class Ladder(Record):
     refuses_inf: bool = False
     init_clean_steps: int = 0
     arithmetic: Literal["float32", "float64", "mixed"] = "float32"
+    flushes: bool = False
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
 
@@ -84,7 +89,7 @@ class Ladder(Record):
         grows = xp.logical_and(clean, reached)
         left = xp.where(overflow, larger(state.credits - 1, self.fewest_credits, xp), state.credits)
         backs_off = xp.logical_and(overflow, state.credits <= 1)
-        lowered = larger(self._times(state.scale, self.backoff_factor, xp) / self.backoff_divisor, self.floor, xp)
+        lowered = self._lowered(state.scale, xp)
         return counted(
             state,
             clean,
@@ -98,6 +103,12 @@ class Ladder(Record):
     def _grown(self, scale: Array, xp: Namespace) -> Array:
         grown = smaller(self._times(scale, self.growth_factor, xp), self.ceiling, xp)
         return xp.where(xp.isfinite(grown), grown, scale) if self.refuses_inf else grown
+
+    def _lowered(self, scale: Array, xp: Namespace) -> Array:
+        lowered = self._times(scale, self.backoff_factor, xp) / self.backoff_divisor
+        if self.flushes:
+            lowered = xp.where(lowered < _SMALLEST_NORMAL, 0.0, lowered)
+        return larger(lowered, self.floor, xp)
 
     def _refills(self, clean: Array, grows: Array, backs_off: Array, xp: Namespace) -> Array:
         if self.refill == "growth":
