@@ -126,6 +126,14 @@ def test_rounding_to_a_narrow_format_goes_straight_there_not_through_float32() -
     assert FP8_E4M3.round(np.array([-1 - 2.0**-4 - 2.0**-40])).tolist() == [-1 - 2.0**-3]
 
 
+@pytest.mark.parametrize("known", [known for known in FORMATS if known.has_nan], ids=lambda known: known.name)
+@pytest.mark.parametrize("payload", [0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF])
+def test_nan_stays_nan_whatever_its_bits(known: Format, payload: int) -> None:
+    nan = np.array([payload], np.uint32).view(np.float32)
+    assert np.isnan(known.round(nan)).all()
+    assert np.isnan(known.round(np.array([np.nan, -np.nan]))).all()
+
+
 def test_overflow_becomes_inf_nan_or_the_maximum() -> None:
     assert FP8_E5M2.round([1e6]).tolist() == [math.inf]
     assert math.isnan(FP8_E4M3.round([1e6])[0])

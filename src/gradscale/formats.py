@@ -85,7 +85,7 @@ def _round_to_odd(values: FloatArray) -> FloatArray:
     if values.dtype != np.float64:
         return values
     single = values.astype(np.float32)
-    inexact = np.isfinite(values) & np.isfinite(single) & (single.astype(np.float64) != values)
+    inexact = single.astype(np.float64) != values
     away = np.abs(single.astype(np.float64)) > np.abs(values)
     bits = single.view(np.uint32) if single.ndim else np.atleast_1d(single).view(np.uint32).reshape(())
     truncated = np.where(inexact & away, bits - np.uint32(1), bits)
