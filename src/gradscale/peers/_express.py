@@ -1,6 +1,5 @@
 """Whether another system can follow a policy, asked before its state is written."""
 
-import math
 from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
@@ -26,8 +25,8 @@ _NAMES = {
 def expressed(system: str, policy: Policy, rule: Ladder, settings: Collection[str]) -> Ladder:
     """Returns `policy` as a ladder, once `system` is known to be able to follow it.
 
-    The bounds that `Dynamic` has by default guard every run; a system without bounds takes such a policy, and drops
-    them. Bounds that were chosen are not dropped.
+    The bounds that `Dynamic` has by default guard every run; a system takes such a policy and puts its own bounds, or
+    none, in their place. Bounds that were chosen are not dropped.
 
     Args:
         system: whose state is to be written.
@@ -39,7 +38,7 @@ def expressed(system: str, policy: Policy, rule: Ladder, settings: Collection[st
         TypeError: `policy` does not grow and back off by steps.
         ValueError: `policy` does something that `system` cannot.
     """
-    ladder = _as_ladder(system, policy)
+    ladder = _as_ladder(system, policy, rule)
     theirs, ours = _facts(rule), _facts(ladder)
     for field, name in _NAMES.items():
         if field not in settings and ours[field] != theirs[field]:
@@ -55,7 +54,7 @@ def scalars(state: ScaleState) -> Saved:
     return Saved("the state to export", {field.name: getattr(state, field.name) for field in fields(state)})
 
 
-def _as_ladder(system: str, policy: Policy) -> Ladder:
+def _as_ladder(system: str, policy: Policy, rule: Ladder) -> Ladder:
     if isinstance(policy, Ladder):
         return policy
     if not isinstance(policy, Dynamic):
@@ -71,8 +70,8 @@ def _as_ladder(system: str, policy: Policy) -> Ladder:
         growth_interval=policy.growth_interval,
         hysteresis=policy.hysteresis,
         refill=policy.refill,
-        floor=0.0 if policy.min_scale == default.min_scale else policy.min_scale,
-        ceiling=math.inf if policy.max_scale == default.max_scale else policy.max_scale,
+        floor=rule.floor if policy.min_scale == default.min_scale else policy.min_scale,
+        ceiling=rule.ceiling if policy.max_scale == default.max_scale else policy.max_scale,
     )
 
 

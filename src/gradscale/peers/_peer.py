@@ -43,8 +43,11 @@ class Peer:
         return builder(**config)
 
     def _variant(self, wanted: str) -> Callable[..., Policy]:
-        """Returns the rule called `wanted`: its whole name, or the last part of it, whatever the case."""
-        for shorten in (_whole, _last_part):
+        """Returns the rule called `wanted`: its whole name, or the last part of it, whatever the case.
+
+        Of two rules that only a note in parentheses tells apart, the one with the same note is meant.
+        """
+        for shorten in (_whole, _unqualified, _last_part):
             found = {rule for name, rule in self.variants.items() if shorten(name) == shorten(wanted)}
             if len(found) == 1:
                 return found.pop()
@@ -57,5 +60,11 @@ def _whole(name: str) -> str:
     return name.strip().lower()
 
 
+def _unqualified(name: str) -> str:
+    """Returns the last part of a name, with the note that follows it in parentheses."""
+    path, opening, note = _whole(name).partition(" (")
+    return re.split(r"[.\s]", path)[-1] + opening + note
+
+
 def _last_part(name: str) -> str:
-    return re.split(r"[.\s]", _whole(name).split(" (")[0])[-1]
+    return _unqualified(name).split(" (")[0]

@@ -101,6 +101,8 @@ class Saved:
 def _plain(value: Any) -> Any:
     """Returns the Python number inside an array or tensor of one element, and anything else as it is."""
     item = getattr(value, "item", None)
+    if item is None and hasattr(value, "__array__"):  # a tensor of TensorFlow, a variable of Keras, a dataset of HDF5
+        item = np.asarray(value).item
     if not callable(item) or isinstance(value, Mapping):
         return cast("Any", value)
     try:
