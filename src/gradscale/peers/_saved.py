@@ -1,6 +1,7 @@
 """Reading what other systems saved: one value at a time, each checked, none trusted."""
 
 import math
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
@@ -8,6 +9,8 @@ from typing import Any, Self, cast
 import numpy as np
 
 _INT32 = np.iinfo(np.int32)
+_SHORT = reprlib.Repr()
+_SHORT.maxother = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,7 @@ class Saved:
     its device.
 
     Attributes:
-        what: what the mapping is, for the error messages: "a torch GradScaler".
+        what: whose mapping it is, for the error messages: "torch's GradScaler".
         values: the mapping.
     """
 
@@ -27,7 +30,7 @@ class Saved:
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{self.what} saves a mapping. Received: {self.values!r} ({type(self.values).__name__}).")
+            raise TypeError(f"{self.what} saves a mapping. Received: {shown(self.values)}.")
 
     def only(self, *keys: str) -> Self:
         """Returns itself, once its keys are exactly `keys`."""
@@ -95,7 +98,12 @@ class Saved:
         return _plain(self.values[key])
 
     def _wrong(self, key: str, wanted: str, value: Any) -> TypeError:
-        return TypeError(f"`{key}` of {self.what} must be {wanted}. Received: {value!r} ({type(value).__name__}).")
+        return TypeError(f"`{key}` of {self.what} must be {wanted}. Received: {shown(value)}.")
+
+
+def shown(value: Any) -> str:
+    """Returns a value and its type for an error message, cut short: what a file holds can be endless when spelt out."""
+    return f"{_SHORT.repr(value)} ({type(value).__name__})"
 
 
 def _plain(value: Any) -> Any:

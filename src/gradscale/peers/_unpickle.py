@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NoReturn, Self, cast
 
+from gradscale.peers._saved import shown
+
 LARGEST_PICKLE = 2**28
 """Bytes of the largest `data.pkl` taken from a zip file; tensors lie beside it, so real ones are far smaller."""
 
@@ -141,7 +143,7 @@ def attributes_of(scaler: Any) -> Mapping[str, Any]:
         return cast("dict[str, Any]", found)
     raise TypeError(
         "`loss_scaler` must be the scaler object, its attributes as a mapping, or the bytes of its pickle. "
-        f"Received: {scaler!r} ({type(scaler).__name__})."
+        f"Received: {shown(scaler)}."
     )
 
 

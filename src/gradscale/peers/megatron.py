@@ -8,7 +8,7 @@ import numpy as np
 from gradscale.peers._express import expressed, scalars
 from gradscale.peers._ladder import NO_LIMIT, Ladder, LadderState
 from gradscale.peers._peer import Imported, Peer
-from gradscale.peers._saved import Saved, settings_of
+from gradscale.peers._saved import Saved, settings_of, shown
 from gradscale.peers._settings import check_backoff, check_float32, check_growth, whole
 from gradscale.policy import Policy, Static, check_count
 from gradscale.state import ScaleState
@@ -106,7 +106,7 @@ def _scaler_of_optimizer(optimizer: Any) -> Mapping[str, Any]:
     if not isinstance(optimizer, Mapping) or "grad_scaler" not in optimizer:
         received = list(cast("Mapping[str, Any]", optimizer)) if isinstance(optimizer, Mapping) else optimizer
         raise ValueError(
-            f"Megatron's FP16 optimizer saves a `grad_scaler`. Received: {received!r}. "
+            f"Megatron's FP16 optimizer saves a `grad_scaler`. Received: {shown(received)}. "
             "A run in BF16 or FP32 has none: use `NoScaling`."
         )
     return cast("Mapping[str, Any]", optimizer["grad_scaler"])

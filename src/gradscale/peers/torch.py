@@ -96,7 +96,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
 def _read_scaler(mapping: Mapping[str, Any]) -> Imported:
     if not mapping:
         return NoScaling(), NoScaling().start()
-    saved = Saved("A torch GradScaler", mapping).only(*_KEYS)
+    saved = Saved("torch's GradScaler", mapping).only(*_KEYS)
     scale, growth, backoff = saved.scale32("scale"), saved.factor("growth_factor"), saved.factor("backoff_factor")
     if growth == backoff == 1:
         policy = Static(float(scale))
