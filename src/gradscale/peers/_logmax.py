@@ -1,14 +1,15 @@
 """OpenSeq2Seq's `LogMaxScaler`: a running log-normal model of the largest gradient, in TensorFlow's float32."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 
 from gradscale.arithmetic import Namespace
 from gradscale.peers._libm import exp2, log2
-from gradscale.policy import as_single, counted
-from gradscale.record import Array, Record, fields, leaf
+from gradscale.peers._settings import check_float32
+from gradscale.policy import check_number, counted
+from gradscale.record import Array, Record, leaf
 from gradscale.state import ScaleState, Seen
 
 _LOG2_TOP = 16.0
@@ -36,10 +37,10 @@ class LogMaxState(ScaleState):
 
 @dataclass(frozen=True, slots=True)
 class LogMaxScaler(Record):
-    """Keeps the scale where mean plus `deviations` standard deviations of log2(amax) would just fit FP16.
+    """Keeps the scale where the mean of log2(amax) plus some standard deviations would just fit FP16.
 
-    An overflow enters the model as a gradient whose logarithm is `overflow_log2`. All-zero gradients enter it as minus
-    infinity and make the scale NaN for good, as they do in OpenSeq2Seq.
+    An overflow enters the model as a gradient whose logarithm is 2**log_max (not `log_max`). All-zero gradients enter
+    it as minus infinity and make the scale NaN for good, as they do in OpenSeq2Seq.
 
     Exact to the bit with numpy: the operations and their order are those of the graph that TensorFlow's optimizer makes
     of OpenSeq2Seq's program.
@@ -47,36 +48,30 @@ class LogMaxScaler(Record):
     Attributes:
         scale_min: the scale never falls below.
         scale_max: the scale never rises above.
-        overflow_log2: what an overflow counts as. OpenSeq2Seq takes 2**log_max here, not log_max.
-        beta1: decay of the faster mean.
-        gain1: weight of a new value in the faster mean: 1 - beta1.
-        beta2: decay of the slower means.
-        gain2: weight of a new value in the slower means: 1 - beta2.
-        deviations: standard deviations above the mean that shall still fit.
+        log_max: how high an overflow enters the model.
+        beta1: decay of the mean.
+        beta2: decay of the means from which the deviation comes.
+        overflow_std_dev: standard deviations above the mean that shall still fit.
     """
 
-    scale_min: float
-    scale_max: float
-    overflow_log2: float
-    beta1: float
-    gain1: float
-    beta2: float
-    gain2: float
-    deviations: float
+    scale_min: float = 1.0
+    scale_max: float = 2.0**14
+    log_max: float = 16.0
+    beta1: float = 0.99
+    beta2: float = 0.999
+    overflow_std_dev: float = 3.09
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "amax"})
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, as_single(field.name, getattr(self, field.name)))
-
-    @classmethod
-    def build(
-        cls, scale_min: float, scale_max: float, log_max: float, beta1: float, beta2: float, deviations: float
-    ) -> Self:
-        """Returns the policy, from the settings as OpenSeq2Seq takes them."""
-        overflow_log2 = float(exp2(np.float32(log_max), np))
-        return cls(scale_min, scale_max, overflow_log2, beta1, 1 - beta1, beta2, 1 - beta2, deviations)
+        for name in ("scale_min", "scale_max"):
+            check_float32(name, getattr(self, name))
+        for name in ("log_max", "overflow_std_dev"):
+            check_number(name, getattr(self, name))
+        for name in ("beta1", "beta2"):
+            check_number(name, value := getattr(self, name))
+            if not 0 <= value < 1:
+                raise ValueError(f"`{name}` must lie from 0 to below 1. Received: {name}={value!r}.")
 
     def start(self) -> LogMaxState:
         """Returns the state before the first step: a scale of 1, whatever the bounds."""
@@ -86,11 +81,11 @@ class LogMaxScaler(Record):
     def next(self, state: LogMaxState, seen: Seen, xp: Namespace) -> LogMaxState:
         """Returns the state after one step. `stuck` says that an overflow could not lower the scale."""
         clean = xp.logical_and(xp.logical_and(seen.finite, seen.loss_finite), xp.isfinite(seen.amax))
-        x = xp.where(clean, log2(seen.amax, xp), self.overflow_log2)
+        x = xp.where(clean, log2(seen.amax, xp), exp2(self.log_max, xp))
         model = {
-            "x_hat": state.x_hat * self.beta1 + x * self.gain1,
-            "slow_x_hat": state.slow_x_hat * self.beta2 + x * self.gain2,
-            "xsquared_hat": state.xsquared_hat * self.beta2 + x * self.gain2 * x,
+            "x_hat": state.x_hat * self.beta1 + x * (1 - self.beta1),
+            "slow_x_hat": state.slow_x_hat * self.beta2 + x * (1 - self.beta2),
+            "xsquared_hat": state.xsquared_hat * self.beta2 + x * (1 - self.beta2) * x,
             "b1_correction": state.b1_correction * self.beta1,
             "b2_correction": state.b2_correction * self.beta2,
         }
@@ -105,6 +100,6 @@ class LogMaxScaler(Record):
         slow_mean = model["slow_x_hat"] / (1.0 - model["b2_correction"])
         variance = model["xsquared_hat"] / (1.0 - model["b2_correction"]) - slow_mean * slow_mean
         deviation = xp.sqrt(xp.where(variance < 0, 0.0, variance))
-        scale = exp2((_LOG2_TOP - mean) - deviation * self.deviations, xp)
+        scale = exp2((_LOG2_TOP - mean) - deviation * self.overflow_std_dev, xp)
         scale = xp.where(scale > self.scale_max, self.scale_max, scale)
         return xp.where(scale < self.scale_min, self.scale_min, scale)

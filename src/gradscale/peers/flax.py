@@ -1,9 +1,17 @@
 """flax: `flax.training.dynamic_scale.DynamicScale`."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
+from gradscale.peers._express import expressed, scalars
 from gradscale.peers._ladder import Ladder
-from gradscale.peers._peer import Peer
+from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._settings import check_float32, check_limit, check_positive
+from gradscale.peers._variables import given, picked
+from gradscale.policy import Policy, check_count
+from gradscale.state import ScaleState
 
 _FLOAT32 = np.finfo(np.float32)
 
@@ -16,16 +24,51 @@ def dynamic_scale(
     scale: float = 65536.0,
     minimum_scale: float | None = float(_FLOAT32.tiny),
 ) -> Ladder:
-    """Returns the rule of `DynamicScale`, which tests its counter before it counts: N + 1 clean steps to grow."""
+    """Returns the rule of `DynamicScale`: float32, from `minimum_scale` up to the largest float32 number.
+
+    It tests its counter before it counts, and so needs one clean step more than `growth_interval` to grow.
+    """
+    check_positive("growth_factor", growth_factor)
+    check_positive("backoff_factor", backoff_factor)
+    check_float32("scale", scale)
+    check_limit("minimum_scale", minimum_scale or 0.0)
+    for name, value in (("growth_interval", growth_interval), ("fin_steps", fin_steps)):
+        if value:
+            check_count(name, value)
     return Ladder(
         init_scale=scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval + 1,
         init_clean_steps=fin_steps,
-        floor=0.0 if minimum_scale is None else minimum_scale,
+        floor=_flushed(minimum_scale or 0.0),
         ceiling=float(_FLOAT32.max),
+        flushes=True,
     )
 
 
-PEER = Peer(name="flax", variants={"DynamicScale": dynamic_scale})
+def _flushed(limit: float) -> float:
+    return 0.0 if limit < _FLOAT32.tiny else limit
+
+
+def read(mapping: Mapping[str, Any]) -> Imported:
+    """Returns what a state dict says: `fin_steps` and `scale`. The other fields of `DynamicScale` may be put beside."""
+    settings = ("growth_factor", "backoff_factor", "growth_interval", "minimum_scale")
+    saved = picked("A flax DynamicScale", mapping, ("fin_steps", "scale"), settings)
+    keywords = given(saved, "growth_factor", "backoff_factor", "minimum_scale", counts=("growth_interval",))
+    policy = dynamic_scale(scale=saved.scale("scale"), fin_steps=saved.count("fin_steps"), **keywords)
+    return policy, policy.start()
+
+
+def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
+    """Returns a state dict for `flax.serialization.from_state_dict`.
+
+    That function takes no other keys: the settings are not in it, and must be given to `DynamicScale` again.
+    """
+    settings = ("growth_factor", "backoff_factor", "growth_interval", "floor")
+    expressed("flax' DynamicScale", policy, dynamic_scale(), settings)
+    values = scalars(state)
+    return {"fin_steps": values.count("clean_steps"), "scale": values.scale("scale")}
+
+
+PEER = Peer(name="flax", variants={"DynamicScale": dynamic_scale}, read=read, write=write)

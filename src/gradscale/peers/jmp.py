@@ -1,14 +1,29 @@
 """jmp: `NoOpLossScale`, `StaticLossScale` and `DynamicLossScale`."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from gradscale.peers._express import expressed, scalars
 from gradscale.peers._ladder import Ladder
-from gradscale.peers._peer import Peer
-from gradscale.policy import NoScaling, Static
+from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._reciprocal import one_factor, reciprocal
+from gradscale.peers._settings import check_float32, check_limit, check_positive
+from gradscale.peers._variables import given, picked
+from gradscale.policy import NoScaling, Policy, Static, check_count
+from gradscale.state import ScaleState
 
 
 def dynamic_loss_scale(
     loss_scale: float, counter: int = 0, period: int = 2000, factor: float = 2, min_loss_scale: float = 1.0
 ) -> Ladder:
-    """Returns the rule of `DynamicLossScale` outside `jax.jit`."""
+    """Returns the rule of `DynamicLossScale` outside `jax.jit`: float32, divided down to a floor, never to infinity."""
+    check_float32("loss_scale", loss_scale)
+    check_count("period", period)
+    check_positive("factor", factor)
+    check_limit("min_loss_scale", min_loss_scale)
+    if counter:
+        check_count("counter", counter)
     return Ladder(
         init_scale=loss_scale,
         growth_factor=factor,
@@ -17,21 +32,73 @@ def dynamic_loss_scale(
         growth_interval=period,
         floor=min_loss_scale,
         refuses_inf=True,
-        init_clean_steps=_counted(counter, period),
+        init_clean_steps=_clean_steps(counter, period),
+        flushes=True,
     )
 
 
 def jitted_dynamic_loss_scale(
     loss_scale: float, counter: int = 0, period: int = 2000, factor: float = 2, min_loss_scale: float = 1.0
 ) -> Ladder:
-    """Returns the rule of `DynamicLossScale` inside `jax.jit`, which loses `min_loss_scale`: it becomes 1."""
-    del min_loss_scale
-    return dynamic_loss_scale(loss_scale, counter, period, factor)
+    """Returns the rule of `DynamicLossScale` inside `jax.jit`.
+
+    There it loses `min_loss_scale`, which becomes 1, and XLA multiplies by 1 / factor to back off.
+    """
+    check_limit("min_loss_scale", min_loss_scale)
+    rule = dynamic_loss_scale(loss_scale, counter, period, factor)
+    return replace(rule, backoff_factor=reciprocal(factor), backoff_divisor=1.0)
 
 
-def _counted(counter: int, period: int) -> int:
+def _clean_steps(counter: int, period: int) -> int:
     """Returns the clean steps that `counter` stands for. One past the period wraps round without growing the scale."""
     return counter if counter < period else (counter + 1) % period - 1
+
+
+def _counter(clean_steps: int, period: int) -> int:
+    """Returns a counter that stands for `clean_steps`, which is -1 where the next step must wrap round."""
+    return clean_steps if clean_steps >= 0 else 2 * period - 1
+
+
+def static_loss_scale(loss_scale: float) -> Static:
+    """Returns the rule of `StaticLossScale`, which leaves the check to its user; `Static` skips a step by itself."""
+    return Static(loss_scale)
+
+
+def read(mapping: Mapping[str, Any]) -> Imported:
+    """Returns what the leaves `loss_scale` and `counter` say, with the fields that are no leaves put beside.
+
+    A `loss_scale` alone is a `StaticLossScale`; nothing at all is a `NoOpLossScale`.
+    """
+    if not mapping:
+        return NoScaling(), NoScaling().start()
+    if set(mapping) == {"loss_scale"}:
+        policy = Static(picked("A jmp StaticLossScale", mapping, ("loss_scale",)).scale("loss_scale"))
+        return policy, policy.start()
+    settings = ("period", "factor", "min_loss_scale")
+    saved = picked("A jmp DynamicLossScale", mapping, ("loss_scale", "counter"), settings)
+    keywords = given(saved, "factor", "min_loss_scale", counts=("period",))
+    rule = dynamic_loss_scale(saved.scale("loss_scale"), saved.count("counter"), **keywords)
+    return rule, rule.start()
+
+
+def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
+    """Returns the keywords of the `DynamicLossScale` that goes on from `state`, or of the other classes."""
+    if isinstance(policy, NoScaling):
+        return {}
+    values = scalars(state)
+    if isinstance(policy, Static):
+        return {"loss_scale": values.scale("scale")}
+    system = "jmp's DynamicLossScale"
+    settings = ("growth_factor", "backoff_factor", "growth_interval", "floor")
+    ladder = expressed(system, policy, dynamic_loss_scale(1.0), settings)
+    period = int(ladder.growth_interval)
+    return {
+        "loss_scale": values.scale("scale"),
+        "counter": _counter(values.count("clean_steps", lowest=-1), period),
+        "period": period,
+        "factor": one_factor(system, ladder),
+        "min_loss_scale": float(ladder.floor),
+    }
 
 
 PEER = Peer(
@@ -39,7 +106,9 @@ PEER = Peer(
     variants={
         "DynamicLossScale": dynamic_loss_scale,
         "DynamicLossScale (jit)": jitted_dynamic_loss_scale,
-        "StaticLossScale": Static,
+        "StaticLossScale": static_loss_scale,
         "NoOpLossScale": NoScaling,
     },
+    read=read,
+    write=write,
 )

@@ -1,15 +1,68 @@
 """Keras 3: `keras.optimizers.LossScaleOptimizer`."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from gradscale.peers._express import expressed, scalars
 from gradscale.peers._ladder import Ladder
-from gradscale.peers._peer import Peer
+from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._settings import check_float32
+from gradscale.peers._variables import given, picked
+from gradscale.policy import Policy, check_count
+from gradscale.state import ScaleState
+
+_WHAT = "A Keras LossScaleOptimizer"
+_INDICES = {"2": "step_counter", "3": "dynamic_scale"}
+"""Where the optimizer's own variables stand among those it saves; iteration and learning rate come first."""
 
 
 def loss_scale_optimizer(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> Ladder:
     """Returns the rule of `LossScaleOptimizer`: doubles and halves in float32, with no bound and no guard.
 
-    At the top the scale becomes infinity and stays there for ever, as it does in Keras.
+    At the top the scale becomes infinity and at the bottom zero, and there it stays. The bottom is that of Keras' JAX
+    and TensorFlow backends on a CPU, which have no subnormal numbers; other devices halve 23 times more.
     """
-    return Ladder(init_scale=initial_scale, growth_interval=dynamic_growth_steps)
+    check_float32("initial_scale", initial_scale)
+    check_count("dynamic_growth_steps", dynamic_growth_steps)
+    return Ladder(init_scale=initial_scale, growth_interval=dynamic_growth_steps, flushes=True)
 
 
-PEER = Peer(name="keras", variants={"LossScaleOptimizer": loss_scale_optimizer})
+def read(mapping: Mapping[str, Any]) -> Imported:
+    """Returns what the optimizer's variables say: by index, as `save_own_variables` writes them, or by name.
+
+    Takes the variables alone, under `vars`, or in the `optimizer` of a weights file. The settings are not among them;
+    `initial_scale` and `dynamic_growth_steps`, as `get_config` has them, may be put beside.
+    """
+    settings = ("initial_scale", "dynamic_growth_steps")
+    saved = picked(_WHAT, _by_name(mapping), tuple(_INDICES.values()), settings)
+    policy = loss_scale_optimizer(**given(saved, "initial_scale", counts=("dynamic_growth_steps",)))
+    scale, counter = saved.scale("dynamic_scale"), saved.count("step_counter")
+    return policy, replace(policy.start(), scale=np.float32(scale), clean_steps=np.int32(counter))
+
+
+def _by_name(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the variables of the optimizer, and no other numbered ones, by name."""
+    for key in ("optimizer", "vars"):
+        inner = mapping.get(key)
+        if isinstance(inner, Mapping):
+            return _by_name(cast("Mapping[str, Any]", inner))
+    named = {_INDICES.get(str(key), str(key)): value for key, value in mapping.items()}
+    return {name: value for name, value in named.items() if not name.isdecimal()}
+
+
+def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
+    """Returns the values of the optimizer's two variables, and its two settings, by name."""
+    ladder = expressed("Keras' LossScaleOptimizer", policy, loss_scale_optimizer(), ("growth_interval",))
+    values = scalars(state)
+    return {
+        "step_counter": values.count("clean_steps"),
+        "dynamic_scale": values.scale("scale"),
+        "initial_scale": float(ladder.init_scale),
+        "dynamic_growth_steps": int(ladder.growth_interval),
+    }
+
+
+PEER = Peer(name="keras", variants={"LossScaleOptimizer": loss_scale_optimizer}, read=read, write=write)

@@ -1,26 +1,49 @@
-"""MindSpore: the update cells, `amp.DynamicLossScaler`, and the managers of `mindspore.train`."""
+"""MindSpore: the update cells, the scalers of `amp`, and the managers of `Model`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
-from gradscale.peers._ladder import Ladder
-from gradscale.peers._peer import Peer
-from gradscale.policy import Static
+from gradscale.arithmetic import Namespace
+from gradscale.peers._express import expressed, scalars
+from gradscale.peers._ladder import Ladder, LadderState
+from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._reciprocal import one_factor, reciprocal
+from gradscale.peers._saved import Saved
+from gradscale.peers._settings import check_float32, check_positive
+from gradscale.peers._variables import given, last_name, picked
+from gradscale.policy import Policy, Static, check_count
+from gradscale.record import Record
+from gradscale.state import ScaleState, Seen
+
+_BAD_STEP_MAX = 1000
+_CELL = ("scale_sense", "current_iterator_step", "last_overflow_iterator_step")
+_SETTINGS = ("scale_factor", "scale_window")
 
 
 def dynamic_update_cell(loss_scale_value: float, scale_factor: float, scale_window: int) -> Ladder:
-    """Returns the rule of `nn.DynamicLossScaleUpdateCell`: float32, floor 1, times the float32 reciprocal to back off."""
+    """Returns the rule of `nn.DynamicLossScaleUpdateCell`: float32, down to 1, up to infinity, and stuck there.
+
+    It multiplies by the reciprocal of `scale_factor` to back off.
+    """
+    _check(scale_factor, scale_window)
+    check_float32("loss_scale_value", loss_scale_value)
     return Ladder(
         init_scale=loss_scale_value,
         growth_factor=scale_factor,
-        backoff_factor=float(np.float32(1) / np.float32(scale_factor)),
+        backoff_factor=reciprocal(scale_factor),
         growth_interval=scale_window,
         overshoot=True,
         floor=1.0,
     )
 
 
-def dynamic_loss_scaler(scale_value: float, scale_factor: int, scale_window: int) -> Ladder:
-    """Returns the rule of `amp.DynamicLossScaler`: float32, floor 1, never grown to infinity."""
+def dynamic_loss_scaler(scale_value: float, scale_factor: float, scale_window: int) -> Ladder:
+    """Returns the rule of `amp.DynamicLossScaler`: float32, divided down to 1, never grown to infinity."""
+    _check(scale_factor, scale_window)
+    check_float32("scale_value", scale_value)
     return Ladder(
         init_scale=scale_value,
         growth_factor=scale_factor,
@@ -32,20 +55,59 @@ def dynamic_loss_scaler(scale_value: float, scale_factor: int, scale_window: int
     )
 
 
-def dynamic_manager(init_loss_scale: float = 2.0**24, scale_factor: float = 2, scale_window: int = 2000) -> Ladder:
-    """Returns the rule of `DynamicLossScaleManager` on the host."""
-    return Ladder(
-        init_scale=init_loss_scale,
-        growth_factor=scale_factor,
-        backoff_factor=1 / scale_factor,
-        growth_interval=scale_window,
-        floor=1.0,
-        arithmetic="float64",
-    )
+@dataclass(frozen=True, slots=True)
+class MindsporeManager(Record):
+    """The rule of `DynamicLossScaleManager`, which runs on the host: Python floats, down to 1.
+
+    After more than 1000 overflows in a row the manager raises; there the state is `stuck`.
+
+    Attributes:
+        init_loss_scale: scale of the first step.
+        scale_factor: multiplies the scale when it grows; its reciprocal, when it backs off.
+        scale_window: clean steps before the scale grows.
+    """
+
+    init_loss_scale: float = 2.0**24
+    scale_factor: float = 2.0
+    scale_window: int = 2000
+
+    needs: ClassVar[frozenset[str]] = Ladder.needs
+
+    def __post_init__(self) -> None:
+        _check(self.scale_factor, self.scale_window)
+        check_positive("init_loss_scale", self.init_loss_scale)
+        if self.init_loss_scale < 1:
+            raise ValueError(
+                f"`init_loss_scale` must be at least 1. Received: init_loss_scale={self.init_loss_scale!r}."
+            )
+
+    def start(self) -> LadderState:
+        """Returns the state before the first step, with its scale in float64."""
+        return self._ladder().start()
+
+    def next(self, state: LadderState, seen: Seen, xp: Namespace) -> LadderState:
+        """Returns the state after one step. `stuck` says that the manager has given up."""
+        moved = self._ladder().next(state, seen, xp)
+        return replace(moved, stuck=moved.consecutive_skips > _BAD_STEP_MAX)
+
+    def _ladder(self) -> Ladder:
+        return Ladder(
+            init_scale=self.init_loss_scale,
+            growth_factor=self.scale_factor,
+            backoff_factor=1 / self.scale_factor,
+            growth_interval=self.scale_window,
+            floor=1.0,
+            arithmetic="float64",
+        )
+
+
+def _check(scale_factor: float, scale_window: int) -> None:
+    check_positive("scale_factor", scale_factor)
+    check_count("scale_window", scale_window)
 
 
 def fixed_manager(loss_scale: float = 128.0, drop_overflow_update: bool = True) -> Static:
-    """Returns the rule of `FixedLossScaleManager`."""
+    """Returns the rule of `FixedLossScaleManager`; `Static` skips a step that overflows, asked to or not."""
     del drop_overflow_update
     return Static(loss_scale)
 
@@ -60,14 +122,76 @@ def static_loss_scaler(scale_value: float) -> Static:
     return Static(scale_value)
 
 
+def read(mapping: Mapping[str, Any]) -> Imported:
+    """Returns what the parameters of an update cell say, or those of a scaler of `amp`, by bare name or path.
+
+    `scale_sense` or `scale_value` alone is a fixed scale. The settings are not among the parameters; `scale_factor` and
+    `scale_window` may be put beside, and are 2 and 2000 otherwise.
+    """
+    names = set(map(last_name, mapping))
+    if names & {"scale_value", "counter"}:
+        return _read_scaler(mapping, "counter" in names)
+    if "scale_sense" in names and not names & {*_CELL[1:]}:
+        return _fixed(picked("A fixed scale of MindSpore", mapping, ("scale_sense",)), "scale_sense")
+    saved = picked("A loss scale cell of MindSpore", mapping, _CELL, _SETTINGS)
+    policy = dynamic_update_cell(saved.scale("scale_sense"), **_settings(saved))
+    step, last = saved.count(_CELL[1], lowest=1), saved.count(_CELL[2])
+    if last >= step:
+        raise ValueError(
+            f"`last_overflow_iterator_step` of {saved.what} must come before `current_iterator_step`. "
+            f"Received: last_overflow_iterator_step={last}, current_iterator_step={step}."
+        )
+    return policy, replace(policy.start(), clean_steps=np.int32(step - last - 1))
+
+
+def _read_scaler(mapping: Mapping[str, Any], dynamic: bool) -> Imported:
+    what = "A loss scaler of mindspore.amp"
+    if not dynamic:
+        return _fixed(picked(what, mapping, ("scale_value",)), "scale_value")
+    saved = picked(what, mapping, ("scale_value", "counter"), _SETTINGS)
+    policy = dynamic_loss_scaler(saved.scale("scale_value"), **_settings(saved))
+    return policy, replace(policy.start(), clean_steps=np.int32(saved.count("counter")))
+
+
+def _fixed(saved: Saved, key: str) -> Imported:
+    policy = Static(saved.scale(key))
+    return policy, policy.start()
+
+
+def _settings(saved: Saved) -> dict[str, Any]:
+    return {"scale_factor": 2.0, "scale_window": 2000} | given(saved, "scale_factor", counts=("scale_window",))
+
+
+def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
+    """Returns the parameters of the cell or of the scaler of `amp`, and their two settings, by name.
+
+    A policy that is neither's own is written as the cell's, which is what a `Model` saves.
+    """
+    values = scalars(state)
+    if isinstance(policy, Static):
+        return {"scale_sense": values.scale("scale")}
+    if isinstance(policy, MindsporeManager):
+        policy = dynamic_update_cell(policy.init_loss_scale, policy.scale_factor, policy.scale_window)
+    system, clean_steps = "MindSpore", values.count("clean_steps")
+    rule = dynamic_update_cell(1.0, 2.0, 2000)
+    ladder = expressed(system, policy, rule, ("growth_factor", "backoff_factor", "growth_interval"))
+    settings = {"scale_factor": one_factor(system, ladder), "scale_window": int(ladder.growth_interval)}
+    if ladder.refuses_inf:
+        return {"scale_value": values.scale("scale"), "counter": clean_steps, **settings}
+    step = max(values.count("applied") + values.count("skipped"), clean_steps) + 1
+    return {**dict(zip(_CELL, (values.scale("scale"), step, step - clean_steps - 1), strict=True)), **settings}
+
+
 PEER = Peer(
     name="mindspore",
     variants={
         "nn.DynamicLossScaleUpdateCell": dynamic_update_cell,
         "amp.DynamicLossScaler": dynamic_loss_scaler,
-        "DynamicLossScaleManager": dynamic_manager,
+        "DynamicLossScaleManager": MindsporeManager,
         "FixedLossScaleManager": fixed_manager,
         "nn.FixedLossScaleUpdateCell": fixed_update_cell,
         "amp.StaticLossScaler": static_loss_scaler,
     },
+    read=read,
+    write=write,
 )

@@ -1,36 +1,138 @@
 """OpenSeq2Seq: `BackoffScaler` and `LogMaxScaler`."""
 
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
 import numpy as np
 
+from gradscale.peers._express import expressed, scalars
 from gradscale.peers._ladder import Ladder
-from gradscale.peers._logmax import LogMaxScaler
-from gradscale.peers._peer import Peer
+from gradscale.peers._logmax import LogMaxScaler, LogMaxState
+from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._reciprocal import one_factor, reciprocal
+from gradscale.peers._saved import Saved
+from gradscale.peers._settings import check_float32, check_positive
+from gradscale.peers._variables import given, last_name, picked
+from gradscale.policy import Policy, check_count
+from gradscale.state import ScaleState
+
+_BACKOFF = ("iteration", "last_overflow_iteration", "scale")
+_MODEL = ("x_hat", "slow_x_hat", "xsquared_hat", "b1_correction", "b2_correction")
+_LOG_MAX = ("iteration", "scale", *_MODEL)
+"""The variables of each scaler in the order it creates them, which is all a checkpoint knows them by."""
+
+_UNNAMED = re.compile(r"Variable(?:_(\d+))?$")
 
 
 def backoff_scaler(
     scale_min: float = 1.0, scale_max: float = 2.0**14, step_factor: float = 2.0, step_window: int = 2000
 ) -> Ladder:
-    """Returns the rule of `BackoffScaler`: float32, within its bounds, starting from the upper one."""
+    """Returns the rule of `BackoffScaler`: float32, within its bounds, starting from the upper one.
+
+    Its graph multiplies by 1 / step_factor to back off. Which of two concurrent operations sees the iteration first is
+    left to TensorFlow; this is the usual outcome.
+    """
+    check_float32("scale_min", scale_min)
+    check_float32("scale_max", scale_max)
+    check_positive("step_factor", step_factor)
+    check_count("step_window", step_window)
     return Ladder(
         init_scale=scale_max,
         growth_factor=step_factor,
-        backoff_factor=float(np.float32(1) / np.float32(step_factor)),
+        backoff_factor=reciprocal(step_factor),
         growth_interval=step_window,
         floor=scale_min,
         ceiling=scale_max,
     )
 
 
-def log_max_scaler(
-    scale_min: float = 1.0,
-    scale_max: float = 2.0**14,
-    log_max: float = 16.0,
-    beta1: float = 0.99,
-    beta2: float = 0.999,
-    overflow_std_dev: float = 3.09,
-) -> LogMaxScaler:
-    """Returns the rule of `LogMaxScaler`."""
-    return LogMaxScaler.build(scale_min, scale_max, log_max, beta1, beta2, overflow_std_dev)
+def read(mapping: Mapping[str, Any]) -> Imported:
+    """Returns what a scaler's variables say: by name, as `Variable`, `Variable_1` and so on, or as a list in order.
+
+    Three are those of `BackoffScaler` and seven those of `LogMaxScaler`. The settings are not among them; they may be
+    put beside, by the names of the scaler's parameters.
+    """
+    named = _by_name(mapping)
+    return _read_log_max(named) if "x_hat" in map(last_name, named) else _read_backoff(named)
 
 
-PEER = Peer(name="openseq2seq", variants={"BackoffScaler": backoff_scaler, "LogMaxScaler": log_max_scaler})
+def _by_name(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns `mapping` with the scaler's unnamed variables under their names; a list comes as `optimizer`."""
+    listed = mapping.get("optimizer")
+    if isinstance(listed, Sequence):
+        mapping = {f"Variable_{i}": value for i, value in enumerate(cast("Sequence[Any]", listed))}
+    unnamed = [str(key) for key in mapping if _UNNAMED.match(last_name(key))]
+    if not unnamed:
+        return mapping
+    names = {len(_BACKOFF): _BACKOFF, len(_LOG_MAX): _LOG_MAX}.get(len(unnamed))
+    if names is None:
+        raise ValueError(
+            f"OpenSeq2Seq saves {len(_BACKOFF)} unnamed variables (Backoff: {', '.join(_BACKOFF)}) or {len(_LOG_MAX)} "
+            f"(LogMax: {', '.join(_LOG_MAX)}). Received: {len(unnamed)}. Pass those of the scaler alone, or by name."
+        )
+    new_names = dict(zip(sorted(unnamed, key=_index), names, strict=True))
+    return {new_names.get(str(key), str(key)): value for key, value in mapping.items()}
+
+
+def _index(key: str) -> int:
+    found = _UNNAMED.match(last_name(key))
+    return int(found[1] or 0) if found else -1
+
+
+def _read_backoff(named: Mapping[str, Any]) -> Imported:
+    settings = ("scale_min", "scale_max", "step_factor", "step_window")
+    saved = picked("OpenSeq2Seq's BackoffScaler", named, _BACKOFF, settings)
+    policy = backoff_scaler(**given(saved, *settings[:-1], counts=settings[-1:]))
+    since_overflow = saved.count("iteration") - saved.count("last_overflow_iteration", lowest=-1)
+    if since_overflow < 0:
+        raise ValueError(
+            f"`last_overflow_iteration` of {saved.what} must not come after `iteration`. Received: "
+            f"{saved.values['last_overflow_iteration']!r} after {saved.values['iteration']!r}."
+        )
+    clean_steps = np.int32(since_overflow % policy.growth_interval)
+    return policy, replace(policy.start(), scale=np.float32(saved.scale("scale")), clean_steps=clean_steps)
+
+
+def _read_log_max(named: Mapping[str, Any]) -> Imported:
+    settings = ("scale_min", "scale_max", "log_max", "beta1", "beta2", "overflow_std_dev")
+    saved = picked("OpenSeq2Seq's LogMaxScaler", named, _LOG_MAX, settings)
+    model = {name: np.float32(saved.number(name)) for name in _MODEL}
+    saved.count("iteration")
+    return LogMaxScaler(**given(saved, *settings)), LogMaxState(scale=np.float32(saved.scale("scale")), **model)
+
+
+def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
+    """Returns the variables of the scaler and its settings, by name, the variables in the order of their creation."""
+    values = scalars(state)
+    steps = values.count("applied") + values.count("skipped")
+    if isinstance(policy, LogMaxScaler):
+        return _written_log_max(policy, values, steps)
+    system = "OpenSeq2Seq's BackoffScaler"
+    settings = ("growth_factor", "backoff_factor", "growth_interval", "floor", "ceiling")
+    ladder = expressed(system, policy, backoff_scaler(), settings)
+    clean_steps = values.count("clean_steps")
+    return {
+        "iteration": max(steps, clean_steps),
+        "last_overflow_iteration": max(steps, clean_steps) - clean_steps,
+        "scale": values.scale("scale"),
+        "scale_min": float(ladder.floor),
+        "scale_max": float(ladder.ceiling),
+        "step_factor": one_factor(system, ladder),
+        "step_window": int(ladder.growth_interval),
+    }
+
+
+def _written_log_max(policy: LogMaxScaler, values: Saved, steps: int) -> dict[str, Any]:
+    variables = {"iteration": steps, "scale": values.scale("scale")} | {n: values.number(n) for n in _MODEL}
+    settings = {key: value for key, value in policy.to_dict().items() if key not in ("schema", "kind")}
+    return variables | settings
+
+
+PEER = Peer(
+    name="openseq2seq",
+    variants={"BackoffScaler": backoff_scaler, "LogMaxScaler": LogMaxScaler},
+    read=read,
+    write=write,
+)

@@ -1,8 +1,30 @@
 """Paddle: `paddle.amp.GradScaler` and the `AmpScaler` under it."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from gradscale.peers._express import expressed, scalars
 from gradscale.peers._ladder import Ladder
-from gradscale.peers._peer import Peer
-from gradscale.policy import NoScaling, Static
+from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._saved import Saved
+from gradscale.peers._settings import check_backoff, check_float32, check_growth
+from gradscale.policy import NoScaling, Policy, Static, check_count
+from gradscale.state import ScaleState
+
+_WHAT = "A Paddle GradScaler"
+_KEYS = (
+    "scale",
+    "incr_ratio",
+    "decr_ratio",
+    "incr_every_n_steps",
+    "decr_every_n_nan_or_inf",
+    "incr_count",
+    "decr_count",
+    "use_dynamic_loss_scaling",
+)
 
 
 def grad_scaler(
@@ -14,11 +36,19 @@ def grad_scaler(
     decr_every_n_nan_or_inf: int = 1,
     use_dynamic_loss_scaling: bool = True,
 ) -> Ladder | Static | NoScaling:
-    """Returns the rule of `GradScaler`: float32, no bound, `decr_every_n_nan_or_inf` overflows in a row to back off."""
+    """Returns the rule of `GradScaler` in dynamic graphs: float32, without bounds.
+
+    It takes `decr_every_n_nan_or_inf` overflows in a row to back off, and as many again for the next time.
+    """
     if not enable:
         return NoScaling()
+    check_growth("incr_ratio", incr_ratio)
+    check_backoff("decr_ratio", decr_ratio)
     if not use_dynamic_loss_scaling:
         return Static(init_loss_scaling)
+    check_float32("init_loss_scaling", init_loss_scaling)
+    check_count("incr_every_n_steps", incr_every_n_steps)
+    check_count("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf)
     return Ladder(
         init_scale=init_loss_scaling,
         growth_factor=incr_ratio,
@@ -50,4 +80,63 @@ def amp_scaler(
     )
 
 
-PEER = Peer(name="paddle", variants={"GradScaler": grad_scaler, "AmpScaler": amp_scaler})
+def read(mapping: Mapping[str, Any]) -> Imported:
+    """Returns what a `state_dict()` says; an empty one is what a disabled scaler saves."""
+    if not mapping:
+        return NoScaling(), NoScaling().start()
+    saved = Saved(_WHAT, mapping).only(*_KEYS)
+    scale = saved.scale("scale")
+    if not saved.flag("use_dynamic_loss_scaling"):
+        return Static(scale), Static(scale).start()
+    every = saved.count("decr_every_n_nan_or_inf", lowest=1)
+    policy = Ladder(
+        init_scale=scale,
+        growth_factor=saved.factor("incr_ratio"),
+        backoff_factor=saved.factor("decr_ratio"),
+        growth_interval=saved.count("incr_every_n_steps", lowest=1),
+        hysteresis=every,
+        refill="clean or backoff",
+    )
+    clean_steps, credits = np.int32(saved.count("incr_count")), np.int32(every - _overflows(saved, every))
+    return policy, replace(policy.start(), clean_steps=clean_steps, credits=credits)
+
+
+def _overflows(saved: Saved, every: int) -> int:
+    """Returns the overflows in a row so far: fewer than make the scale back off."""
+    count = saved.count("decr_count")
+    if count >= every:
+        raise ValueError(
+            f"`decr_count` of {saved.what} must be below `decr_every_n_nan_or_inf`, at which it starts again from 0. "
+            f"Received: decr_count={count}, decr_every_n_nan_or_inf={every}."
+        )
+    return count
+
+
+def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
+    """Returns a dict for `GradScaler.load_state_dict`; the empty one for `NoScaling`, as a disabled scaler saves."""
+    if isinstance(policy, NoScaling):
+        return {}
+    dynamic = not isinstance(policy, Static)
+    ladder = _expressed(policy) if dynamic else Ladder(init_scale=1.0)
+    values, every = scalars(state), int(ladder.hysteresis)
+    written = (
+        np.asarray([values.scale("scale")], np.float32),
+        float(ladder.growth_factor),
+        float(ladder.backoff_factor / ladder.backoff_divisor),
+        int(ladder.growth_interval),
+        every,
+        values.count("clean_steps"),
+        every - values.count("credits") if every > 1 else 0,
+        dynamic,
+    )
+    return dict(zip(_KEYS, written, strict=True))
+
+
+def _expressed(policy: Policy) -> Ladder:
+    """Returns `policy` as a ladder that refills its credits as Paddle does, if it has any to refill."""
+    rule = Ladder(init_scale=1.0, hysteresis=getattr(policy, "hysteresis", 1), refill="clean or backoff")
+    settings = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis")
+    return expressed("Paddle's GradScaler", policy, rule, settings)
+
+
+PEER = Peer(name="paddle", variants={"GradScaler": grad_scaler, "AmpScaler": amp_scaler}, read=read, write=write)

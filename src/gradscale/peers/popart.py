@@ -1,18 +1,23 @@
 """PopART: automatic loss scaling, which watches the share of gradients above an edge."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
 from gradscale.arithmetic import Namespace, smaller
-from gradscale.peers._peer import Peer
+from gradscale.peers._express import scalars
+from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._saved import Saved
 from gradscale.peers._settings import check_float32
-from gradscale.policy import NoScaling, Static, as_single, check_count, check_number, counted
+from gradscale.peers._variables import given, picked
+from gradscale.policy import NoScaling, Policy, Static, as_single, check_count, check_number, counted
 from gradscale.record import Array, Record, leaf
 from gradscale.state import ScaleState, Seen
 
+_WHAT = "PopART's automatic loss scaling"
+_STATISTICS = "autoLossScaleStats"
 _HIGHEST_IN_FP16 = 2.0**15
 
 
@@ -120,7 +125,56 @@ def automatic_loss_scaling(
     return PopartScaling(lossScaling, thresholdUpperCountProportion, updatePeriod, clipOutput)
 
 
+def read(mapping: Mapping[str, Any]) -> Imported:
+    """Returns what the saved variables say: `lossScaleUpdateFactor`, and a counter where the period is not 1.
+
+    The optimizer's `lossScaling` must be put beside, for the scale is their product; so may the settings. Without an
+    update factor the scale is fixed. The statistics that PopART saves with them are cleared in every step, and ignored.
+    """
+    named = {_without_operator(str(key)): value for key, value in mapping.items() if not str(key).endswith(_STATISTICS)}
+    if set(named) == {"lossScaling"}:
+        policy = Static(Saved(_WHAT, named).factor("lossScaling"))
+        return policy, policy.start()
+    settings = ("counter", "thresholdUpperCountProportion", "updatePeriod", "clipOutput", "binEdgeLocation")
+    saved = picked(_WHAT, named, ("lossScaling", "lossScaleUpdateFactor"), settings)
+    keywords = given(saved, "thresholdUpperCountProportion", counts=("updatePeriod",))
+    clips = saved.flag("clipOutput") if "clipOutput" in named else True
+    rule = automatic_loss_scaling(lossScaling=saved.factor("lossScaling"), clipOutput=clips, **keywords)
+    policy = cast("PopartScaling", rule)
+    factor = np.float32(saved.scale("lossScaleUpdateFactor"))
+    counter = np.int32(saved.count("counter", lowest=-1) if "counter" in named else 0)
+    scale = factor * np.float32(policy.loss_scaling)
+    return policy, replace(policy.start(), scale=scale, update_factor=factor, counter=counter)
+
+
+def _without_operator(key: str) -> str:
+    """Returns the bare name of a counter, which PopART saves with its operator's name in front."""
+    return "counter" if key.endswith("_counter") else key
+
+
+def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
+    """Returns the values of the saved variables, and the settings; `lossScaling` alone for a static scale."""
+    values = scalars(state)
+    if isinstance(policy, Static):
+        return {"lossScaling": values.scale("scale")}
+    if not isinstance(policy, PopartScaling):
+        raise TypeError(
+            "PopART can continue from its own preset or from `Static`; it knows no other rule. "
+            f"Received: {type(policy).__name__}."
+        )
+    return {
+        "lossScaling": float(policy.loss_scaling),
+        "lossScaleUpdateFactor": values.scale("update_factor"),
+        "counter": values.count("counter", lowest=-1),
+        "thresholdUpperCountProportion": float(policy.threshold),
+        "updatePeriod": int(policy.update_period),
+        "clipOutput": bool(policy.clips),
+    }
+
+
 PEER = Peer(
     name="popart",
     variants={"automaticLossScalingSettings": automatic_loss_scaling, "AutomaticLossScale": automatic_loss_scaling},
+    read=read,
+    write=write,
 )

@@ -1,14 +1,35 @@
 """tf-keras `mixed_precision.LossScaleOptimizer`, and the TF1 loss scales it grew out of."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from gradscale.peers._express import expressed, scalars
 from gradscale.peers._ladder import Ladder
-from gradscale.peers._peer import Peer
-from gradscale.policy import Static
+from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._reciprocal import one_factor, reciprocal
+from gradscale.peers._settings import check_float32, check_positive, whole
+from gradscale.peers._variables import given, picked
+from gradscale.policy import Policy, Static
+from gradscale.state import ScaleState
+
+_SETTINGS = {
+    "initial_scale": "initial_loss_scale",
+    "dynamic_growth_steps": "increment_period",
+    "multiplier": "multiplier",
+}
+"""What tf-keras calls the settings of TF1's `DynamicLossScale`; it has no multiplier but 2."""
 
 
 def loss_scale_optimizer(
     dynamic: bool = True, initial_scale: float | None = None, dynamic_growth_steps: int | None = None
 ) -> Ladder | Static:
-    """Returns the rule of `LossScaleOptimizer`."""
+    """Returns the rule of `LossScaleOptimizer`: that of `DynamicLossScale` with a multiplier of 2, or a fixed scale.
+
+    With `dynamic=False` tf-keras checks nothing; `Static` still skips a step that overflows.
+    """
     if dynamic:
         return dynamic_loss_scale(
             2.0**15 if initial_scale is None else initial_scale,
@@ -16,7 +37,7 @@ def loss_scale_optimizer(
         )
     if initial_scale is None or dynamic_growth_steps is not None:
         raise ValueError(
-            "`dynamic=False` takes `initial_scale`, the scale, and no `dynamic_growth_steps`. Received: "
+            "`dynamic=False` takes `initial_scale`, the fixed scale, and no `dynamic_growth_steps`. Received: "
             f"initial_scale={initial_scale!r}, dynamic_growth_steps={dynamic_growth_steps!r}."
         )
     return Static(initial_scale)
@@ -25,22 +46,70 @@ def loss_scale_optimizer(
 def dynamic_loss_scale(
     initial_loss_scale: float = 2.0**15, increment_period: int = 2000, multiplier: float = 2.0
 ) -> Ladder:
-    """Returns the rule of TF1's `DynamicLossScale`: float32, divided down to 1, never grown to infinity."""
+    """Returns the rule of TF1's `DynamicLossScale`, run eagerly: float32, divided down to 1, never up to infinity."""
+    check_float32("initial_loss_scale", initial_loss_scale)
+    check_positive("multiplier", multiplier)
     return Ladder(
         init_scale=float(initial_loss_scale),
         growth_factor=float(multiplier),
         backoff_factor=1.0,
         backoff_divisor=float(multiplier),
-        growth_interval=int(increment_period),
+        growth_interval=whole("increment_period", increment_period),
         overshoot=True,
         floor=1.0,
         refuses_inf=True,
     )
 
 
+def dynamic_loss_scale_in_graph(
+    initial_loss_scale: float = 2.0**15, increment_period: int = 2000, multiplier: float = 2.0
+) -> Ladder:
+    """Returns the rule of `DynamicLossScale` in a graph, where TensorFlow multiplies by 1 / multiplier to back off.
+
+    It differs from dividing in the last bit, and only for a multiplier that is not a power of two.
+    """
+    rule = dynamic_loss_scale(initial_loss_scale, increment_period, multiplier)
+    return replace(rule, backoff_factor=reciprocal(multiplier), backoff_divisor=1.0)
+
+
 def fixed_loss_scale(loss_scale_value: float) -> Static:
-    """Returns the rule of TF1's `FixedLossScale`."""
-    return Static(loss_scale_value)
+    """Returns the rule of TF1's `FixedLossScale`, which checks nothing; `Static` still skips a step that overflows."""
+    policy = Static(loss_scale_value)
+    if policy.scale < 1:
+        raise ValueError(f"`loss_scale_value` must be at least 1. Received: loss_scale_value={loss_scale_value!r}.")
+    return policy
+
+
+def read(mapping: Mapping[str, Any]) -> Imported:
+    """Returns what `current_loss_scale` and `good_steps` say, by bare name or as a TensorFlow checkpoint names them.
+
+    The settings are not in a checkpoint. They may be put beside, as tf-keras or as TF1 calls them in `get_config`.
+    """
+    names = {**{name: name for name in _SETTINGS.values()}, **_SETTINGS}
+    saved = picked("A tf-keras loss scale", mapping, ("current_loss_scale", "good_steps"), tuple(names))
+    settings = given(saved, "initial_scale", "initial_loss_scale", "multiplier")
+    settings |= given(saved, counts=("dynamic_growth_steps", "increment_period"))
+    policy = dynamic_loss_scale(**{names[name]: value for name, value in settings.items()})
+    scale, counter = saved.scale("current_loss_scale"), saved.count("good_steps")
+    return policy, replace(policy.start(), scale=np.float32(scale), clean_steps=np.int32(counter))
+
+
+def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
+    """Returns the values of the loss scale's two variables, and its settings; TF1's, unless the multiplier is 2."""
+    system = "tf-keras"
+    settings = ("growth_factor", "backoff_factor", "growth_interval")
+    ladder = expressed(system, policy, dynamic_loss_scale(), settings)
+    multiplier, values = one_factor(system, ladder), scalars(state)
+    written = {
+        "current_loss_scale": values.scale("scale"),
+        "good_steps": values.count("clean_steps"),
+        "initial_scale": float(ladder.init_scale),
+        "dynamic_growth_steps": int(ladder.growth_interval),
+        "multiplier": multiplier,
+    }
+    if multiplier == 2:
+        return {key: value for key, value in written.items() if key != "multiplier"}
+    return {_SETTINGS.get(key, key): value for key, value in written.items()}
 
 
 PEER = Peer(
@@ -48,6 +117,9 @@ PEER = Peer(
     variants={
         "LossScaleOptimizer": loss_scale_optimizer,
         "DynamicLossScale": dynamic_loss_scale,
+        "DynamicLossScale (graph)": dynamic_loss_scale_in_graph,
         "FixedLossScale": fixed_loss_scale,
     },
+    read=read,
+    write=write,
 )
