@@ -209,8 +209,9 @@ class Dynamic(Record):
 
     def _moved(self, scale: Array, grows: Array, backs_off: Array, xp: Namespace) -> Array:
         """Returns the scale after growth or backoff, within the bounds; never computes a product that overflows."""
-        grown = smaller(scale, self.max_scale / self.growth_factor, xp) * self.growth_factor
-        moved = xp.where(grows, larger(grown, scale, xp), xp.where(backs_off, scale * self.backoff_factor, scale))
+        # The limit is twice what would do, so that its own rounding cannot keep the scale a hair below `max_scale`.
+        grown = smaller(scale, self.max_scale * 2.0 / self.growth_factor, xp) * self.growth_factor
+        moved = xp.where(grows, grown, xp.where(backs_off, scale * self.backoff_factor, scale))
         return bounded(moved, self.min_scale, self.max_scale, xp)
 
 
