@@ -37,19 +37,16 @@ def bounded(x: Array, low: Array, high: Array, xp: Namespace) -> Array:
 
 
 def pow2_floor(x: Array, xp: Namespace) -> Array:
-    """Returns the largest power of two that is not above `x`, exactly, for 2**-126 <= x < 2**128.
+    """Returns the largest power of two that is not above `x`, exactly, for 2**-126 <= x < 2**127; 2**-126 below that.
 
-    A binary search over the exponent: fourteen comparisons and multiplications by powers of two, none of which rounds.
+    A binary search over the exponent: eight comparisons and multiplications by powers of two, none of which rounds.
 
     >>> import numpy as np
     >>> float(pow2_floor(np.float32(65535), np)), float(pow2_floor(np.float32(0.3), np))
     (32768.0, 0.25)
     """
-    power = x * 0 + 1.0
-    for exponent in (64, 32, 16, 8, 4, 2, 1):
-        lower = power * 2.0**-exponent
-        power = xp.where(x < lower * 2.0, lower, power)
-    for exponent in (64, 32, 16, 8, 4, 2, 1):
+    power = x * 0 + 2.0**-126
+    for exponent in (126, 63, 32, 16, 8, 4, 2, 1):  # every sum from 0 to 252; from 128 on, 2**128 would turn up
         higher = power * 2.0**exponent
         power = xp.where(x >= higher, higher, power)
     return power

@@ -1,0 +1,81 @@
+"""Counts what each policy skips, and how low it leaves the scale, on twelve synthetic streams of gradients.
+
+Claim:    `Headroom` skips fewer steps than `Dynamic` in sum, and never leaves the scale far too low for long.
+Baseline: `Dynamic()`, torch's rule; and the plain headroom rule, which has the leaky peak but learns nothing from
+          overflows.
+Machine:  any; the counts do not depend on it.
+Command:  python benchmarks/bench_headroom.py [--quick]
+Caveats:  the streams are made up (see `streams.py`): real gradients depend on the scale only through the steps that
+          were skipped, but these do not depend on it at all. What was skipped costs nothing here but the step.
+"""
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+from streams import CHANGES, Matrix, named, side_by_side, simulate
+
+from gradscale import FP16, Dynamic, Policy, Seen
+from gradscale.arithmetic import bounded, larger, pow2_floor
+from gradscale.predictive import Headroom, HeadroomState, Histogram, LogMax
+
+FAR = 10
+"""Bits below the best scale from which a step counts as far too low."""
+
+
+@dataclass(frozen=True)
+class PlainHeadroom:
+    """The largest power of two that keeps the leaky peak two bits below the maximum; halves on overflow."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "amax"})
+
+    def start(self) -> HeadroomState:
+        return Headroom().start()
+
+    def next(self, state: HeadroomState, seen: Seen, xp: object) -> HeadroomState:
+        amax = np.where(seen.finite, seen.amax, 0)
+        peak = larger(amax, state.peak * (1 - Headroom().leak), np)
+        aim = FP16.max / 4 / larger(peak, np.float32(1e-30), np)
+        scale = np.where(seen.finite, pow2_floor(aim, np), state.scale / 2)
+        return replace(state, peak=peak, scale=bounded(scale, 2.0**-24, 2.0**60, np).astype(np.float32))
+
+    def to_dict(self) -> dict[str, object]:
+        return {}
+
+
+POLICIES: dict[str, Policy] = {
+    "Dynamic": Dynamic(min_scale=2.0**-24),
+    "plain": PlainHeadroom(),
+    "Headroom": Headroom(),
+    "LogMax": LogMax(),
+    "Histogram": Histogram(),
+}
+
+
+def counts(policy: Policy, steps: int, runs: int) -> tuple[Matrix, Matrix, Matrix]:
+    """Returns, for each stream, the skips, the steps far too low, and the median of bits too low; means over runs."""
+    run = simulate(policy, side_by_side([named(name, steps, runs, seed) for seed, name in enumerate(CHANGES)]))
+    shape = (steps, len(CHANGES), runs)
+    skips = run.overflowed.reshape(shape).sum(0).mean(-1)
+    far = (run.bits_low.reshape(shape) > FAR).sum(0).mean(-1)
+    return skips, far, np.median(run.bits_low.reshape(shape), axis=(0, 2))
+
+
+def main() -> None:
+    """Prints one table row for each stream: skips / steps far too low / median of bits too low."""
+    parser = argparse.ArgumentParser(description="Skips and scales of the policies on synthetic streams")
+    parser.add_argument("--quick", action="store_true", help="fewer steps and runs: a check that it runs")
+    steps, runs = (600, 2) if parser.parse_args().quick else (6000, 8)
+    results = {name: counts(policy, steps, runs) for name, policy in POLICIES.items()}
+    print(f"{steps} steps, mean of {runs} runs: skips / steps more than {FAR} bits too low / median of bits too low\n")
+    print(f"| stream | {' | '.join(results)} |\n|---|{'---|' * len(results)}")
+    for index, stream in enumerate(CHANGES):
+        cells = (f"{s[index]:.1f} / {f[index]:.0f} / {m[index]:.1f}" for s, f, m in results.values())
+        print(f"| {stream} | {' | '.join(cells)} |")
+    total = (f"{s.sum():.0f} / {f.sum():.0f}" for s, f, _ in results.values())
+    print(f"| sum | {' | '.join(total)} |")
+
+
+if __name__ == "__main__":
+    main()
