@@ -140,6 +140,19 @@ def test_a_non_finite_loss_is_skipped_and_changes_nothing_but_the_counters(lette
     assert_state(after(policy, letter, before), **expected)
 
 
+@pytest.mark.parametrize("letter", ["b", "l"])
+def test_a_non_finite_loss_does_not_back_off_even_with_all_credits_spent(letter: str) -> None:
+    state = after(Dynamic(init_scale=8), "o" + letter)
+    assert_state(state, scale=4.0, credits=0, skipped=2, consecutive_skips=2)
+
+
+@pytest.mark.parametrize("letter", ["b", "l"])
+def test_a_non_finite_loss_does_not_grow_even_with_the_interval_passed(letter: str) -> None:
+    state = ScaleState(scale=np.float32(8), clean_steps=np.int32(1500))
+    expected = {"scale": 8.0, "clean_steps": 1500, "skipped": 1, "consecutive_skips": 1}
+    assert_state(after(Dynamic(growth_interval=100), letter, state), **expected)
+
+
 def test_a_clean_step_after_a_non_finite_loss_still_ends_the_interval() -> None:
     assert_state(after(Dynamic(init_scale=8, growth_interval=2), "cbc"), scale=16.0, applied=2, skipped=1)
 
@@ -335,10 +348,11 @@ def test_settings_are_rounded_to_float32_so_that_they_mean_the_same_everywhere()
 
 
 def test_bounds_are_rounded_inwards_to_float32() -> None:
-    policy = Dynamic(init_scale=3.3, min_scale=3.3, max_scale=1e6 + 1 / 3)
+    policy = Dynamic(init_scale=3.3, min_scale=3.3, max_scale=1e6 + 0.05)
     assert policy.min_scale == policy.init_scale == 3.3000001907348633
-    assert policy.max_scale == 1000000.3125
+    assert policy.max_scale == 1000000.0
     assert float(np.float32(3.3)) < 3.3 < policy.min_scale
+    assert float(np.float32(1e6 + 0.05)) > 1e6 + 0.05 > policy.max_scale
 
 
 scales = st.floats(2.0**-126, 2.0**126, width=32)
