@@ -144,14 +144,13 @@ class LossScaler:
         """Returns what was found in each array; nothing where neither the policy nor the caller wants to know."""
         if not norm and not self._policy.needs:
             return []
-        with np.errstate(divide="ignore"):
+        with _any_scale():
             unscale = float(1.0 / self._state.scale)
         edge: float = getattr(self._policy, "edge_magnitude", math.inf)
         return [(name, measure(array, unscale, norm=norm, edge=edge)) for name, array in arrays]
 
     def _decide(self, seen: Seen, clip_norm: float | None) -> Outcome:
-        # A scale of 0, which some other systems' rules reach, divides by zero; the gate stays shut all the same.
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with _any_scale():
             return decide(self._policy, self._state, seen, np, clip_norm)
 
     def _remember(self, state: ScaleState, result: StepResult) -> StepResult:
@@ -159,6 +158,11 @@ class LossScaler:
         self._last = result
         self._losses_finite = True
         return result
+
+
+def _any_scale() -> np.errstate:
+    """Returns a context for scales down to 0, which some other systems' rules reach: the gate stays shut there."""
+    return np.errstate(divide="ignore", over="ignore", invalid="ignore")
 
 
 def _no_grads(scale: float) -> StepResult:
