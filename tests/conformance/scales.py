@@ -1,0 +1,110 @@
+"""The table of scales for the policies that look at the size of the gradients: true gradients in, the scale out.
+
+Written by hand. With FP16 and a margin of 2 bits the peak may reach 16376, so that a peak of 2**-10 aims at 2**23.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gradscale import Policy
+from gradscale.predictive import Headroom, Histogram
+
+
+class Row(NamedTuple):
+    """A step with these gradients, in true units, and the scale after it."""
+
+    grads: tuple[float, ...]
+    scale: float
+    loss: float = 1.0
+
+
+@dataclass(frozen=True)
+class ScaleCase:
+    """A policy and the scales it goes through."""
+
+    name: str
+    policy: Policy
+    rows: tuple[Row, ...]
+
+
+SMALL = (2.0**-10, -(2.0**-20))
+LARGE = (-16.0, 0.0)
+ZERO = (0.0, 0.0)
+INF = (math.inf, 0.0)
+
+SCALE_CASES = (
+    ScaleCase(
+        "headroom finds the scale at the first step and doubles up to its aim",
+        Headroom(),
+        (Row(SMALL, 2.0**19), Row(SMALL, 2.0**20), Row(SMALL, 2.0**21), Row(SMALL, 2.0**22), Row(SMALL, 2.0**23)),
+    ),
+    ScaleCase(
+        "headroom stays at its aim",
+        Headroom(init_scale=2.0**23),
+        (Row(SMALL, 2.0**23), Row(SMALL, 2.0**23), Row(SMALL, 2.0**23)),
+    ),
+    ScaleCase(
+        "headroom comes down at once when the gradients grow",
+        Headroom(init_scale=2.0**11),
+        (Row(SMALL, 2.0**19), Row(LARGE, 2.0**9), Row(LARGE, 2.0**9)),
+    ),
+    ScaleCase(
+        "headroom lowers the scale by 1, 2 and 4 bits, and stays below what an unexplained overflow taught it",
+        Headroom(init_scale=2.0**23),
+        (
+            Row(SMALL, 2.0**23),
+            Row(INF, 2.0**22),
+            Row(INF, 2.0**20),
+            Row(INF, 2.0**16),
+            Row(SMALL, 2.0**17),
+            Row(SMALL, 2.0**18),
+            Row(SMALL, 2.0**19),
+            Row(SMALL, 2.0**19),
+        ),
+    ),
+    ScaleCase(
+        "headroom goes down in long strides while it has seen no gradient",
+        Headroom(),
+        (Row(INF, 1.0), Row(INF, 2.0**-16), Row(INF, 2.0**-24), Row(INF, 2.0**-24)),
+    ),
+    ScaleCase(
+        "headroom goes up in long strides while every gradient is zero, but not for ever",
+        Headroom(),
+        (Row(ZERO, 2.0**32), Row(ZERO, 2.0**48), Row(ZERO, 2.0**48), Row(SMALL, 2.0**23)),
+    ),
+    ScaleCase(
+        "headroom ignores zeros once it knows better, and losses that are not finite",
+        Headroom(init_scale=2.0**23),
+        (Row(SMALL, 2.0**23), Row(ZERO, 2.0**23), Row(LARGE, 2.0**23, loss=math.nan), Row(SMALL, 2.0**23)),
+    ),
+    ScaleCase(
+        "histogram rises while few gradients are above the edge, and waits longer for a scale that failed twice",
+        Histogram(init_scale=1024.0, period=2),
+        (
+            Row((1.0, 0.5), 1024.0),
+            Row((1.0, 0.5), 2048.0),
+            Row((1.0, 0.5), 2048.0),
+            Row((1.0, 0.5), 4096.0),
+            Row((1.0, 0.5), 2048.0),
+            Row((1.0, 0.5), 2048.0),
+            Row((1.0, 0.5), 4096.0),
+            Row((1.0, 0.5), 2048.0),
+            Row((1.0, 0.5), 2048.0),
+            Row((1.0, 0.5), 2048.0),
+            Row((1.0, 0.5), 2048.0),
+            Row((1.0, 0.5), 4096.0),
+            Row((1.0, 0.5), 2048.0),
+        ),
+    ),
+    ScaleCase(
+        "histogram comes down by the width of its edge when a step overflows",
+        Histogram(init_scale=1024.0),
+        (Row(INF, 64.0), Row((1.0, math.nan), 4.0), Row((1.0, 1.0), 4.0, loss=math.inf)),
+    ),
+    ScaleCase(
+        "histogram tolerates a share below its threshold",
+        Histogram(init_scale=4096.0, period=1, threshold=0.5),
+        (Row((1.0, 0.5), 8192.0), Row((1.0, 0.5), 4096.0)),
+    ),
+)
