@@ -10,6 +10,7 @@ from tests.peers import oracles
 
 from gradscale.peers import preset
 from gradscale.policy import NoScaling, Policy, Static
+from gradscale.record import numbers, place
 from gradscale.state import Seen
 
 FLAGS = st.lists(st.booleans(), min_size=1, max_size=80)
@@ -81,6 +82,32 @@ def test_deepspeed_without_zero_follows_its_rule(
 )
 def test_fairseq_follows_its_rule_even_after_a_stop(flags: list[bool], config: dict[str, Any]) -> None:
     assert_same_run(preset("fairseq", **config), oracles.Fairseq(**config), flags)
+
+
+STOPPED = {"init_scale": 1.0, "scale_factor": 2.0, "scale_window": 3, "threshold": None, "min_loss_scale": 0.6}
+
+
+def test_fairseq_counts_the_stopped_iteration_neither_as_step_nor_as_overflow() -> None:
+    flags = [True, False, False, False, False]
+    policy = preset("fairseq", tolerance=0.0, **STOPPED)
+    assert_same_run(policy, oracles.Fairseq(tolerance=0.0, **STOPPED), flags)
+    state = advanced(policy, advanced(policy, policy.start(), True), False)
+    assert float(state.scale) == 2.0  # zero iterations since the overflow are a whole number of windows
+
+
+def test_fairseq_tolerates_an_overflow_right_after_a_stop() -> None:
+    policy = preset("fairseq", tolerance=0.5, **STOPPED)
+    assert_same_run(policy, oracles.Fairseq(tolerance=0.5, **STOPPED), [True, True, True, True, False, True])
+    state = advanced(policy, advanced(policy, policy.start(), True), True)
+    assert (float(state.scale), bool(state.stuck)) == (1.0, False)
+
+
+def test_fairseq_is_stuck_at_its_threshold() -> None:
+    policy = preset("fairseq", init_scale=4.0, threshold=2.0)
+    first = advanced(policy, policy.start(), True)
+    second = advanced(policy, first, True)
+    assert (float(first.scale), bool(first.stuck)) == (2.0, False)
+    assert (float(second.scale), bool(second.stuck)) == (2.0, True)
 
 
 @given(
@@ -276,3 +303,20 @@ def test_settings_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         preset(system, variant, **config)
+
+
+@pytest.mark.parametrize("system", ["torch", "apex", "deepspeed", "megatron", "fairseq"])
+def test_presets_run_on_tensors_as_they_do_on_numbers(system: str) -> None:
+    torch = pytest.importorskip("torch")
+
+    def put(array: Any) -> Any:
+        return torch.from_numpy(np.array(array))
+
+    policy: Any = preset(system)
+    state, placed, on_device = policy.start(), place(policy, put), place(policy.start(), put)
+    for finite in np.random.default_rng(3).random(50) > 0.4:
+        state = advanced(policy, state, not finite)
+        on_device = placed.next(on_device, Seen(finite=torch.tensor(finite), loss_finite=torch.tensor(True)), torch)
+        assert {name: value.item() for name, value in numbers(on_device).items()} == {
+            name: value.item() for name, value in numbers(state).items()
+        }

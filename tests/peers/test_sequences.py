@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gradscale.peers import PEERS, preset
+from gradscale.record import numbers
 from gradscale.state import Seen
 
 ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "peer_scale_sequences.json").read_text())
@@ -56,6 +57,13 @@ def test_state_is_stuck_where_the_peer_raises_and_not_before(row: dict[str, Any]
     assert stuck[: row["raises_at"] + 1] == [False] * row["raises_at"] + [True]
     if "scale_after_raise" in row:
         assert float(states[row["raises_at"]].scale) == row["scale_after_raise"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
+def test_leaves_keep_their_types(row: dict[str, Any]) -> None:
+    start = preset(row["system"], row["class"], **row["config"]).start()
+    for name, value in numbers(states_of(row)[-1]).items():
+        assert value.dtype == getattr(start, name).dtype, name
 
 
 def test_every_system_but_those_without_runnable_code_has_rows() -> None:

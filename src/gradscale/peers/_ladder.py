@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from gradscale.arithmetic import Namespace, larger, smaller
-from gradscale.policy import counted, verdict
+from gradscale.policy import counted
 from gradscale.record import Array, Record, leaf
 from gradscale.state import ScaleState, Seen
 
@@ -83,7 +83,8 @@ class Ladder(Record):
 
         A non-finite loss counts as an overflow: none of these systems tells the two apart.
         """
-        clean, overflow = verdict(Seen(finite=xp.logical_and(seen.finite, seen.loss_finite)), xp)
+        clean = xp.logical_and(seen.finite, seen.loss_finite)
+        overflow = xp.logical_not(clean)
         clean_steps = xp.where(clean, state.clean_steps + 1, -self.late)
         reached = clean_steps >= self.growth_interval if self.overshoot else clean_steps == self.growth_interval
         grows = xp.logical_and(clean, reached)

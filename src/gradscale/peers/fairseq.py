@@ -86,17 +86,17 @@ class FairseqScaler(Record):
         backs_off = xp.logical_and(overflow, self._too_many(state, xp))
         wanted = xp.where(backs_off, self._lowered(state.scale, xp), state.scale)
         stops = xp.logical_and(overflow, wanted <= self.min_loss_scale)
-        moved = xp.logical_or(grows, backs_off)
-        this_step = xp.where(stops, 0, 1)
+        since_rescale = xp.where(xp.logical_or(grows, backs_off), 0, state.since_rescale)
+        clean_steps = xp.where(xp.logical_or(grows, overflow), 0, state.clean_steps + 1)
         overflows = xp.where(overflow, state.overflows_since_rescale + 1, state.overflows_since_rescale)
         return counted(
             state,
             clean,
             xp,
             scale=xp.where(grows, state.scale * self.scale_factor, xp.where(stops, state.scale, wanted)),
-            clean_steps=xp.where(clean, xp.where(grows, 0, state.clean_steps + 1), this_step - 1),
+            clean_steps=xp.where(stops, -1, clean_steps),
             stuck=xp.logical_or(stops, xp.logical_and(backs_off, wanted == state.scale)),
-            since_rescale=xp.where(moved, 0, state.since_rescale) + this_step,
+            since_rescale=xp.where(stops, since_rescale, since_rescale + 1),
             overflows_since_rescale=xp.where(backs_off, 0, overflows),
         )
 
