@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from gradscale import BF16, FP8_E4M3, FP16, Dynamic, Format, NoScaling, Policy, ScaleState, Seen, Static
 from gradscale.peers import preset
 from gradscale.peers._ladder import Ladder
+from gradscale.predictive import Headroom, Histogram, LogMax
 from gradscale.replay import Replay, Summary, replay
 
 FORMATS = (FP16, BF16, FP8_E4M3)
@@ -26,6 +28,7 @@ def stepped(
     amax: Sequence[float] | None,
     loss_finite: Sequence[bool],
     format: Format = FP16,
+    upper_share: Sequence[float] | None = None,
 ) -> tuple[list[Any], list[bool], list[bool]]:
     """Returns the states, the skips and the stuck flags of one policy, stepped by hand with scalars."""
     state = policy.start()
@@ -36,8 +39,9 @@ def stepped(
             finite = not found_inf[step]
         else:
             finite = peak < 2.0**128 and peak * float(state.scale) < format.overflow_threshold
-        shown = np.float32(peak if finite else math.inf)
-        seen = Seen(np.bool_(finite), np.bool_(whole_loss), **({} if amax is None else {"amax": shown}))
+        shown = np.float32(peak if finite and peak < 2.0**128 else math.inf)
+        share = np.float32(0 if upper_share is None else upper_share[step])
+        seen = Seen(np.bool_(finite), np.bool_(whole_loss), amax=shown, upper_share=share)
         after = policy.next(state, seen, np)
         skips.append(bool(after.skipped != state.skipped))
         stucks.append(bool(after.stuck))
@@ -59,10 +63,11 @@ def assert_equals_stepping(
     amax: Sequence[float] | None,
     loss_finite: Sequence[bool],
     format: Format = FP16,
+    upper_share: Sequence[float] | None = None,
 ) -> None:
-    run = replay(policies, found_inf, amax, format, loss_finite=loss_finite)
+    run = replay(policies, found_inf, amax, format, loss_finite=loss_finite, upper_share=upper_share)
     for column, policy in enumerate(policies):
-        states, skips, stucks = stepped(policy, found_inf, amax, loss_finite, format)
+        states, skips, stucks = stepped(policy, found_inf, amax, loss_finite, format, upper_share)
         scales = [state.scale for state in states]
         np.testing.assert_array_equal(run.scales[:, column], scales[1:], repr(policy))
         np.testing.assert_array_equal(run.scales_before[:, column], scales[:-1])
@@ -110,6 +115,27 @@ def ladders(draw: st.DrawFn) -> Ladder:
     )
 
 
+bounds = {"min_scale": st.sampled_from([2.0**-24, 1.0]), "max_scale": st.sampled_from([2.0**20, 2.0**126])}
+predictives = st.one_of(
+    st.builds(
+        Headroom,
+        format=st.sampled_from(FORMATS),
+        init_scale=st.sampled_from([1.0, 2.0**16]),
+        margin_bits=st.integers(0, 4),
+        leak=st.sampled_from([0.002, 0.01, 0.3]),
+        recovery=st.sampled_from([0.0003, 0.1]),
+        climb_bits=st.integers(0, 5),
+        **bounds,
+    ),
+    st.builds(LogMax, init_scale=st.sampled_from([1.0, 2.0**16]), deviations=st.floats(0, 5), **bounds),
+    st.builds(
+        Histogram,
+        init_scale=st.sampled_from([1.0, 2.0**16]),
+        threshold=st.sampled_from([1e-7, 1e-3]),
+        period=st.integers(1, 4),
+        **bounds,
+    ),
+)
 statics = st.floats(2.0**-20, 2.0**40).map(Static)
 policy_lists = st.lists(dynamics() | ladders() | statics | st.just(NoScaling()), min_size=1, max_size=8)
 peaks = st.floats(0, 1e6) | st.sampled_from([0.0, 1.0, 65504.0, 65520.0, 1e-30, 1e39, math.inf, math.nan])
@@ -128,6 +154,16 @@ def test_flags_give_each_policy_the_scales_it_has_alone(policies: list[Policy], 
 def test_amax_gives_each_policy_the_scales_it_has_alone(policies: list[Policy], known: list[Any], fmt: Format) -> None:
     _, amax, loss_finite = zip(*known, strict=True)
     assert_equals_stepping(policies, None, amax, loss_finite, fmt)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(predictives, min_size=1, max_size=6), steps, st.booleans(), st.randoms(use_true_random=False))
+def test_predictive_policies_have_the_scales_they_have_alone(
+    policies: list[Policy], known: list[Any], flags_rule: bool, random: Random
+) -> None:
+    found_inf, amax, loss_finite = zip(*known, strict=True)
+    shares = [random.choice([0.0, 1e-8, 1e-5, 0.5]) for _ in known]
+    assert_equals_stepping(policies, found_inf if flags_rule else None, amax, loss_finite, FP16, shares)
 
 
 @settings(max_examples=30, deadline=None)
@@ -316,7 +352,8 @@ def test_the_presets_of_all_systems_replay_together_as_each_does_alone() -> None
     presets = [preset(row["system"], row["class"], **row["config"]) for row in rows]
     random = np.random.default_rng(0)
     amax = np.exp(random.normal(size=120)).tolist()
-    assert_equals_stepping(presets, (random.random(120) < 0.2).tolist(), amax, [True] * 120)
+    shares = random.choice([0.0, 1e-8, 1e-5], 120).tolist()
+    assert_equals_stepping(presets, (random.random(120) < 0.2).tolist(), amax, [True] * 120, FP16, shares)
 
 
 WRONG = [
