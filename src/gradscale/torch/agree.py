@@ -1,6 +1,6 @@
 """Room two, agree: makes what was seen the same on every rank that shares the scale."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -34,21 +34,22 @@ class Agreement:
         """
         if self.ranks == 1:
             return seen
-        packed = torch.stack(
-            [(~seen.finite).float(), (~seen.loss_finite).float(), _none_as_inf(seen.amax), _none_as_inf(seen.norm)]
-        )
+        share = torch.as_tensor(seen.upper_share, device=seen.finite.device)
+        sizes = [_nan_as_inf(size) for size in (seen.amax, seen.norm, share)]
+        packed = torch.stack([(~seen.finite).float(), (~seen.loss_finite).float(), *sizes])
         dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.group)
-        return replace(seen, finite=packed[0] == 0, loss_finite=packed[1] == 0, amax=packed[2], norm=packed[3])
+        bad, bad_loss, amax, norm, share = packed.unbind()
+        return Seen(finite=bad == 0, loss_finite=bad_loss == 0, amax=amax, norm=norm, upper_share=share)
 
-    def any_rank(self, flag: bool, device: torch.device) -> bool:
-        """Returns whether `flag` is set on any rank. Waits for the device where there are several."""
+    def any_rank(self, flag: Tensor) -> bool:
+        """Returns whether `flag`, a 0-d bool, is set on any rank. Waits for the device."""
         if self.ranks == 1:
-            return flag
-        packed = torch.tensor(float(flag), device=device)
+            return bool(flag)
+        packed = flag.float()
         dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.group)
         return bool(packed.item())
 
 
-def _none_as_inf(value: Tensor) -> Tensor:
+def _nan_as_inf(value: Tensor) -> Tensor:
     """Returns `value` with NaN as inf: MAX does not carry NaN reliably."""
     return torch.where(torch.isnan(value), torch.inf, value)

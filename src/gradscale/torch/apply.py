@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscale.torch.gradients import Gradient
+from gradscale.torch.gradients import Gradient, share_parameters
 
 Optimizer = torch.optim.Optimizer
 
@@ -16,10 +16,13 @@ Optimizer = torch.optim.Optimizer
 def folds(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer's kernel takes `grad_scale` and `found_inf`, so that no host read is needed.
 
-    Fused SGD with dampening cannot be gated by its kernel before its momentum exists: a skipped first step would leave
-    the buffer uninitialised, and a buffer of zeros would not be what the first step makes.
+    Every group must be fused: one that was added without refuses the two. Fused SGD with dampening cannot be gated by
+    its kernel before its momentum exists: a skipped first step would leave the buffer uninitialised, and a buffer of
+    zeros would not be what the first step makes.
     """
-    return takes_gate(optimizer) and not any(_lacks_dampened_momentum(optimizer, group) for group in groups(optimizer))
+    return takes_gate(optimizer) and not any(
+        group.get("fused") is False or _lacks_dampened_momentum(optimizer, group) for group in groups(optimizer)
+    )
 
 
 def takes_gate(optimizer: Optimizer) -> bool:
@@ -42,13 +45,19 @@ def groups(optimizer: Optimizer) -> Sequence[dict[str, Any]]:
     return optimizer.param_groups
 
 
-def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor) -> None:
-    """Runs the optimizer's step with `divisor` and `skip` folded into its kernel. Does not wait for the device.
+def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Runs the optimizer's step with `divisor` and `skip` folded into its kernel, and returns what it does.
+
+    Does not wait for the device.
 
     Args:
         optimizer: one for which `folds` holds.
         divisor: what the kernel divides the gradients by, a 0-d float32; None leaves them as they are.
         skip: 1.0 leaves weights and state alone, 0.0 updates them. No other value: fused kernels test for exactly 1.
+        *args: passed on to `optimizer.step`.
+        **kwargs: passed on to `optimizer.step`.
+        *args: passed on to the optimizer's `step`.
+        **kwargs: passed on to it too.
     """
     _create_momentum(optimizer)
     users_own = getattr(optimizer, "grad_scale", None)
@@ -57,7 +66,7 @@ def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor) -> N
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     try:
-        optimizer.step()
+        return optimizer.step(*args, **kwargs)
     finally:
         del optimizer.grad_scale  # type: ignore[attr-defined]
         del optimizer.found_inf  # type: ignore[attr-defined]
@@ -82,10 +91,12 @@ def apply_all(
         clip_value: bound on every element once multiplied; costs a pass of its own.
     """
     divisor: Tensor | None = torch.where(applied, 1.0 / factor, 1.0)
-    if clip_value is not None:
+    if clip_value is not None or share_parameters(optimizers):
+        # Two kernels that share a parameter would each divide its gradient.
         multiply(gradients, torch.where(applied, factor, 1.0))
-        clamp(gradients, torch.where(applied, clip_value, torch.inf))
         divisor = None
+    if clip_value is not None:
+        clamp(gradients, torch.where(applied, clip_value, torch.inf))
     waiting = [optimizer for optimizer in optimizers if not folds(optimizer)]
     go = bool(waiting) and bool(applied)
     if go and divisor is not None:
@@ -98,6 +109,28 @@ def apply_all(
             optimizer.step()
         else:
             hold(optimizer)
+
+
+def apply_plainly(
+    optimizers: Sequence[Optimizer],
+    gradients: Sequence[Gradient],
+    factor: Tensor | None = None,
+    clip_value: float | None = None,
+) -> None:
+    """Updates every optimizer with its gradients times `factor`, whatever they hold. Does not wait for the device.
+
+    Args:
+        optimizers: those to update.
+        gradients: all their gradients; none are needed where neither bound is given.
+        factor: what clips, a 0-d float32.
+        clip_value: bound on every element once multiplied.
+    """
+    if factor is not None:
+        multiply(gradients, factor)
+    if clip_value is not None:
+        clamp(gradients, torch.tensor(clip_value))
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 def _owned(gradients: Iterable[Gradient], optimizers: Iterable[Optimizer]) -> list[Gradient]:
@@ -114,7 +147,7 @@ def hold(optimizer: Optimizer) -> None:
 def multiply(gradients: Iterable[Gradient], factor: Tensor) -> None:
     """Multiplies every gradient in place by `factor`: one pass. FP16 gradients go through float32 arithmetic."""
     for device, values in _by_device(gradients).items():
-        torch._foreach_mul_(values, factor.to(device, non_blocking=True))
+        torch._foreach_mul_(values, factor.to(device, non_blocking=True))  # pyright: ignore[reportPrivateImportUsage]
 
 
 @torch.no_grad()
@@ -123,8 +156,8 @@ def clamp(gradients: Iterable[Gradient], bound: Tensor) -> None:
     for device, values in _by_device(gradients).items():
         local = bound.to(device, non_blocking=True)
         for value in values:
-            real = torch.view_as_real(value) if value.is_complex() else value
-            real.clamp_(-local.to(real.dtype), local.to(real.dtype))
+            for part in (value.real, value.imag) if value.is_complex() else (value,):
+                part.clamp_(-local.to(part.dtype), local.to(part.dtype))
 
 
 def _by_device(gradients: Iterable[Gradient]) -> dict[torch.device, list[Tensor]]:
@@ -144,15 +177,20 @@ def _create_momentum(optimizer: Optimizer) -> None:
         return
     for group in groups(optimizer):
         if group["fused"] and group["momentum"] and not group["dampening"]:
-            for parameter in group["params"]:
-                if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            for parameter in _without_momentum(optimizer, group):
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _lacks_dampened_momentum(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     if not (isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"] and group["dampening"]):
         return False
-    return any(
-        parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None
+    return bool(_without_momentum(optimizer, group))
+
+
+def _without_momentum(optimizer: Optimizer, group: dict[str, Any]) -> list[Tensor]:
+    """Returns the group's parameters that have a gradient and no momentum buffer yet."""
+    return [
+        parameter
         for parameter in group["params"]
-    )
+        if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None
+    ]

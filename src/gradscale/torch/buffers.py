@@ -1,6 +1,6 @@
 """Module buffers, such as BatchNorm's running statistics, kept clean of steps that were skipped."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -8,43 +8,49 @@ from torch import Tensor, nn
 
 
 class BufferGuard:
-    """Holds a copy of a module's buffers as the last applied step left them.
+    """Holds a copy of every buffer of some modules as the last applied step left it.
 
     A forward pass updates buffers before anyone knows that the step will be skipped. `settle` then puts the copy back
     (or takes a new one) with a `where` on the device, so nothing waits. Costs one copy of the buffers in memory.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(modules)
-        for module in self._modules:
-            module.register_load_state_dict_post_hook(self._on_load)
-        self._copies: list[Tensor] = []
-        self._buffers: list[Tensor] = []
-        self._take()
+        self._parts = list({id(part): part for module in modules for part in module.modules()}.values())
+        self._copies = [_copied(part) for part in self._parts]
+        for part in self._parts:
+            part.register_load_state_dict_post_hook(self._on_load)
 
     @torch.no_grad()
     def settle(self, applied: Tensor) -> None:
-        """Keeps the buffers as they are where the step was applied; restores the copy where it was not."""
-        if self._stale():
-            self._take()
-            return
-        for buffer, copy in zip(self._buffers, self._copies, strict=True):
-            settled = torch.where(applied.to(buffer.device, non_blocking=True), buffer, copy)
-            buffer.copy_(settled)
-            copy.copy_(settled)
+        """Keeps the buffers as they are where the step was applied; restores the copies where it was not.
 
-    def _take(self) -> None:
-        self._buffers = [buffer for module in self._modules for buffer in module.buffers()]
-        self._copies = [buffer.detach().clone() for buffer in self._buffers]
-
-    def _stale(self) -> bool:
-        """Returns whether the modules hold other buffers than those copied, as after `module.to(...)`."""
-        now = [buffer for module in self._modules for buffer in module.buffers()]
-        return len(now) != len(self._buffers) or any(
-            new is not old or new.device != copy.device or new.dtype != copy.dtype or new.shape != copy.shape
-            for new, old, copy in zip(now, self._buffers, self._copies, strict=True)
-        )
+        A buffer that is new, or has another shape than before, is kept as it is.
+        """
+        for part, copies in zip(self._parts, self._copies, strict=True):
+            for name, buffer in _buffers(part):
+                copy = copies.get(name, buffer)
+                copy = copy.to(buffer) if copy.shape == buffer.shape else buffer
+                settled = torch.where(applied.to(buffer.device, non_blocking=True), buffer, copy)
+                # Through `data`, which autograd does not watch: BatchNorm saves its statistics for the backward pass,
+                # does not use them there, and yet a graph made before this write would refuse to run.
+                buffer.data.copy_(settled)
+                copies[name] = settled
 
     def _on_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        del module, incompatible_keys
-        self._take()
+        """Takes over what `load_state_dict` brought. Called for every part of the module that was loaded."""
+        del incompatible_keys
+        index = next(index for index, part in enumerate(self._parts) if part is module)
+        self._copies[index] = _copied(module)
+
+
+def _copied(part: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in _buffers(part)}
+
+
+def _buffers(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the module's own buffers that can be written to: not sparse, and no two elements in one place."""
+    for name, buffer in part.named_buffers(recurse=False):
+        if buffer.layout is torch.strided and all(
+            step or size == 1 for size, step in zip(buffer.shape, buffer.stride(), strict=True)
+        ):
+            yield name, buffer

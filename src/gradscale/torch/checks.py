@@ -5,9 +5,9 @@ import warnings
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from gradscale.torch.apply import takes_gate
-from gradscale.torch.gradients import Gradient, named_parameters
+from gradscale.torch.gradients import Gradient, Names, placed_parameters
 from gradscale.torch.window import Window
 
 Optimizer = torch.optim.Optimizer
@@ -19,7 +19,10 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
         raise TypeError("`step` takes at least one optimizer. Received: none.")
     for optimizer in optimizers:
         if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
-            raise TypeError(f"`step` takes optimizers. Received: {type(optimizer).__name__}.")
+            raise TypeError(
+                f"`step` takes optimizers. Received: {type(optimizer).__name__}. Pass several as `step(a, b)`; for one "
+                "that takes a closure call `optimizer.step(scaler.closure(loss_function, optimizer))`."
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError(
                 "LBFGS evaluates the loss itself. Call `optimizer.step(scaler.closure(loss_function, optimizer))`."
@@ -53,43 +56,50 @@ def check_order(window: Window | None) -> Window:
     return window
 
 
-def refuse_leftovers(window: Window, optimizers: Sequence[Optimizer], names: dict[int, str]) -> None:
-    """Raises if an optimizer's gradients from before this window were never cleared: their scale is not this one's."""
-    stale = [optimizer for optimizer in optimizers if id(optimizer) in window.leftovers]
-    if stale:
-        found = [name for name, parameter in named_parameters(stale, names) if parameter.grad is not None]
+def refuse_stale(window: Window, optimizers: Sequence[Optimizer], names: Names) -> None:
+    """Raises if gradients from before this window were never cleared: their scale is not this one's."""
+    stale = {id(parameter) for parameter in window.stale if parameter.grad is not None}
+    if found := [placed for placed in placed_parameters(optimizers) if id(placed[0]) in stale]:
         raise RuntimeError(
             "Gradients from before the last step are still there, and this backward pass was added to them. "
-            f"Parameters: {_some(found)}. Call `optimizer.zero_grad()` after every step, skipped ones too."
+            f"Parameters: {_some(names, found)}. Call `optimizer.zero_grad()` after every step, skipped ones too."
         )
 
 
-def refuse_shared(optimizers: Sequence[Optimizer], names: dict[int, str]) -> None:
-    """Raises if two fused optimizers hold the same parameter: each kernel would divide its gradient."""
-    owners: dict[int, str] = {}
-    for optimizer in optimizers:
-        if not takes_gate(optimizer):
-            continue
-        mine = {id(parameter): name for name, parameter in named_parameters([optimizer], names)}
-        if shared := [name for key, name in mine.items() if key in owners]:
-            raise RuntimeError(
-                "A parameter may belong to one fused optimizer only: each divides the gradient in its kernel. "
-                f"Shared: {_some(shared)}. Build one of the two with `fused=False`."
-            )
-        owners |= mine
+def refuse_strangers(window: Window, optimizers: Sequence[Optimizer], names: Names) -> None:
+    """Raises if a backward pass was run again and may have left a gradient at the scale of its first attempt."""
+    if window.rescaled is None:
+        return
+    held = [placed for placed in placed_parameters(optimizers) if placed[0].grad is not None]
+    if strangers := [placed for placed in held if id(placed[0]) not in window.rescaled]:
+        raise RuntimeError(
+            "`retries` ran a backward pass again that also made gradients of parameters the scaler was not told of: "
+            f"{_some(names, strangers)}. Build it as `LossScaler([model, other])`, and clear these gradients."
+        )
 
 
-def warn_of_half(gradients: Sequence[Gradient]) -> bool:
+def refuse_some_unscaled(window: Window, optimizers: Sequence[Optimizer]) -> None:
+    """Raises if `unscaled` has made the gradients of some of the optimizers true, and not those of the others."""
+    done = [id(optimizer) in window.true_units for optimizer in optimizers]
+    if any(done) and not all(done):
+        raise RuntimeError(
+            "`step` needs all its optimizers inside the same `unscaled(...)` block, or none of them. "
+            "Name every optimizer of the step there."
+        )
+
+
+def warn_of_half(gradients: Sequence[Gradient], names: Names) -> bool:
     """Warns of FP16 parameters, which lose updates smaller than half a unit in their last place; returns whether."""
-    half = [gradient.name for gradient in gradients if gradient.parameter.dtype == torch.float16]
+    half = [(g.parameter, g.place) for g in gradients if g.parameter.dtype == torch.float16]
     if half:
         warnings.warn(
-            f"These parameters are FP16: {_some(half)}. Unscaled gradients and updates too small for FP16 are lost "
-            "there. Keep the parameters in float32 under `torch.autocast`, or keep float32 master weights.",
+            f"These parameters are FP16: {_some(names, half)}. Unscaled gradients and updates too small for FP16 are "
+            "lost there. Keep the parameters in float32 under `torch.autocast`, or keep float32 master weights.",
             stacklevel=3,
         )
     return bool(half)
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def _some(names: Names, found: Sequence[tuple[Tensor, str]]) -> str:
+    shown = ", ".join(names.of(found[:5]))
+    return shown + (f" and {len(found) - 5} more" if len(found) > 5 else "")

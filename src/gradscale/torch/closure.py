@@ -14,18 +14,18 @@ RETRIES = 8
 def make_closure(
     evaluate: Callable[[], Tensor],
     parameters: Sequence[Tensor],
-    backward: Callable[[Tensor, int], None],
+    backward: Callable[[Tensor], None],
     settle: Callable[[], StepResult],
 ) -> Callable[[], Tensor]:
     """Returns a closure that computes the loss and leaves true gradients in `.grad`.
 
     Each call clears the gradients, runs `evaluate`, the backward pass (at lower scales while it overflows), and divides
-    by the scale. Where no scale helps, the gradients are zeroed: the optimizer then sees a flat spot and stays put.
+    by the scale. Where no scale helps, the gradients are zeroed: the optimizer then sees a flat spot.
 
     Args:
         evaluate: runs the forward pass and returns the loss, unscaled.
         parameters: those the optimizer updates.
-        backward: scales a loss and runs its backward pass with so many retries.
+        backward: scales a loss and runs its backward pass.
         settle: unscales the gradients, moves the scale and returns the result.
     """
 
@@ -34,7 +34,7 @@ def make_closure(
             parameter.grad = None
         with torch.enable_grad():
             loss = evaluate()
-            backward(loss, RETRIES)
+            backward(loss)
         if settle().skipped():
             for parameter in parameters:
                 if parameter.grad is not None:

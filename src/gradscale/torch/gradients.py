@@ -1,54 +1,83 @@
 """The gradients of one or more optimizers: which tensors to read and multiply, and what to call them."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+Optimizer = torch.optim.Optimizer
 
 
-@dataclass(frozen=True, slots=True)
-class Gradient:
+class Gradient(NamedTuple):
     """One parameter's gradient.
 
     Attributes:
-        name: the parameter's name in the model, or its place in the optimizer.
         parameter: who owns the gradient.
         values: the dense tensor that holds the numbers: `.grad` itself, or the values of a sparse one.
+        place: what to call the parameter where no module names it.
     """
 
-    name: str
     parameter: Tensor
     values: Tensor
+    place: str
 
 
-def collect(optimizers: Sequence[torch.optim.Optimizer], names: dict[int, str]) -> list[Gradient]:
+def collect(optimizers: Sequence[Optimizer]) -> list[Gradient]:
     """Returns every gradient the optimizers hold, each parameter once. Sparse gradients are coalesced in place."""
     seen: set[int] = set()
     found: list[Gradient] = []
-    for name, parameter in named_parameters(optimizers, names):
-        if parameter.grad is None or id(parameter) in seen:
+    for parameter, place in placed_parameters(optimizers):
+        grad = parameter.grad
+        if grad is None or id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        found.append(Gradient(name, parameter, _values(parameter, parameter.grad)))
+        found.append(Gradient(parameter, values_of(parameter, grad), place))
     return found
 
 
-def named_parameters(
-    optimizers: Iterable[torch.optim.Optimizer], names: dict[int, str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields every parameter of the optimizers with the best name known for it."""
+def placed_parameters(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, str]]:
+    """Yields every parameter of the optimizers with the name or the place it has there."""
     for optimizer in optimizers:
         for group_index, group in enumerate(optimizer.param_groups):
-            own_names = group.get("param_names")
+            names = group.get("param_names")
             for index, parameter in enumerate(group["params"]):
-                place = own_names[index] if own_names else f"param_groups[{group_index}].params[{index}]"
-                yield names.get(id(parameter), place), parameter
+                yield parameter, names[index] if names else f"param_groups[{group_index}].params[{index}]"
 
 
-def _values(parameter: Tensor, grad: Tensor) -> Tensor:
-    if not grad.is_sparse:
+def share_parameters(optimizers: Sequence[Optimizer]) -> bool:
+    """Returns whether a parameter belongs to more than one of the optimizers."""
+    if len(optimizers) == 1:
+        return False
+    owned = [id(parameter) for parameter, _ in placed_parameters(optimizers)]
+    return len(set(owned)) < len(owned)
+
+
+class Names:
+    """What parameters are called: as in their module, else by their place in the optimizer.
+
+    Looked up when somebody asks, which is seldom, so that modules whose parameters were replaced are no trouble.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+
+    def of(self, parameters: Iterable[tuple[Tensor | None, str]]) -> list[str]:
+        """Returns the names of parameters that come with their place; with several modules, they start with which."""
+        several = len(self._modules) > 1
+        known = {
+            id(parameter): f"{index}.{name}" if several else name
+            for index, module in enumerate(self._modules)
+            for name, parameter in module.named_parameters()
+        }
+        return [known.get(id(parameter), place) for parameter, place in parameters]
+
+
+def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
+    if grad.layout is torch.strided:
         return grad
+    if grad.layout is not torch.sparse_coo:
+        return grad.values()
     if not grad.is_coalesced():
         # Duplicate entries would be checked one by one, and their sum could overflow unseen.
         grad = parameter.grad = grad.coalesce()

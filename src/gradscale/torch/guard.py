@@ -1,5 +1,6 @@
 """Learning-rate schedules and averaged weights that take a skipped step into account."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -21,9 +22,12 @@ class Guard:
         self._latest = latest
         self._calls = [_update_of(target) for target in targets]
         self._on_skip = on_skip
+        self._handled: StepResult | None = None
 
     def step(self) -> bool:
         """Advances every guarded object, or none if the step was skipped and they are to be held.
+
+        Once per step of the scaler: called again before the next one, as between micro-batches, it does nothing.
 
         Returns:
             Whether they were advanced.
@@ -34,6 +38,9 @@ class Guard:
         result = self._latest()
         if result is None:
             raise RuntimeError("`guard.step()` follows `scaler.step(...)`. No step has been made yet.")
+        if result is self._handled:
+            return False
+        self._handled = result
         if self._on_skip == "hold" and result.skipped():
             return False
         for call in self._calls:
@@ -43,12 +50,22 @@ class Guard:
 
 def _update_of(target: Any) -> Callable[[], Any]:
     """Returns what advances `target`: its `step`, its `update`, or the callable itself."""
-    for name in ("step", "update"):
-        if callable(method := getattr(target, name, None)):
-            return method
-    if callable(target) and not hasattr(target, "update_parameters"):
-        return target
-    raise TypeError(
-        "`guard` takes schedulers (with a `step`), averages (with an `update`) and functions of no arguments. "
-        f"Received: {type(target).__name__}. For an `AveragedModel` pass `lambda: ema.update_parameters(model)`."
-    )
+    methods = [getattr(target, name, None) for name in ("step", "update")]
+    found = next((method for method in methods if callable(method)), target)
+    if not callable(found) or hasattr(target, "update_parameters") or _wants_arguments(found):
+        raise TypeError(
+            "`guard` takes schedulers (with a `step`), averages (with an `update`) and functions, all of which it "
+            f"calls without arguments. Received: {type(target).__name__}. Pass a function that gives them, such as "
+            "`lambda: ema.update_parameters(model)` or `lambda: scheduler.step(metric)`."
+        )
+    return found
+
+
+def _wants_arguments(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return True
+    except ValueError:  # a builtin that does not tell
+        return False
+    return False

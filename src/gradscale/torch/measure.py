@@ -6,22 +6,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradscale.formats import FP16
+
 DOT_FROM = 32_768
 """Elements from which `dot` beats the multi-tensor norm on CPU: below, its call costs more than its loop saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one read of the gradients found, still in scaled units, on the scaler's device.
+    """What one read of the gradients found, still in the units it found them in, on the scaler's device.
 
     Attributes:
         sizes: one number per gradient, its norm or its largest magnitude; inf or NaN where the gradient holds one.
         total: the same over all gradients.
+        half: largest magnitude in any FP16 gradient; None where there is no such gradient.
         is_norm: whether the sizes are norms; otherwise they are largest magnitudes.
     """
 
     sizes: Tensor
     total: Tensor
+    half: Tensor | None
     is_norm: bool
 
     @property
@@ -29,14 +33,20 @@ class Measured:
         """Largest magnitude of any gradient; where only norms were read, a bound: the largest norm of a tensor."""
         return self.sizes.amax() if self.sizes.numel() else self.total
 
+    def finite(self, unit: Tensor) -> Tensor:
+        """Returns whether every gradient is finite, now and once it is divided by `unit`, in its own type too."""
+        finite = torch.isfinite(self.total / unit)
+        return finite if self.half is None else finite & (self.half / unit <= FP16.max)
+
 
 @torch.no_grad()
 def measure(gradients: Sequence[Tensor], device: torch.device, *, norm: bool) -> Measured:
     """Returns the sizes of `gradients` on `device` after reading each once. Does not wait for the device.
 
     A NaN anywhere makes a size NaN; an inf makes it inf. A finite float32 gradient above 1.8e19 squares to inf and so
-    counts as an overflow when norms are read. FP16 and BF16 gradients accumulate in float32. Makes no temporary larger
-    than one number per gradient.
+    counts as an overflow when norms are read. FP16 and BF16 gradients accumulate in float32; FP16 ones are read twice
+    for their norm, because one that is divided by a scale below 1 may leave its range. Makes no temporary larger than
+    one number per gradient.
 
     Args:
         gradients: dense tensors of any floating or complex type, on any device.
@@ -44,32 +54,48 @@ def measure(gradients: Sequence[Tensor], device: torch.device, *, norm: bool) ->
         norm: read norms; otherwise largest magnitudes.
     """
     if not gradients:
-        return Measured(torch.zeros(0, device=device), torch.zeros((), device=device), norm)
-    real = [torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad for grad in gradients]
+        nothing = torch.zeros(0, dtype=torch.float32, device=device)
+        return Measured(nothing, nothing.sum(), None, norm)
+    real = [_as_real(grad) if grad.is_complex() else grad for grad in gradients]
     sizes = _gathered(_norms(real) if norm else [_largest(grad) for grad in real], device)
     total = torch.linalg.vector_norm(sizes) if norm else sizes.amax()
-    return Measured(sizes, total, norm)
+    halves = [_largest(grad) for grad in real if grad.dtype == torch.float16]
+    return Measured(sizes, total, _gathered(halves, device).amax() if halves else None, norm)
+
+
+@torch.no_grad()
+def share_above(gradients: Sequence[Tensor], edge: Tensor, device: torch.device) -> Tensor:
+    """Returns the share of all gradient elements whose magnitude is above `edge`; inf and NaN are.
+
+    Complex elements count as two. Reads each gradient once and makes temporaries as large as the largest of them.
+    """
+    real = [_as_real(grad) if grad.is_complex() else grad for grad in gradients]
+    above = [(~(grad.abs() <= edge.to(grad.device))).sum().to(device, torch.float32) for grad in real]
+    elements = sum(grad.numel() for grad in real)
+    return torch.stack(above).sum() / max(1, elements) if above else torch.zeros_like(edge)
+
+
+def _as_real(grad: Tensor) -> Tensor:
+    """Returns the parts of a complex gradient, without a copy: its conjugate is as large."""
+    return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
 
 
 def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the norm of each gradient: one `dot` for a large flat float32 tensor, a multi-tensor norm for the rest."""
+    """Returns the norm of each gradient: a `dot` for a large flat float32 tensor, a multi-tensor norm for the rest."""
     norms: list[Tensor | None] = [None] * len(gradients)
     rest: dict[torch.device, list[int]] = {}
-    doubles: list[int] = []
     for index, grad in enumerate(gradients):
         if grad.dtype == torch.float64:
-            doubles.append(index)
+            norms[index] = torch.linalg.vector_norm(grad)
         elif grad.numel() >= DOT_FROM and grad.dtype == torch.float32 and grad.is_contiguous() and grad.is_cpu:
             flat = grad.view(-1)
             norms[index] = torch.dot(flat, flat).sqrt_()
         else:
             rest.setdefault(grad.device, []).append(index)
     for indices in rest.values():
-        together = torch._foreach_norm([gradients[index] for index in indices], 2, dtype=torch.float32)
+        together = torch._foreach_norm([gradients[index] for index in indices], 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
         for index, value in zip(indices, together, strict=True):
             norms[index] = value
-    for index in doubles:
-        norms[index] = torch.linalg.vector_norm(gradients[index])
     return [value for value in norms if value is not None]
 
 

@@ -3,8 +3,9 @@
 import math
 import warnings
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from gradscale.formats import FP16
@@ -33,50 +34,71 @@ class Memory:
             raise ValueError(f"`max_consecutive_skips` must be at least 1. Received: {max_consecutive_skips!r}.")
         if on_stuck not in ("raise", "warn") and not callable(on_stuck):
             raise ValueError(f"`on_stuck` must be 'raise', 'warn' or a function. Received: on_stuck={on_stuck!r}.")
-        self.last: StepResult | None = None
         self._max_consecutive_skips = max_consecutive_skips
         self._on_stuck = on_stuck
+        self.forget()
+
+    def __reduce__(self) -> tuple[type["Memory"], tuple[Any, ...]]:
+        """A copy starts afresh: results are about gradients of the original."""
+        return Memory, (self._max_consecutive_skips, self._on_stuck)
+
+    def forget(self) -> None:
+        """Forgets every step, as at the start."""
+        self.last: StepResult | None = None
+        self._amax: Tensor | None = None
         self._steps = 0
         self._sent: Letter | None = None
+        self._told = False
         self._metrics: list[Letter] = []
 
-    def keep(self, result: StepResult, state: ScaleState) -> None:
+    def keep(self, result: StepResult, state: ScaleState, amax: Tensor) -> None:
         """Keeps the result, and raises or warns if the run has been stuck for too long. Does not wait.
 
         On an accelerator the counters are looked at a few steps late.
         """
-        self.last = result
+        self.last, self._amax = result, amax
         self._steps += 1
         if self._sent is None and (state.scale.is_cpu or self._steps % LOOK_EVERY == 0):
             self._sent = Letter(state.consecutive_skips, state.stuck, result.loss_finite)
         if self._sent is not None and self._sent.arrived:
             skips, stuck, loss_finite = self._sent.read()
             self._sent = None
-            if skips >= self._max_consecutive_skips and (stuck or not loss_finite):
-                self._report(diagnose(result, int(skips)))
+            if skips < self._max_consecutive_skips:
+                self._told = False
+            elif stuck or not loss_finite:
+                self._report(result, int(skips))
 
-    def metrics(self, state: ScaleState, amax: Tensor) -> dict[str, float]:
+    def metrics(self, state: ScaleState) -> dict[str, float]:
         """Returns the newest numbers known on the host, and sends for newer ones. Does not wait for the device."""
-        norm = amax * math.nan if self.last is None or self.last.grad_norm is None else self.last.grad_norm
-        self._metrics.append(Letter(state.scale, state.applied, state.skipped, norm, amax))
+        unknown = torch.full_like(torch.as_tensor(state.scale), math.nan)
+        norm = unknown if self.last is None or self.last.grad_norm is None else self.last.grad_norm
+        amax = unknown if self._amax is None else self._amax
+        numbers = (state.scale, state.applied, state.skipped, norm, amax)
+        self._metrics.append(Letter(*(torch.as_tensor(number) for number in numbers)))
         while len(self._metrics) > 1 and self._metrics[1].arrived:
             self._metrics.pop(0)
-        if not self._metrics[0].arrived:
-            return {}
-        scale, applied, skipped, norm_now, amax_now = self._metrics[0].read()
-        return {
-            "scale": scale,
-            "applied": applied,
-            "skipped": skipped,
-            "skip_rate": skipped / max(1.0, applied + skipped),
-            "grad_norm": norm_now,
-            "headroom_bits": math.log2(FP16.max / (amax_now * scale)) if 0 < amax_now < math.inf else math.nan,
-        }
+        return _as_metrics(self._metrics[0]) if self._metrics[0].arrived else {}
 
-    def _report(self, stuck: ScaleStuck) -> None:
+    def _report(self, result: StepResult, skips: int) -> None:
+        """Tells of a stuck run: by an error at every step, otherwise once until a step is applied again."""
         if self._on_stuck == "raise":
-            raise stuck
+            raise diagnose(result, skips)
+        if self._told:
+            return
+        self._told = True
         if self._on_stuck == "warn":
-            warnings.warn(str(stuck), stacklevel=4)
+            warnings.warn(str(diagnose(result, skips)), stacklevel=5)
         elif callable(self._on_stuck):
-            self._on_stuck(stuck)
+            self._on_stuck(diagnose(result, skips))
+
+
+def _as_metrics(letter: Letter) -> dict[str, float]:
+    scale, applied, skipped, norm, amax = letter.read()
+    return {
+        "scale": scale,
+        "applied": applied,
+        "skipped": skipped,
+        "skip_rate": skipped / max(1.0, applied + skipped),
+        "grad_norm": norm,
+        "headroom_bits": math.log2(FP16.max / (amax * scale)) if 0 < amax * scale < math.inf else math.nan,
+    }

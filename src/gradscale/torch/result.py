@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from gradscale.state import Status
-from gradscale.torch.gradients import Gradient
+from gradscale.torch.gradients import Gradient, Names
 from gradscale.torch.letter import Letter
-from gradscale.torch.measure import Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class StepResult:
         "_letter",
         "_names",
         "_sizes",
-        "_tensors",
+        "_traces",
         "applied",
         "attempted",
         "grad_norm",
@@ -67,8 +66,10 @@ class StepResult:
         scale: Tensor,
         next_scale: Tensor,
         loss_finite: Tensor,
-        measured: Measured,
+        attempted: bool,
+        sizes: Tensor,
         gradients: Sequence[Gradient],
+        names: Names,
         grad_norm: Tensor | None = None,
         retries: int = 0,
     ) -> None:
@@ -77,11 +78,11 @@ class StepResult:
         self.next_scale = next_scale
         self.grad_norm = grad_norm
         self.retries = retries
-        self.attempted = bool(gradients)
+        self.attempted = attempted
         self.loss_finite = loss_finite
-        self._sizes = measured.sizes
-        self._names = [gradient.name for gradient in gradients]
-        self._tensors = [(weakref.ref(gradient.values), gradient.values._version) for gradient in gradients]
+        self._sizes = sizes
+        self._names = names
+        self._traces = [_trace(gradient) for gradient in gradients]
         self._letter: Letter | None = None
 
     def __repr__(self) -> str:
@@ -93,9 +94,7 @@ class StepResult:
 
     def poll(self) -> bool | None:
         """Returns whether the step was applied, or None if that is not known yet. Never waits."""
-        if self._letter is None:
-            self._letter = Letter(self.applied, self.loss_finite)
-        return bool(self._read()[0]) if self._letter.arrived else None
+        return bool(self._read()[0]) if self._sent().arrived else None
 
     @property
     def status(self) -> Status:
@@ -110,29 +109,44 @@ class StepResult:
     @property
     def parameters(self) -> int:
         """How many gradients the step looked at."""
-        return len(self._names)
+        return len(self._traces)
 
     def culprits(self) -> list[Culprit]:
         """Returns the parameters whose gradients were not finite, in the optimizers' order. Waits for the device.
 
         Costs no further pass over the gradients: the sizes were kept from the step. Elements are counted only where
-        the gradient is still as the step found it.
+        the gradient is still as the step left it.
         """
+        sizes = self._sizes.tolist()
+        bad = [(trace, size) for trace, size in zip(self._traces, sizes, strict=True) if not math.isfinite(size)]
+        names = self._names.of((parameter(), place) for (parameter, _, _, place), _ in bad)
         return [
-            Culprit(name, "nan" if math.isnan(size) else "inf", self._count(index))
-            for index, (name, size) in enumerate(zip(self._names, self._sizes.tolist(), strict=True))
-            if not math.isfinite(size)
+            Culprit(name, "nan" if math.isnan(size) else "inf", _count(grad(), version))
+            for name, ((_, grad, version, _), size) in zip(names, bad, strict=True)
         ]
 
-    def _read(self) -> list[float]:
+    def _sent(self) -> Letter:
         if self._letter is None:
             self._letter = Letter(self.applied, self.loss_finite)
-        return self._letter.read()
+        return self._letter
 
-    def _count(self, index: int) -> int | None:
-        """Returns the non-finite elements of a gradient that nobody has touched since; None where it has changed."""
-        reference, version = self._tensors[index]
-        tensor = reference()
-        if tensor is None or tensor._version != version:
-            return None
-        return int((~torch.isfinite(tensor)).sum())
+    def _read(self) -> list[float]:
+        return self._sent().read()
+
+
+Trace = tuple["weakref.ref[Tensor]", "weakref.ref[Tensor]", int, str]
+"""A parameter, its gradient, the gradient's version after the step, and the parameter's place in its optimizer."""
+
+
+def _trace(gradient: Gradient) -> Trace:
+    parameter, values, place = gradient
+    grad = values if parameter.grad is None else parameter.grad
+    return weakref.ref(parameter), weakref.ref(grad), grad._version, place
+
+
+def _count(grad: Tensor | None, version: int) -> int | None:
+    """Returns the non-finite elements of a gradient that nobody has touched since; None where it is gone."""
+    if grad is None or grad._version != version:
+        return None
+    values = grad if grad.layout is torch.strided else grad.values()
+    return int((~torch.isfinite(values)).sum())

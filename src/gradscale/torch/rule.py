@@ -1,5 +1,7 @@
 """Room three, decide: the core's decision, run on the scaler's device."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -38,11 +40,22 @@ class Rule:
             self.state = place(self.state, lambda array: torch.as_tensor(array, device=device))
         return self._device
 
-    def decide(self, seen: Seen, clip_norm: float | None) -> Outcome:
-        """Returns the decision and moves on to the next state. Does not wait for the device."""
+    def decide(self, seen: Seen, unit: Tensor, clip_norm: float | None) -> Outcome:
+        """Returns what follows from `seen`. Does not wait for the device, and changes nothing: `state` is yours to set.
+
+        Args:
+            seen: what the gradients looked like, in true units.
+            unit: what the gradients are to be divided by. That is the scale, unless they are in true units already, or
+                a backward pass was run again at a lower scale and overflowed there too.
+            clip_norm: bound on the norm of all gradients together.
+        """
         outcome = decide(self.policy, self.state, seen, torch, clip_norm)  # type: ignore[arg-type]
-        self.state = outcome.state
-        return outcome
+        return replace(outcome, factor=outcome.factor * (self.state.scale / unit))
+
+    def hold(self) -> Outcome:
+        """Returns the decision to do nothing at all: neither step nor count."""
+        no = torch.zeros((), dtype=torch.bool, device=self._device)
+        return Outcome(self.state, no, torch.ones_like(self.state.scale))
 
     def lower(self) -> Tensor:
         """Backs the scale off once, whatever the hysteresis says, and returns the new scale over the old one."""

@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from gradscale.peers import import_state
 from gradscale.policy import Policy
+from gradscale.record import numbers
 from gradscale.saved import policy_from_dict
 from gradscale.state import ScaleState
 
@@ -25,12 +28,17 @@ def read_saved(mapping: Mapping[str, Any], system: str | None) -> tuple[Policy, 
     """
     if system is not None:
         return import_state(system, mapping)
-    if set(mapping) == set(KEYS):
-        policy = policy_from_dict(mapping["policy"])
-        return policy, type(policy.start()).from_dict(mapping["state"])
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"`load_state_dict` takes what `state_dict` returned. Received: {type(mapping).__name__}.")
     if "_growth_tracker" in mapping:
         return import_state("torch", mapping)
-    raise ValueError(
-        f"A saved LossScaler has the keys {list(KEYS)}. Received: {sorted(map(str, mapping))}. "
-        "For another system's state say which: `load_state_dict(mapping, system='deepspeed')`."
-    )
+    if set(mapping) != set(KEYS):
+        raise ValueError(
+            f"A saved LossScaler has the keys {list(KEYS)}. Received: {sorted(map(str, mapping))}. "
+            "For another system's state say which: `load_state_dict(mapping, system='deepspeed')`."
+        )
+    policy = policy_from_dict(mapping["policy"])
+    state = type(policy.start()).from_dict(mapping["state"])
+    if many := sorted(name for name, value in numbers(state).items() if np.ndim(value)):
+        raise ValueError(f"A LossScaler has one scale. Received a state of many: {many} are lists.")
+    return policy, state

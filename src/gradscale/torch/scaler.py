@@ -1,8 +1,7 @@
 """`LossScaler`: loss scaling for a PyTorch loop with no order to get wrong."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 from gradscale.policy import Policy
 from gradscale.predictive import Headroom
-from gradscale.state import Outcome, Seen
 from gradscale.torch import apply
 from gradscale.torch.agree import Agreement
 from gradscale.torch.buffers import BufferGuard
@@ -18,20 +16,24 @@ from gradscale.torch.checks import (
     check_clip,
     check_optimizers,
     check_order,
-    refuse_leftovers,
-    refuse_shared,
+    refuse_some_unscaled,
+    refuse_stale,
+    refuse_strangers,
     warn_of_half,
 )
-from gradscale.torch.closure import make_closure
-from gradscale.torch.gradients import Gradient, collect
+from gradscale.torch.closure import RETRIES, make_closure
+from gradscale.torch.gradients import Names, collect, placed_parameters
 from gradscale.torch.guard import Guard, OnSkip
-from gradscale.torch.measure import Measured, measure
+from gradscale.torch.leftovers import Leftovers
+from gradscale.torch.measure import measure
+from gradscale.torch.plain import step_plainly
 from gradscale.torch.remember import Memory, OnStuck
 from gradscale.torch.result import StepResult
-from gradscale.torch.retry import backward_with_retries, retriable_parameters
+from gradscale.torch.retry import Retry, check_retries, retriable_parameters, synchronises
 from gradscale.torch.rule import Rule
 from gradscale.torch.saved import read_saved, write_saved
-from gradscale.torch.window import LeftoverWatch, Window, map_tensors
+from gradscale.torch.step import Step, look
+from gradscale.torch.window import Window, map_losses
 
 Optimizer = torch.optim.Optimizer
 
@@ -55,7 +57,8 @@ class LossScaler:
         device: where the scale lives; by default where the first loss does.
         group: process group whose ranks decide together; by default every rank of an initialised `torch.distributed`.
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
-        on_stuck: `"raise"` a `ScaleStuck`, `"warn"` with its text, or call a function with it.
+        on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
+            or call a function with it.
     """
 
     def __init__(
@@ -68,17 +71,24 @@ class LossScaler:
         max_consecutive_skips: int = 50,
         on_stuck: OnStuck = "raise",
     ) -> None:
-        self._modules = [model] if isinstance(model, nn.Module) else list(model or ())
-        self._names = {id(p): name for module in self._modules for name, p in module.named_parameters()}
+        self._modules = _as_modules(model)
+        self._names = Names(self._modules)
         self._rule = Rule(_as_policy(policy), device=None if device is None else torch.device(device))
         self._agreement = Agreement(group)
         self._memory = Memory(max_consecutive_skips, on_stuck)
-        self._leftovers = LeftoverWatch()
+        self._leftovers = Leftovers()
         self._buffers: list[BufferGuard] = []
         self._window: Window | None = None
-        self._true_units: set[int] = set()
-        self._amax = torch.zeros(())
         self._warned_of_half = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy or a pickle holds: everything but the results and the gradients of past steps."""
+        if self._window is not None:
+            raise RuntimeError(
+                "A LossScaler can be copied or pickled between steps only, and a loss has been scaled since the last. "
+                "Do it after `scaler.step(...)`, or save `scaler.state_dict()`."
+            )
+        return self.__dict__
 
     @property
     def policy(self) -> Policy:
@@ -88,7 +98,7 @@ class LossScaler:
     @property
     def loss_scale(self) -> Tensor:
         """What the next loss will be multiplied by: for losses that other code injects. Does not wait."""
-        return torch.as_tensor(self._rule.state.scale)
+        return torch.as_tensor(self._rule.state.scale if self._window is None else self._window.scale)
 
     @property
     def last(self) -> StepResult | None:
@@ -98,11 +108,12 @@ class LossScaler:
     def scale(self, outputs: Any) -> Any:
         """Returns a loss, or a nested structure of losses, times the scale. Does not wait for the device.
 
-        Every call until the next `step` uses the same scale. A loss narrower than float32 is widened first.
+        Every call until the next `step` uses the same scale. A loss narrower than float32 is widened first. One whose
+        backward pass comes after that `step` is brought to the scale of its own.
         """
         if not self.policy.needs:
             return outputs
-        return map_tensors(lambda output: self._open_window(output.device).scaled(output), outputs)
+        return map_losses(lambda output: self._open_window(output.device).scaled(output), outputs)
 
     def backward(self, loss: Tensor, retries: int = 0, **kwargs: Any) -> None:
         """Scales `loss` and runs its backward pass.
@@ -110,16 +121,17 @@ class LossScaler:
         With `retries`, an overflow lowers the scale and runs the backward pass, and only that, again: the batch is not
         lost, and gradients of earlier micro-batches are kept and brought to the new scale exactly. That costs a host
         read per attempt, a second set of gradients, and the graph's memory until `loss` is gone. There is no retry for
-        a loss that is not finite, under `Static`, or at the lowest scale.
+        a loss that is not finite, under `Static`, or at the lowest scale. Ranks that share the scale retry together.
 
         Args:
             loss: a scalar loss.
             retries: how often the backward pass may be run again.
             **kwargs: passed on to `Tensor.backward`.
         """
+        check_retries(retries, kwargs)
         if retries and self.policy.needs:
-            parameters = retriable_parameters(self._modules)
-            backward_with_retries(loss, self._open_window(loss.device), self._rule, parameters, retries, kwargs)
+            window = self._open_window(loss.device)
+            self._retry(retriable_parameters(self._modules)).backward(loss, window, retries, kwargs)
         else:
             self.scale(loss).backward(**kwargs)
 
@@ -145,22 +157,28 @@ class LossScaler:
         Raises:
             RuntimeError: nothing was scaled or no backward pass was run since the last step, or gradients from before
                 are still there. Nothing has been changed then.
+            ScaleStuck: step after step was skipped, and no lower scale is left to try.
         """
         check_optimizers(optimizers)
         check_clip("clip_norm", clip_norm)
         check_clip("clip_value", clip_value)
-        window = self._ready_window(optimizers)
-        refuse_shared(optimizers, self._names)
-        gradients = collect(optimizers, self._names)
-        self._warned_of_half = self._warned_of_half or warn_of_half(gradients)
-        measured = self._measure(gradients, norm=norm or clip_norm is not None)
-        outcome, seen = self._decide(measured, window, optimizers, gradients, clip_norm)
-        apply.apply_all(optimizers, gradients, outcome.applied, outcome.factor, clip_value)
-        return self._close(window, optimizers, gradients, measured, outcome, seen)
+        wants_norm = norm or clip_norm is not None
+        if not self.policy.needs:
+            result = step_plainly(self._rule, optimizers, self._names, clip_norm, clip_value, norm=wants_norm)
+            self._memory.last = result
+            return result
+        step = self._decided(optimizers, self._ready_window(optimizers), clip_norm, norm=wants_norm)
+        self._warned_of_half = self._warned_of_half or warn_of_half(step.gradients, self._names)
+        try:
+            apply.apply_all(optimizers, step.gradients, step.outcome.applied, step.outcome.factor, clip_value)
+        except BaseException:
+            self._drop_window(optimizers)
+            raise
+        return self._close(step, norm=wants_norm)
 
     @contextmanager
     def unscaled(self, *optimizers: Optimizer) -> Iterator[None]:
-        """Makes the gradients of `optimizers` true, for edits of your own before `step`: noise, clipping by layer, logs.
+        """Makes the gradients of `optimizers` true, for edits of your own before `step`: noise, clips by layer, logs.
 
             with scaler.unscaled(optimizer):
                 add_noise(model.parameters())
@@ -170,56 +188,62 @@ class LossScaler:
         Does not wait for the device. All optimizers of the following `step` must be named.
         """
         check_optimizers(optimizers)
-        window = self._ready_window(optimizers)
-        gradients = collect(optimizers, self._names)
-        measured = self._measure(gradients, norm=False)
-        window.note_overflow(~torch.isfinite(measured.total / window.scale))
-        apply.multiply(gradients, 1.0 / window.scale)
-        self._true_units.update(id(optimizer) for optimizer in optimizers)
+        if self.policy.needs:
+            window = self._ready_window(optimizers)
+            scaled = [optimizer for optimizer in optimizers if id(optimizer) not in window.true_units]
+            gradients = collect(scaled)
+            measured = measure([gradient.values for gradient in gradients], window.scale.device, norm=False)
+            window.note_overflow(~measured.finite(window.scale))
+            apply.multiply(gradients, 1.0 / window.scale)
+            window.true_units.update(id(optimizer) for optimizer in scaled)
         yield
 
     def grad(self, loss: Tensor, inputs: Tensor | Sequence[Tensor], **kwargs: Any) -> tuple[Tensor | None, ...]:
         """Returns the true gradients of `loss` by `inputs`, computed on the scaled loss: for gradient penalties.
 
-        If they overflow, the next `step` is skipped and lowers the scale, whatever became of a loss made from them.
-        Does not wait for the device.
+        Gradients narrower than float32 are widened before they are divided by the scale. If they overflow, the next
+        `step` is skipped and lowers the scale, whatever became of a loss made from them. Does not wait for the device.
 
         Args:
             loss: what to differentiate.
             inputs: by what.
             **kwargs: passed on to `torch.autograd.grad`, such as `create_graph=True`.
         """
-        grads = torch.autograd.grad(self.scale(loss), inputs, **kwargs)
-        if self._window is None:
-            return grads
-        window = self._window
-        true = [None if grad is None else grad * (1.0 / window.scale).to(grad.device) for grad in grads]
+        if not self.policy.needs:
+            return torch.autograd.grad(loss, inputs, **kwargs)
+        window = self._open_window(loss.device)
+        grads = torch.autograd.grad(window.scaled(loss), inputs, **kwargs)
+        true = tuple(None if grad is None else window.true(grad) for grad in grads)
         present = [grad.detach() for grad in true if grad is not None]
         window.note_overflow(~torch.isfinite(measure(present, window.scale.device, norm=False).total))
-        return tuple(true)
+        return true
 
-    def closure(self, evaluate: Callable[[], Tensor], optimizer: Optimizer) -> Callable[[], Tensor]:
+    def closure(self, evaluate: Callable[[], Tensor], optimizer: Optimizer | None = None) -> Callable[[], Tensor]:
         """Returns a closure for optimizers that evaluate the loss themselves, such as LBFGS.
 
             optimizer.step(scaler.closure(lambda: loss_fn(model(x), y), optimizer))
 
         Each call clears the gradients, runs `evaluate` and its backward pass, and leaves true gradients in `.grad`. An
-        overflow lowers the scale and runs the backward pass again; if no scale helps, the gradients are zero and the
-        optimizer stays where it is. `scaler.last` tells. Waits for the device, as these optimizers do.
-        """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        overflow lowers the scale and runs the backward pass again; if no scale helps, the gradients are zero, and LBFGS
+        stays where it is. `scaler.last` tells. Waits for the device, as these optimizers do.
 
-        def backward(loss: Tensor, retries: int) -> None:
-            window = self._window = self._new_window(loss.device)
-            backward_with_retries(loss, window, self._rule, parameters, retries if self.policy.needs else 0, {})
+        Args:
+            evaluate: runs the forward pass and returns the loss: neither scaled nor differentiated.
+            optimizer: whose parameters get the gradients; by default all of the model's.
+        """
+        owner = self._holder() if optimizer is None else optimizer
+        parameters = [parameter for parameter, _ in placed_parameters([owner])]
+        once = not self.policy.needs or any(map(synchronises, self._modules))
+
+        def backward(loss: Tensor) -> None:
+            self._window = None
+            window = self._open_window(loss.device)
+            self._retry(parameters).backward(loss, window, 0 if once else RETRIES, {})
 
         def settle() -> StepResult:
-            window = self._open_window(parameters[0].device)
-            gradients = collect([optimizer], self._names)
-            measured = self._measure(gradients, norm=True)
-            outcome, seen = self._decide(measured, window, [optimizer], gradients, None)
-            apply.multiply(gradients, torch.where(outcome.applied, outcome.factor, 1.0))
-            return self._close(window, [optimizer], gradients, measured, outcome, seen)
+            step = self._decided([owner], self._open_window(parameters[0].device), None, norm=True)
+            apply.multiply(step.gradients, torch.where(step.outcome.applied, step.outcome.factor, 1.0))
+            return self._close(step, norm=True)
 
         return make_closure(evaluate, parameters, backward, settle)
 
@@ -245,11 +269,10 @@ class LossScaler:
     def metrics(self) -> dict[str, float]:
         """Returns scale, counts, skip rate, true gradient norm and headroom. Never waits: values may be a step old.
 
-        Empty where nothing has reached the host yet. `headroom_bits` is how often the scale could double before the
-        largest parameter gradient overflows FP16.
+        Empty where nothing has reached the host yet; NaN where a number is not known. `headroom_bits` is how often the
+        scale could double before the largest parameter gradient overflows FP16.
         """
-        self._rule.settle(torch.device("cpu"))
-        return self._memory.metrics(self._rule.state, self._amax)
+        return self._memory.metrics(self._rule.state)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the policy and its state as plain values: all it takes to go on bit for bit. Waits for the device."""
@@ -263,105 +286,88 @@ class LossScaler:
             system: whose dict it is, as in `gradscale.import_state`, where it is neither of the first two.
         """
         policy, state = read_saved(mapping, system)
-        self._rule = Rule(policy, state, self._rule.device)
-        self._window = None
+        self._rule = Rule(_as_policy(policy), state, self._rule.device)
+        self._memory.forget()
+        self._drop_window(())
+
+    def _holder(self) -> Optimizer:
+        """Returns something that holds the model's parameters as an optimizer does, and is never stepped."""
+        if not self._modules:
+            raise ValueError(
+                "`closure` needs parameters. Build the scaler as `LossScaler(model)` or pass the optimizer."
+            )
+        return torch.optim.SGD(p for module in self._modules for p in module.parameters())
 
     def _open_window(self, device: torch.device) -> Window:
         if self._window is None:
-            self._window = self._new_window(device)
+            self._rule.settle(device)
+            self._window = Window(
+                self._rule.state.scale, self._leftovers.uncleared, current=lambda: self._open_window(device)
+            )
         return self._window
-
-    def _new_window(self, device: torch.device) -> Window:
-        self._rule.settle(device)
-        return Window(self._rule.state.scale, self._leftovers.uncleared)
 
     def _ready_window(self, optimizers: Sequence[Optimizer]) -> Window:
         """Returns the window whose gradients are to be used, or says what is wrong with the order of calls."""
-        if not self.policy.needs:
-            return self._open_window(optimizers[0].param_groups[0]["params"][0].device)
         window = check_order(self._window)
+        refuse_some_unscaled(window, optimizers)
         try:
-            refuse_leftovers(window, optimizers, self._names)
+            refuse_stale(window, optimizers, self._names)
+            refuse_strangers(window, optimizers, self._names)
         except RuntimeError:
-            self._window = None
+            self._drop_window(optimizers)
             raise
         return window
 
-    def _measure(self, gradients: Sequence[Gradient], *, norm: bool) -> Measured:
-        """Returns one read of the gradients: norms, unless the policy wants the largest magnitude and nobody a norm."""
-        values = [gradient.values for gradient in gradients]
-        return measure(values, self._rule.state.scale.device, norm=norm or "amax" not in self.policy.needs)
-
-    def _decide(
-        self,
-        measured: Measured,
-        window: Window,
-        optimizers: Sequence[Optimizer],
-        gradients: Sequence[Gradient],
-        clip_norm: float | None,
-    ) -> tuple[Outcome, Seen]:
-        """Returns the decision of every rank together, and what it was made from. The factor fits the gradients."""
-        in_true_units = self._in_true_units(optimizers)
-        unit = torch.ones_like(window.scale) if in_true_units else window.scale
-        total = measured.total / unit
-        finite = torch.isfinite(total) & ~window.overflowed
-        seen = Seen(
-            finite=finite,
-            loss_finite=window.loss_finite | window.overflowed,
-            amax=torch.where(finite, measured.amax / unit, 0.0),
-            norm=total,
-        )
-        seen = self._agreement.over_ranks(seen)
-        if not gradients and self._agreement.ranks == 1:
-            return Outcome(self._rule.state, torch.zeros_like(finite), unit), seen
-        outcome = self._rule.decide(seen, clip_norm)
-        return replace(outcome, factor=outcome.factor * (window.scale / unit)), seen
-
-    def _in_true_units(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Returns whether `unscaled` has made these gradients true already."""
-        done = [id(optimizer) in self._true_units for optimizer in optimizers]
-        if any(done) and not all(done):
-            raise RuntimeError(
-                "`step` needs all its optimizers inside the same `unscaled(...)` block, or none of them. "
-                "Name every optimizer of the step there."
-            )
-        return all(done)
-
-    def _close(
-        self,
-        window: Window,
-        optimizers: Sequence[Optimizer],
-        gradients: Sequence[Gradient],
-        measured: Measured,
-        outcome: Outcome,
-        seen: Seen,
-    ) -> StepResult:
-        """Ends the window: settles buffers, remembers what was left, and returns the result."""
-        result = StepResult(
-            applied=outcome.applied,
-            scale=window.scale,
-            next_scale=outcome.state.scale,
-            loss_finite=seen.loss_finite,
-            measured=measured,
-            gradients=gradients,
-            grad_norm=seen.norm if measured.is_norm else None,
-            retries=window.retries,
-        )
-        for guard in self._buffers:
-            guard.settle(outcome.applied)
-        self._amax = seen.amax
+    def _drop_window(self, optimizers: Sequence[Optimizer]) -> None:
+        """Ends the window without a step; gradients that are there now must be cleared before the next one."""
         self._window = None
-        self._true_units.clear()
         self._leftovers.remember(optimizers)
-        self._memory.keep(result, outcome.state)
+
+    def _retry(self, parameters: Sequence[Tensor]) -> Retry:
+        return Retry(parameters, self._rule, self._agreement.any_rank)
+
+    def _decided(self, optimizers: Sequence[Optimizer], window: Window, clip_norm: float | None, *, norm: bool) -> Step:
+        """Returns the step, its gradients measured and every rank agreed on what to do. Changes nothing yet."""
+        gradients = collect(optimizers)
+        unit = window.unit(optimizers)
+        measured, seen = look(self.policy, gradients, window, unit, norm=norm)
+        seen = self._agreement.over_ranks(seen)
+        if gradients or self._agreement.ranks > 1:
+            outcome = self._rule.decide(seen, unit, clip_norm)
+        else:
+            outcome = self._rule.hold()
+        return Step(optimizers, window, gradients, measured, seen, outcome)
+
+    def _close(self, step: Step, *, norm: bool) -> StepResult:
+        """Ends the window: moves the scale, settles buffers, remembers what was left, and returns the result."""
+        self._rule.state = step.outcome.state
+        for guard in self._buffers:
+            guard.settle(step.outcome.applied)
+        result = step.result(self._names, norm=norm)
+        self._drop_window(step.optimizers)
+        self._memory.keep(result, step.outcome.state, step.seen.amax)
         return result
 
 
+def _as_modules(model: Any) -> list[nn.Module]:
+    found: list[Any] = [] if model is None else [model]
+    if isinstance(model, Iterable) and not isinstance(model, nn.Module):
+        found = list(model)
+    if not all(isinstance(module, nn.Module) for module in found):
+        raise TypeError(
+            f"`model` must be a module or a list of modules. Received: {model!r}. Pass a policy as `policy=...`."
+        )
+    return found
+
+
 def _as_policy(policy: Policy | Literal["auto"]) -> Policy:
-    if isinstance(policy, str):
-        if policy != "auto":
-            raise ValueError(f"`policy` must be 'auto' or a policy. Received: policy={policy!r}.")
+    if isinstance(policy, str) and policy == "auto":
         return Headroom()
-    if not (hasattr(policy, "next") and hasattr(policy, "start")):
-        raise TypeError(f"`policy` must be 'auto' or a policy. Received: {type(policy).__name__}.")
+    if isinstance(policy, type | str) or not (hasattr(policy, "next") and hasattr(policy, "start")):
+        raise TypeError(f"`policy` must be 'auto' or a policy, such as `Dynamic()`. Received: policy={policy!r}.")
+    if "upper_share" in policy.needs and not hasattr(policy, "edge_magnitude"):
+        raise TypeError(
+            "A policy that needs `upper_share` must say above which edge, as `Histogram.edge_magnitude` does. "
+            f"Received: policy={policy!r}."
+        )
     return policy

@@ -18,7 +18,7 @@ class ScaleStuck(RuntimeError):
         named = ", ".join(f"{culprit.name} ({culprit.kind})" for culprit in culprits[:5])
         more = f" and {len(culprits) - 5} more" if len(culprits) > 5 else ""
         super().__init__(
-            f"{skips} steps in a row were skipped and the scale cannot go lower than {scale:g}. Likely cause: {cause} "
+            f"{skips} steps in a row were skipped, and no lower scale than {scale:g} can help. Likely cause: {cause} "
             f"Gradients that were not finite: {named or 'none'}{more}."
         )
 
@@ -32,6 +32,11 @@ def diagnose(result: StepResult, skips: int) -> ScaleStuck:
 def _cause(status: Status, culprits: list[Culprit], parameters: int) -> str:
     if status is Status.NONFINITE_LOSS:
         return "the loss itself is inf or NaN, so no scale can help; look at the forward pass and the input batch."
+    if not culprits:
+        return (
+            "gradients overflowed that `step` did not read: those of `scaler.grad`, another rank's, or FP16 ones that "
+            "only overflow once they are divided by a scale below 1."
+        )
     if len(culprits) == 1:
         return f"one parameter, {culprits[0].name!r}, overflows at any scale; keep its module in float32."
     if len(culprits) == parameters:

@@ -1,101 +1,118 @@
 """The stretch between two steps: one scale, any number of losses and backward passes, and the order they must keep."""
 
-import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-
-Optimizer = torch.optim.Optimizer
+from torch.utils._pytree import tree_map
 
 
 class Window:
     """What happened since the last step: losses scaled, backward passes begun, gradients found lying about.
 
-    The scale is fixed when the window opens, so that it divides exactly the gradients it made however many
-    micro-batches the window holds.
+    Attributes:
+        scale: what the gradients of this window are multiplied by, however many micro-batches it holds. Only a backward
+            pass that is run again changes it.
+        loss_finite: whether every loss was finite so far, a 0-d bool.
+        overflowed: whether gradients overflowed outside of `step`, although the losses until then were finite.
+        backward_begun: whether there can be gradients.
+        stale: parameters that held gradients of an earlier window when the first backward pass of this one began.
+        retries: how often a backward pass was run again.
+        rescaled: ids of the parameters whose gradients a retry has brought to its scale; None where all kept theirs.
+        true_units: ids of the optimizers whose gradients are unscaled already.
     """
 
-    def __init__(self, scale: Tensor, find_leftovers: Callable[[], set[int]]) -> None:
+    def __init__(self, scale: Tensor, find_stale: Callable[[], list[Tensor]], current: Callable[[], "Window"]) -> None:
+        """Opens a window.
+
+        Args:
+            scale: the scale of its losses.
+            find_stale: looks for gradients from before; called once, when the first backward pass begins.
+            current: returns the window that is open at the time: another one, for a loss whose backward pass is late.
+        """
         self.scale = scale
         self.loss_finite = torch.ones((), dtype=torch.bool, device=scale.device)
-        self.overflowed = torch.zeros((), dtype=torch.bool, device=scale.device)
-        self.retries = 0
+        self.overflowed = ~self.loss_finite
         self.backward_begun = False
-        self.leftovers: set[int] = set()
-        self._find_leftovers = find_leftovers
+        self.stale: list[Tensor] = []
+        self.retries = 0
+        self.rescaled: set[int] | None = None
+        self.true_units: set[int] = set()
+        self._find_stale = find_stale
+        self._current = current
 
     def scaled(self, output: Tensor) -> Tensor:
-        """Returns `output` times the scale, in float32 if it was narrower, and notes whether it was finite."""
-        self.loss_finite = self.loss_finite & torch.isfinite(output.detach()).all().to(self.scale.device)
-        wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
-        scaled = wide * self.scale.to(output.device, wide.dtype, non_blocking=True)
+        """Returns `output` times the scale, watched for its backward pass."""
+        finite = self.note_loss(output)
+        scaled = self.product(output)
         if scaled.requires_grad:
-            scaled.register_hook(self._on_backward)
+            scaled.register_hook(partial(self._on_backward, self.scale, finite))
         return scaled
 
+    def product(self, output: Tensor) -> Tensor:
+        """Returns `output` times the scale, in float32 if it was narrower: `1.0 * 65536` is no FP16 number."""
+        wide = output.float() if output.dtype.itemsize < 4 else output
+        return wide * self.scale.to(output.device, wide.dtype, non_blocking=True)
+
+    def true(self, grad: Tensor) -> Tensor:
+        """Returns a gradient divided by the scale, in float32 if it was narrower; differentiable."""
+        wide = grad.float() if grad.dtype.itemsize < 4 else grad
+        return wide * (1.0 / self.scale).to(grad.device, wide.dtype, non_blocking=True)
+
+    def note_loss(self, output: Tensor) -> Tensor:
+        """Returns whether `output` is finite, a 0-d bool on the scaler's device, and keeps it in mind."""
+        finite = torch.isfinite(output.detach()).all().to(self.scale.device)
+        self.loss_finite = self.loss_finite & finite
+        return finite
+
     def note_overflow(self, overflowed: Tensor) -> None:
-        """Notes that gradients taken outside of `step` overflowed, so that a loss made from them is not to blame."""
-        self.overflowed = self.overflowed | overflowed.to(self.scale.device)
+        """Notes that gradients taken outside of `step` overflowed, so that a loss made from them is not to blame.
 
-    def _on_backward(self, grad: Tensor) -> None:
-        del grad
-        if not self.backward_begun:
+        A loss that was not finite before them is.
+        """
+        self.overflowed = self.overflowed | (overflowed.to(self.scale.device) & self.loss_finite)
+
+    def unit(self, optimizers: Iterable[torch.optim.Optimizer]) -> Tensor:
+        """Returns what the gradients of `optimizers` must be divided by: the scale, or 1 where `unscaled` has been."""
+        done = all(id(optimizer) in self.true_units for optimizer in optimizers)
+        return torch.ones_like(self.scale) if done else self.scale
+
+    def begin_backward(self) -> None:
+        """Notes that a backward pass begins; raises if its gradients would be added to unscaled ones."""
+        if self.true_units:
+            raise RuntimeError(
+                "A backward pass of a scaled loss was begun after `scaler.unscaled(...)`, and would add scaled "
+                "gradients to true ones. Run all backward passes first, then `unscaled`, then `scaler.step(...)`."
+            )
+        if self.backward_begun:
+            self.stale = [parameter for parameter in self.stale if parameter.grad is not None]
+        else:
             self.backward_begun = True
-            self.leftovers = self._find_leftovers()
+            self.stale = self._find_stale()
+
+    def _on_backward(self, made_with: Tensor, finite: Tensor, grad: Tensor) -> Tensor | None:
+        """Begins the backward pass of a loss; brings it to the scale of the open window if that is another by now."""
+        window = self._current()
+        window.begin_backward()
+        if window is not self:
+            window.loss_finite = window.loss_finite & finite
+        if window.scale is made_with:
+            return None
+        return grad * (window.scale / made_with).to(grad.device, grad.dtype)
 
 
-class LeftoverWatch:
-    """Remembers the gradients of each optimizer as the last window left them, to see if they are still there.
+def map_losses(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:
+    """Returns `outputs` with `function` applied to every loss in a nested structure of containers."""
 
-    One gradient stands for the optimizer: `zero_grad` clears all or none. It is compared by identity and version, so
-    clearing it in place counts as clearing too, and nothing is read from the device.
-    """
+    def visit(output: Any) -> Tensor:
+        if isinstance(output, Tensor) and (output.is_floating_point() or output.is_complex()):
+            return function(output)
+        kind = f"a tensor of {output.dtype}" if isinstance(output, Tensor) else type(output).__name__
+        raise TypeError(
+            "`scale` takes a loss, which is a floating-point tensor, or lists, tuples and dicts of losses. "
+            f"Received: {kind}. Pass the loss itself, not its `.item()`."
+        )
 
-    def __init__(self) -> None:
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-
-    def remember(self, optimizers: Iterable[Optimizer]) -> None:
-        """Notes the gradients that `optimizers`, and all seen before, hold now."""
-        self._known.update(optimizers)
-        self._left = {}
-        for optimizer in self._known:
-            grad = _first_gradient(optimizer)
-            if grad is not None:
-                self._left[id(optimizer)] = (weakref.ref(grad), grad._version)
-
-    def uncleared(self) -> set[int]:
-        """Returns the ids of the optimizers whose gradients nobody has cleared since."""
-        found: set[int] = set()
-        for optimizer in self._known:
-            reference, version = self._left.get(id(optimizer), (None, None))
-            grad = _first_gradient(optimizer)
-            if grad is not None and reference is not None and reference() is grad and grad._version == version:
-                found.add(id(optimizer))
-        return found
-
-
-def _first_gradient(optimizer: Optimizer) -> Tensor | None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                return parameter.grad
-    return None
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:
-    """Returns `outputs` with `function` applied to every tensor of a nested structure of dicts, lists and tuples."""
-    if isinstance(outputs, Tensor):
-        return function(outputs)
-    if isinstance(outputs, dict):
-        return {key: map_tensors(function, value) for key, value in outputs.items()}
-    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-        return type(outputs)(*(map_tensors(function, value) for value in outputs))
-    if isinstance(outputs, list | tuple):
-        return type(outputs)(map_tensors(function, value) for value in outputs)
-    raise TypeError(
-        "`scale` takes a tensor, or lists, tuples and dicts of tensors. "
-        f"Received: {type(outputs).__name__}. Pass the loss, not its `.item()`."
-    )
+    return tree_map(visit, outputs)

@@ -1,0 +1,82 @@
+"""One step on its way through the rooms: what it works on, what it found, and what was decided."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradscale.policy import Policy
+from gradscale.state import Outcome, Seen
+from gradscale.torch.gradients import Gradient, Names
+from gradscale.torch.measure import Measured, measure, share_above
+from gradscale.torch.result import StepResult
+from gradscale.torch.window import Window
+
+Optimizer = torch.optim.Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that is decided and not applied yet.
+
+    Attributes:
+        optimizers: those it is for.
+        window: the window it ends.
+        gradients: all gradients of the optimizers.
+        measured: what one read of them found.
+        seen: the same in true units, agreed by every rank.
+        outcome: what follows.
+    """
+
+    optimizers: Sequence[Optimizer]
+    window: Window
+    gradients: Sequence[Gradient]
+    measured: Measured
+    seen: Seen
+    outcome: Outcome
+
+    def result(self, names: Names, *, norm: bool) -> StepResult:
+        """Returns what the user gets to see, with the norm if that was asked for."""
+        return StepResult(
+            applied=self.outcome.applied,
+            scale=self.window.scale,
+            next_scale=self.outcome.state.scale,
+            loss_finite=self.seen.loss_finite,
+            attempted=bool(self.gradients),
+            sizes=self.measured.sizes,
+            gradients=self.gradients,
+            names=names,
+            grad_norm=self.seen.norm if norm else None,
+            retries=self.window.retries,
+        )
+
+
+def look(
+    policy: Policy, gradients: Sequence[Gradient], window: Window, unit: Tensor, *, norm: bool
+) -> tuple[Measured, Seen]:
+    """Returns what one read of the gradients found, and what that means on this rank, in true units.
+
+    Gradients that overflowed outside of the step count as its own, and then no loss is to blame that was made of them.
+
+    Args:
+        policy: says what it needs to know. Its `needs` decide between norms and largest magnitudes where `norm` is
+            False; one that needs the share of gradients above its edge costs a second read.
+        gradients: the gradients of the step.
+        window: says how the losses were.
+        unit: what the gradients must be divided by to be true.
+        norm: whether the norm was asked for.
+    """
+    values, device = [gradient.values for gradient in gradients], window.scale.device
+    measured = measure(values, device, norm=norm or "amax" not in policy.needs)
+    finite = measured.finite(unit) & ~window.overflowed
+    seen = Seen(
+        finite=finite,
+        loss_finite=window.loss_finite | window.overflowed,
+        amax=torch.where(finite, measured.amax / unit, 0.0),
+        norm=measured.total / unit,
+    )
+    if "upper_share" in policy.needs:
+        edge = policy.edge_magnitude * (unit / window.scale)  # type: ignore[attr-defined]
+        seen = replace(seen, upper_share=share_above(values, edge, device))
+    return measured, seen
