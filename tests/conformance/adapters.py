@@ -71,6 +71,7 @@ class Registered(NamedTuple):
 
 REGISTERED: Mapping[str, Registered] = {
     "numpy": Registered("tests.conformance.numpy_adapter", ("numpy",)),
+    "torch": Registered("tests.conformance.torch_adapter", ("torch",)),
 }
 
 

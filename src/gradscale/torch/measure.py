@@ -20,13 +20,11 @@ class Measured:
         sizes: one number per gradient, its norm or its largest magnitude; inf or NaN where the gradient holds one.
         total: the same over all gradients.
         half: largest magnitude in any FP16 gradient; None where there is no such gradient.
-        is_norm: whether the sizes are norms; otherwise they are largest magnitudes.
     """
 
     sizes: Tensor
     total: Tensor
     half: Tensor | None
-    is_norm: bool
 
     @property
     def amax(self) -> Tensor:
@@ -55,12 +53,12 @@ def measure(gradients: Sequence[Tensor], device: torch.device, *, norm: bool) ->
     """
     if not gradients:
         nothing = torch.zeros(0, dtype=torch.float32, device=device)
-        return Measured(nothing, nothing.sum(), None, norm)
+        return Measured(nothing, nothing.sum(), None)
     real = [_as_real(grad) if grad.is_complex() else grad for grad in gradients]
     sizes = _gathered(_norms(real) if norm else [_largest(grad) for grad in real], device)
     total = torch.linalg.vector_norm(sizes) if norm else sizes.amax()
     halves = [_largest(grad) for grad in real if grad.dtype == torch.float16]
-    return Measured(sizes, total, _gathered(halves, device).amax() if halves else None, norm)
+    return Measured(sizes, total, _gathered(halves, device).amax() if halves else None)
 
 
 @torch.no_grad()

@@ -60,15 +60,14 @@ def look(
     Gradients that overflowed outside of the step count as its own, and then no loss is to blame that was made of them.
 
     Args:
-        policy: says what it needs to know. Its `needs` decide between norms and largest magnitudes where `norm` is
-            False; one that needs the share of gradients above its edge costs a second read.
+        policy: says what it needs to know. One that needs the share of gradients above an edge costs a second read.
         gradients: the gradients of the step.
         window: says how the losses were.
         unit: what the gradients must be divided by to be true.
-        norm: whether the norm was asked for.
+        norm: whether the norm was asked for. Largest magnitudes are read otherwise.
     """
     values, device = [gradient.values for gradient in gradients], window.scale.device
-    measured = measure(values, device, norm=norm or "amax" not in policy.needs)
+    measured = measure(values, device, norm=norm)
     finite = measured.finite(unit) & ~window.overflowed
     seen = Seen(
         finite=finite,
