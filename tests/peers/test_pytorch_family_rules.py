@@ -287,6 +287,7 @@ BAD_SETTINGS: list[tuple[str, str | None, dict[str, Any], str]] = [
     ("deepspeed", None, {"delayed_shift": 0}, "`delayed_shift` must be between 1"),
     ("deepspeed", None, {"min_scale": float("nan")}, "`min_scale` must not be negative or NaN"),
     ("deepspeed", "config", {"loss_scale": -2}, "`scale` must lie between"),
+    ("deepspeed", "config", {"initial_scale_power": 5000}, "`initial_scale_power` must give a power of two"),
     ("deepspeed", "config", {"loss_scale": "auto"}, "`loss_scale` must be a number"),
     ("megatron", None, {"initial_scale": 1.0, "min_scale": 2.0}, "`min_scale` must not be above `initial_scale`"),
     ("megatron", None, {"hysteresis": -1}, "`hysteresis` must be between 1"),

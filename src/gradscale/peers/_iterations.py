@@ -11,6 +11,7 @@ import numpy as np
 from gradscale.peers._express import expressed, scalars
 from gradscale.peers._ladder import Ladder, LadderState
 from gradscale.peers._peer import Imported
+from gradscale.peers._reciprocal import one_factor
 from gradscale.peers._saved import Saved
 from gradscale.policy import Policy, Static
 from gradscale.state import ScaleState
@@ -61,7 +62,7 @@ def write_iterations(
     if isinstance(policy, Static):
         return {"dynamic_loss_scale": False, "cur_scale": values.scale("scale"), "cur_iter": steps}
     ladder = expressed(system, policy, rule, ("growth_factor", "backoff_factor", "growth_interval", *settings))
-    _check_one_factor(system, ladder)
+    factor = one_factor(system, ladder)
     since_overflow = values.count("clean_steps", lowest=-ladder.late) + ladder.late
     cur_iter = max(steps, since_overflow)
     return {
@@ -69,14 +70,6 @@ def write_iterations(
         "cur_scale": values.scale("scale"),
         "cur_iter": cur_iter,
         "last_overflow_iter": cur_iter - since_overflow - 1,
-        "scale_factor": float(ladder.growth_factor),
+        "scale_factor": factor,
         "scale_window": int(ladder.growth_interval),
     }
-
-
-def _check_one_factor(system: str, ladder: Ladder) -> None:
-    if ladder.growth_factor * ladder.backoff_factor != ladder.backoff_divisor:
-        raise ValueError(
-            f"{system} grows and backs off by one factor. Received: growth_factor={ladder.growth_factor!r}, "
-            f"backoff_factor={ladder.backoff_factor / ladder.backoff_divisor!r}."
-        )

@@ -21,7 +21,7 @@ _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 """First pickle of a file that `torch.save` wrote before torch 1.6; a version and a system come before the object."""
 
 
-class Refused(ValueError):
+class _Refused(ValueError):
     """A pickle asked for something other than the known scalers."""
 
 
@@ -42,7 +42,7 @@ class StandIn:
     def __setstate__(self, state: Any) -> None:
         """Keeps the attributes of a pickled object. Defined here, so that a pickle cannot bring its own."""
         if not isinstance(state, dict):
-            raise Refused(
+            raise _Refused(
                 f"A pickled scaler keeps its attributes in a dict. Received: {type(state).__name__}. "
                 "It was not written by the class it names."
             )
@@ -102,7 +102,7 @@ class _Reader(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         name = f"{module_name}.{global_name}"
         if name not in _ANSWERS:
-            raise Refused(
+            raise _Refused(
                 "A pickled state may hold the scalers of DeepSpeed and apex, and plain values. "
                 f"Received: a pickle that uses `{name}`. If you trust the file, load it with the system that wrote "
                 "it and pass the mapping, or the scaler object itself."
@@ -125,8 +125,8 @@ def unpickled(data: bytes) -> Any:
     """
     try:
         return _load(io.BytesIO(_pickle_of_zip(data) if data.startswith(b"PK") else data))
-    except Refused:
-        raise
+    except _Refused as refused:
+        raise ValueError(str(refused)) from None
     except Exception as error:  # a damaged pickle can raise nearly anything
         _damaged(error)
 
@@ -160,9 +160,9 @@ def _pickle_of_zip(data: bytes) -> bytes:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         found = [info for info in archive.infolist() if info.filename.rpartition("/")[2] == "data.pkl"]
         if len(found) != 1:
-            raise Refused(f"A file of `torch.save` holds one `data.pkl`. Received: a zip file with {len(found)}.")
+            raise _Refused(f"A file of `torch.save` holds one `data.pkl`. Received: a zip file with {len(found)}.")
         if found[0].file_size > LARGEST_PICKLE:
-            raise Refused(
+            raise _Refused(
                 f"The `data.pkl` of a checkpoint must not be larger than {LARGEST_PICKLE} bytes. "
                 f"Received: {found[0].file_size}. Tensors belong beside it."
             )

@@ -94,6 +94,11 @@ def config(
     if loss_scale != 0:
         return Static(loss_scale)
     check_number("initial_scale_power", initial_scale_power)
+    if not -1022 <= initial_scale_power <= 1023:
+        raise ValueError(
+            "`initial_scale_power` must give a power of two that a float holds, from -1022 to 1023. "
+            f"Received: initial_scale_power={initial_scale_power!r}."
+        )
     return dynamic_loss_scaler(
         2.0**initial_scale_power, loss_scale_window, min_loss_scale, hysteresis, consecutive_hysteresis
     )
