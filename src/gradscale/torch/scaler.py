@@ -195,7 +195,7 @@ class LossScaler:
             measured = measure([gradient.values for gradient in gradients], window.scale.device, norm=False)
             window.note_overflow(~measured.finite(window.scale))
             apply.multiply(gradients, 1.0 / window.scale)
-            window.true_units.update(id(optimizer) for optimizer in scaled)
+            window.note_unscaled(scaled, measured.amax / window.scale)
         yield
 
     def grad(self, loss: Tensor, inputs: Tensor | Sequence[Tensor], **kwargs: Any) -> tuple[Tensor | None, ...]:

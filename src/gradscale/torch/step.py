@@ -69,10 +69,12 @@ def look(
     values, device = [gradient.values for gradient in gradients], window.scale.device
     measured = measure(values, device, norm=norm)
     finite = measured.finite(unit) & ~window.overflowed
+    # Edits inside `unscaled`, such as clipping, say nothing about what the backward pass has to hold.
+    amax = window.unscaled_amax if window.true_units else measured.amax / unit
     seen = Seen(
         finite=finite,
         loss_finite=window.loss_finite | window.overflowed,
-        amax=torch.where(finite, measured.amax / unit, 0.0),
+        amax=torch.where(finite, amax, 0.0),
         norm=measured.total / unit,
     )
     if "upper_share" in policy.needs:

@@ -22,6 +22,7 @@ class Window:
         retries: how often a backward pass was run again.
         rescaled: ids of the parameters whose gradients a retry has brought to its scale; None where all kept theirs.
         true_units: ids of the optimizers whose gradients are unscaled already.
+        unscaled_amax: largest of those gradients, in true units, before anyone edited them.
     """
 
     def __init__(self, scale: Tensor, find_stale: Callable[[], list[Tensor]], current: Callable[[], "Window"]) -> None:
@@ -40,6 +41,7 @@ class Window:
         self.retries = 0
         self.rescaled: set[int] | None = None
         self.true_units: set[int] = set()
+        self.unscaled_amax = torch.zeros_like(scale)
         self._find_stale = find_stale
         self._current = current
 
@@ -73,6 +75,11 @@ class Window:
         A loss that was not finite before them is.
         """
         self.overflowed = self.overflowed | (overflowed.to(self.scale.device) & self.loss_finite)
+
+    def note_unscaled(self, optimizers: Iterable[torch.optim.Optimizer], amax: Tensor) -> None:
+        """Notes that the gradients of `optimizers` are true from now on, and how large the largest of them is."""
+        self.true_units.update(id(optimizer) for optimizer in optimizers)
+        self.unscaled_amax = torch.maximum(self.unscaled_amax, amax)
 
     def unit(self, optimizers: Iterable[torch.optim.Optimizer]) -> Tensor:
         """Returns what the gradients of `optimizers` must be divided by: the scale, or 1 where `unscaled` has been."""

@@ -1,0 +1,32 @@
+"""What a user does to true gradients inside `unscaled` must not be mistaken for what the backward pass makes."""
+
+import torch
+from torch import nn
+
+from gradscale.torch import LossScaler
+
+
+def scales(edit_factor: float) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = LossScaler(model)
+    seen: list[float] = []
+    for _ in range(10):
+        scaler.backward(model(torch.ones(8, 4)).square().mean())
+        with scaler.unscaled(optimizer):
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad *= edit_factor
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        seen.append(float(scaler.loss_scale))
+    return seen
+
+
+def test_clipping_inside_unscaled_does_not_raise_the_scale() -> None:
+    assert scales(edit_factor=1e-6) == scales(edit_factor=1.0)
+
+
+def test_noise_inside_unscaled_does_not_lower_the_scale() -> None:
+    assert scales(edit_factor=1e6) == scales(edit_factor=1.0)
