@@ -3,6 +3,7 @@
 from gradscale._version import __version__
 from gradscale.decide import decide
 from gradscale.formats import BF16, FORMATS, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format, get_format
+from gradscale.peers import export_state, import_state, preset
 from gradscale.policy import Dynamic, NoScaling, Policy, Static
 from gradscale.state import Outcome, ScaleState, Seen, Status
 
@@ -26,5 +27,8 @@ __all__ = [
     "Status",
     "__version__",
     "decide",
+    "export_state",
     "get_format",
+    "import_state",
+    "preset",
 ]
