@@ -99,7 +99,7 @@ class Headroom(Record):
         not wait for the device.
         """
         sight = sighting(state, seen, xp)
-        keep = 1.0 - self.leak * haste(sight.expected, sight.amax, xp)
+        keep = larger(1.0 - self.leak * haste(sight.expected, sight.amax, xp), 0.0, xp)
         peak = larger(sight.amax, sight.expected * keep, xp)
         limit = self._limit(state.scale, xp)
         helm = Helm(self.format, limit, self.recovery, self.climb_bits, self.min_scale, self.max_scale)

@@ -5,10 +5,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradscale.arithmetic import Namespace, bounded, larger
+from gradscale.arithmetic import Namespace, bounded, larger, smaller
 from gradscale.formats import FP16, Format
 from gradscale.policy import HIGHEST_SCALE, as_single, check_bounds
 from gradscale.predictive._checks import check_format, check_share
+from gradscale.predictive._logs import exp2_linear, log2_linear, root
 from gradscale.predictive._steering import (
     CLIMB_BITS,
     RECOVERY,
@@ -25,6 +26,8 @@ from gradscale.state import Seen
 WIDEST = 126.0
 """Exponents of the peak are kept between -126 and 126, where it is a normal float32 number."""
 
+MOST_DEVIATIONS = 100
+
 
 @dataclass(frozen=True, slots=True)
 class LogMaxState(SteeredState):
@@ -32,13 +35,13 @@ class LogMaxState(SteeredState):
 
     Attributes:
         mean: running mean of log2 of the largest gradient.
-        variance: running variance of the same. It starts at 1: one observation's worth of belief in a factor of two.
-        novelty: weight of the next observation while there are few: 1, 1/2, 1/3, ...
+        variance: running variance of the same. It starts at 1, as if one step had shown a standard deviation of a bit.
+        observed: gradients seen so far.
     """
 
     mean: Array = leaf("float32", 0, signed=True)
     variance: Array = leaf("float32", 1)
-    novelty: Array = leaf("float32", 1)
+    observed: Array = leaf("float32", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,8 @@ class LogMax(Record):
 
     Overflows are not part of the model: they teach a ceiling, as in `Headroom`.
 
-    Scales are powers of two, but the model behind them is rounded differently by different frameworks: where it stands
-    within a hair of a power of two, one framework may take it and another the next lower.
+    Scales have the same bits on every framework. To that end the logarithm is linear between powers of two, which is at
+    most 0.09 too low.
 
     Attributes:
         format: the format that the gradients must fit.
@@ -92,7 +95,7 @@ class LogMax(Record):
         check_bounds(self)
         check_share(self, "beta1", "beta2")
         deviations = as_single("deviations", self.deviations)
-        if not 0 <= deviations <= 100:
+        if not 0 <= deviations <= MOST_DEVIATIONS:
             raise ValueError(f"`deviations` must be between 0 and 100. Received: deviations={self.deviations!r}.")
         object.__setattr__(self, "deviations", deviations)
 
@@ -110,34 +113,31 @@ class LogMax(Record):
         the counters. Does not wait for the device.
         """
         sight = sighting(state, seen, xp)
-        observed = xp.log2(sight.amax)
-        mean, variance, novelty = self._model(state, observed, xp)
-        exponent = larger(mean, observed, xp) + self.deviations * variance**0.5
-        peak = 2.0 ** bounded(exponent, -WIDEST, WIDEST, xp)
+        size = log2_linear(sight.amax, xp)
+        mean, variance, observed = self._model(state, size, xp)
+        # Bounding the product, and not only the sum, keeps a compiler from fusing the two.
+        above = bounded(self.deviations * root(variance), 0.0, 2 * WIDEST, xp)
+        peak = exp2_linear(bounded(larger(mean, size, xp) + above, -WIDEST, WIDEST, xp), xp)
         limit = highest(self.format, state.scale)
         helm = Helm(self.format, limit, RECOVERY, CLIMB_BITS, self.min_scale, self.max_scale)
-        told = sight.told
-        return steered(
-            state,
-            seen,
-            sight,
-            peak,
-            helm,
-            xp,
-            mean=xp.where(told, mean, state.mean),
-            variance=xp.where(told, variance, state.variance),
-            novelty=xp.where(told, novelty, state.novelty),
-        )
+        model = {"mean": mean, "variance": variance, "observed": observed}
+        kept = {name: xp.where(sight.told, new, getattr(state, name)) for name, new in model.items()}
+        return steered(state, seen, sight, peak, helm, xp, **kept)
 
-    def _model(self, state: LogMaxState, observed: Array, xp: Namespace) -> tuple[Array, Array, Array]:
-        """Returns the mean, the variance and the novelty once `observed` has entered the model.
+    def _model(self, state: LogMaxState, size: Array, xp: Namespace) -> tuple[Array, Array, Array]:
+        """Returns the mean, the variance and the number of observations once `size` has entered the model.
 
         While there are fewer observations than `beta1` and `beta2` look back on, all weigh the same. The variance
         counts one more, which it starts with.
         """
-        novelty = state.novelty / (1.0 + state.novelty)
-        surprise = observed - state.mean
-        mean = state.mean + surprise * larger(1.0 - self.beta1, state.novelty, xp)
-        spread = surprise * (observed - mean)
-        variance = state.variance + (spread - state.variance) * larger(1.0 - self.beta2, novelty, xp)
-        return mean, larger(variance, 0.0, xp), novelty
+        observed = state.observed + 1.0
+        surprise = size - state.mean
+        mean = state.mean + surprise / smaller(observed, _memory(self.beta1, observed), xp)
+        spread = larger(surprise * (size - mean), 0.0, xp)
+        change = (spread - state.variance) / smaller(observed + 1.0, _memory(self.beta2, observed), xp)
+        return mean, larger(state.variance + change, 0.0, xp), observed
+
+
+def _memory(beta: Array, like: Array) -> Array:
+    """Returns how many steps an average with decay `beta` looks back on, in the type of `like`."""
+    return 1.0 / (like * 0 + 1.0 - beta)
