@@ -1,5 +1,7 @@
 """Systems with one factor for both directions, which back off by its reciprocal or by dividing."""
 
+import math
+
 import numpy as np
 
 from gradscale.peers._ladder import Ladder
@@ -17,7 +19,7 @@ def one_factor(system: str, ladder: Ladder) -> float:
         ValueError: it backs off by another factor than it grows by.
     """
     growth, backoff = float(ladder.growth_factor), ladder.backoff_factor / ladder.backoff_divisor
-    if np.float32(backoff) != np.float32(reciprocal(growth)):
+    if not math.isclose(growth * backoff, 1, rel_tol=2.0**-23):  # either may have been rounded to float32
         raise ValueError(
             f"{system} grows and backs off by one factor. "
             f"Received: growth_factor={growth!r}, backoff_factor={backoff!r}."

@@ -1,6 +1,7 @@
 """flax: `flax.training.dynamic_scale.DynamicScale`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     settings = ("growth_factor", "backoff_factor", "growth_interval", "minimum_scale")
     saved = picked("A flax DynamicScale", mapping, ("fin_steps", "scale"), settings)
     keywords = given(saved, "growth_factor", "backoff_factor", "minimum_scale", counts=("growth_interval",))
-    policy = dynamic_scale(scale=saved.scale("scale"), fin_steps=saved.count("fin_steps"), **keywords)
+    policy = replace(dynamic_scale(fin_steps=saved.count("fin_steps"), **keywords), init_scale=saved.scale("scale"))
     return policy, policy.start()
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from gradscale.peers._express import expressed, scalars
 from gradscale.peers._ladder import Ladder
 from gradscale.peers._peer import Imported, Peer
@@ -32,7 +34,7 @@ def dynamic_loss_scale(
         growth_interval=period,
         floor=min_loss_scale,
         refuses_inf=True,
-        init_clean_steps=_clean_steps(counter, period),
+        init_clean_steps=wrapped(counter, period),
         flushes=True,
     )
 
@@ -49,12 +51,12 @@ def jitted_dynamic_loss_scale(
     return replace(rule, backoff_factor=reciprocal(factor), backoff_divisor=1.0)
 
 
-def _clean_steps(counter: int, period: int) -> int:
+def wrapped(counter: int, period: int) -> int:
     """Returns the clean steps that `counter` stands for. One past the period wraps round without growing the scale."""
     return counter if counter < period else (counter + 1) % period - 1
 
 
-def _counter(clean_steps: int, period: int) -> int:
+def unwrapped(clean_steps: int, period: int) -> int:
     """Returns a counter that stands for `clean_steps`, which is -1 where the next step must wrap round."""
     return clean_steps if clean_steps >= 0 else 2 * period - 1
 
@@ -67,7 +69,8 @@ def static_loss_scale(loss_scale: float) -> Static:
 def read(mapping: Mapping[str, Any]) -> Imported:
     """Returns what the leaves `loss_scale` and `counter` say, with the fields that are no leaves put beside.
 
-    A `loss_scale` alone is a `StaticLossScale`; nothing at all is a `NoOpLossScale`.
+    The rule is that of `DynamicLossScale` outside `jax.jit`. A `loss_scale` alone is a `StaticLossScale`, and nothing
+    at all a `NoOpLossScale`.
     """
     if not mapping:
         return NoScaling(), NoScaling().start()
@@ -77,27 +80,31 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     settings = ("period", "factor", "min_loss_scale")
     saved = picked("A jmp DynamicLossScale", mapping, ("loss_scale", "counter"), settings)
     keywords = given(saved, "factor", "min_loss_scale", counts=("period",))
-    rule = dynamic_loss_scale(saved.scale("loss_scale"), saved.count("counter"), **keywords)
-    return rule, rule.start()
+    rule = dynamic_loss_scale(1.0, saved.count("counter"), **keywords)
+    policy = replace(rule, init_scale=saved.scale("loss_scale"))
+    return policy, policy.start()
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
-    """Returns the keywords of the `DynamicLossScale` that goes on from `state`, or of the other classes."""
+    """Returns the keywords of the `DynamicLossScale` that goes on from `state`, or of one of the other classes.
+
+    The leaves are numpy scalars, which JAX takes for arrays.
+    """
     if isinstance(policy, NoScaling):
         return {}
     values = scalars(state)
     if isinstance(policy, Static):
-        return {"loss_scale": values.scale("scale")}
+        return {"loss_scale": np.float32(values.scale("scale"))}
     system = "jmp's DynamicLossScale"
     settings = ("growth_factor", "backoff_factor", "growth_interval", "floor")
     ladder = expressed(system, policy, dynamic_loss_scale(1.0), settings)
     period = int(ladder.growth_interval)
     return {
-        "loss_scale": values.scale("scale"),
-        "counter": _counter(values.count("clean_steps", lowest=-1), period),
+        "loss_scale": np.float32(values.scale("scale")),
+        "counter": np.int32(unwrapped(values.count("clean_steps", lowest=-1), period)),
         "period": period,
         "factor": one_factor(system, ladder),
-        "min_loss_scale": float(ladder.floor),
+        "min_loss_scale": np.float32(ladder.floor),
     }
 
 

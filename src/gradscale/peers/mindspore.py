@@ -1,24 +1,23 @@
 """MindSpore: the update cells, the scalers of `amp`, and the managers of `Model`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from gradscale.arithmetic import Namespace
 from gradscale.peers._express import expressed, scalars
-from gradscale.peers._ladder import Ladder, LadderState
+from gradscale.peers._ladder import Ladder
+from gradscale.peers._manager import MindsporeManager
 from gradscale.peers._peer import Imported, Peer
 from gradscale.peers._reciprocal import one_factor, reciprocal
 from gradscale.peers._saved import Saved
 from gradscale.peers._settings import check_float32, check_positive
 from gradscale.peers._variables import given, last_name, picked
+from gradscale.peers.jmp import unwrapped, wrapped
 from gradscale.policy import Policy, Static, check_count
-from gradscale.record import Record
-from gradscale.state import ScaleState, Seen
+from gradscale.state import ScaleState
 
-_BAD_STEP_MAX = 1000
 _CELL = ("scale_sense", "current_iterator_step", "last_overflow_iterator_step")
 _SETTINGS = ("scale_factor", "scale_window")
 
@@ -55,52 +54,6 @@ def dynamic_loss_scaler(scale_value: float, scale_factor: float, scale_window: i
     )
 
 
-@dataclass(frozen=True, slots=True)
-class MindsporeManager(Record):
-    """The rule of `DynamicLossScaleManager`, which runs on the host: Python floats, down to 1.
-
-    After more than 1000 overflows in a row the manager raises; there the state is `stuck`.
-
-    Attributes:
-        init_loss_scale: scale of the first step.
-        scale_factor: multiplies the scale when it grows; its reciprocal, when it backs off.
-        scale_window: clean steps before the scale grows.
-    """
-
-    init_loss_scale: float = 2.0**24
-    scale_factor: float = 2.0
-    scale_window: int = 2000
-
-    needs: ClassVar[frozenset[str]] = Ladder.needs
-
-    def __post_init__(self) -> None:
-        _check(self.scale_factor, self.scale_window)
-        check_positive("init_loss_scale", self.init_loss_scale)
-        if self.init_loss_scale < 1:
-            raise ValueError(
-                f"`init_loss_scale` must be at least 1. Received: init_loss_scale={self.init_loss_scale!r}."
-            )
-
-    def start(self) -> LadderState:
-        """Returns the state before the first step, with its scale in float64."""
-        return self._ladder().start()
-
-    def next(self, state: LadderState, seen: Seen, xp: Namespace) -> LadderState:
-        """Returns the state after one step. `stuck` says that the manager has given up."""
-        moved = self._ladder().next(state, seen, xp)
-        return replace(moved, stuck=moved.consecutive_skips > _BAD_STEP_MAX)
-
-    def _ladder(self) -> Ladder:
-        return Ladder(
-            init_scale=self.init_loss_scale,
-            growth_factor=self.scale_factor,
-            backoff_factor=1 / self.scale_factor,
-            growth_interval=self.scale_window,
-            floor=1.0,
-            arithmetic="float64",
-        )
-
-
 def _check(scale_factor: float, scale_window: int) -> None:
     check_positive("scale_factor", scale_factor)
     check_count("scale_window", scale_window)
@@ -123,18 +76,19 @@ def static_loss_scaler(scale_value: float) -> Static:
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what the parameters of an update cell say, or those of a scaler of `amp`, by bare name or path.
+    """Returns what the parameters of an update cell say, or those of a scaler of `amp`, alone or in a checkpoint.
 
     `scale_sense` or `scale_value` alone is a fixed scale. The settings are not among the parameters; `scale_factor` and
     `scale_window` may be put beside, and are 2 and 2000 otherwise.
     """
+    mapping = _of_the_scaler(mapping)
     names = set(map(last_name, mapping))
     if names & {"scale_value", "counter"}:
         return _read_scaler(mapping, "counter" in names)
     if "scale_sense" in names and not names & {*_CELL[1:]}:
         return _fixed(picked("A fixed scale of MindSpore", mapping, ("scale_sense",)), "scale_sense")
     saved = picked("A loss scale cell of MindSpore", mapping, _CELL, _SETTINGS)
-    policy = dynamic_update_cell(saved.scale("scale_sense"), **_settings(saved))
+    policy = replace(dynamic_update_cell(1.0, **_settings(saved)), init_scale=saved.scale("scale_sense"))
     step, last = saved.count(_CELL[1], lowest=1), saved.count(_CELL[2])
     if last >= step:
         raise ValueError(
@@ -144,13 +98,20 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     return policy, replace(policy.start(), clean_steps=np.int32(step - last - 1))
 
 
+def _of_the_scaler(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `mapping` without the arrays and tensors of other names: they are the network's and the optimizer's."""
+    ours = {*_CELL, "scale_value", "counter", *_SETTINGS}
+    return {key: value for key, value in mapping.items() if last_name(key) in ours or not hasattr(value, "shape")}
+
+
 def _read_scaler(mapping: Mapping[str, Any], dynamic: bool) -> Imported:
     what = "A loss scaler of mindspore.amp"
     if not dynamic:
         return _fixed(picked(what, mapping, ("scale_value",)), "scale_value")
     saved = picked(what, mapping, ("scale_value", "counter"), _SETTINGS)
-    policy = dynamic_loss_scaler(saved.scale("scale_value"), **_settings(saved))
-    return policy, replace(policy.start(), clean_steps=np.int32(saved.count("counter")))
+    policy = replace(dynamic_loss_scaler(1.0, **_settings(saved)), init_scale=saved.scale("scale_value"))
+    counter = wrapped(saved.count("counter"), policy.growth_interval)
+    return policy, replace(policy.start(), clean_steps=np.int32(counter))
 
 
 def _fixed(saved: Saved, key: str) -> Imported:
@@ -172,12 +133,14 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
         return {"scale_sense": values.scale("scale")}
     if isinstance(policy, MindsporeManager):
         policy = dynamic_update_cell(policy.init_loss_scale, policy.scale_factor, policy.scale_window)
-    system, clean_steps = "MindSpore", values.count("clean_steps")
+    system, clean_steps = "MindSpore", values.count("clean_steps", lowest=-1)
     rule = dynamic_update_cell(1.0, 2.0, 2000)
     ladder = expressed(system, policy, rule, ("growth_factor", "backoff_factor", "growth_interval"))
-    settings = {"scale_factor": one_factor(system, ladder), "scale_window": int(ladder.growth_interval)}
+    window = int(ladder.growth_interval)
+    settings = {"scale_factor": one_factor(system, ladder), "scale_window": window}
     if ladder.refuses_inf:
-        return {"scale_value": values.scale("scale"), "counter": clean_steps, **settings}
+        counter = unwrapped(clean_steps, window)
+        return {"scale_value": values.scale("scale"), "counter": counter, **settings}
     step = max(values.count("applied") + values.count("skipped"), clean_steps) + 1
     return {**dict(zip(_CELL, (values.scale("scale"), step, step - clean_steps - 1), strict=True)), **settings}
 
