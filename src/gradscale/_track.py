@@ -79,8 +79,8 @@ def read_track(found_inf: Any, amax: Any, loss_finite: Any, upper_share: Any, fo
 def _vector(name: str, values: Any) -> Vector:
     try:
         vector = np.asarray(values)
-    except (ValueError, TypeError) as error:
-        raise TypeError(f"`{name}` must be a flat sequence of numbers. Received: {_short(values)} ({error}).") from None
+    except (ValueError, TypeError):
+        raise TypeError(f"`{name}` must be a flat sequence of numbers. Received: {_short(values)}.") from None
     if vector.ndim != 1:
         raise ValueError(f"`{name}` must have one value for each step. Received an array of shape {vector.shape}.")
     if vector.size and vector.dtype.kind not in "biuf":

@@ -49,7 +49,7 @@ class Record:
         Waits for the device where the fields live on one. Infinity is written as the string `"inf"`, because JSON has
         no word for it.
         """
-        body = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        body = {field.name: plain(getattr(self, field.name)) for field in fields(self)}
         return {"schema": SCHEMA, "kind": type(self).__name__, **body}
 
     @classmethod
@@ -118,16 +118,16 @@ def _as_leaf(value: Any) -> np.ndarray[Any, Any]:
     return array if array.dtype.kind == "b" else array.astype(np.int32)
 
 
-def _plain(value: Any) -> Any:
-    """Returns `value` as what JSON can hold."""
+def plain(value: Any) -> Any:
+    """Returns `value` as what JSON can hold: plain numbers, strings and lists, with infinity as the string "inf"."""
     if isinstance(value, Format):
         return value.name
     if isinstance(value, str | None):
         return value
-    plain = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(plain, list):
-        return [_plain(item) for item in plain]  # pyright: ignore[reportUnknownVariableType]
-    return str(plain) if isinstance(plain, float) and math.isinf(plain) else plain
+    bare = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(bare, list):
+        return [plain(item) for item in cast(list[Any], bare)]
+    return str(bare) if isinstance(bare, float) and math.isinf(bare) else bare
 
 
 def _checked_body(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:

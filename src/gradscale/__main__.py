@@ -1,0 +1,6 @@
+"""Runs the command line: `python -m gradscale`."""
+
+from gradscale.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The command line: one module for each subcommand."""
+
+from typing import Annotated
+
+import typer
+
+from gradscale import __version__
+from gradscale.cli.doctor import doctor
+from gradscale.cli.formats import formats
+from gradscale.cli.policies import policies
+from gradscale.cli.replay import replay
+
+app = typer.Typer(
+    name="gradscale",
+    help="Loss scaling for mixed-precision training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (formats, policies, replay, doctor):
+    app.command()(command)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"gradscale {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Loss scaling for mixed-precision training."""
+
+
+def main() -> None:
+    """Runs the command line. Exits with 0, with 1 where `doctor` found something broken, or with 2 for a mistake."""
+    app(prog_name="gradscale")

@@ -1,0 +1,101 @@
+"""The sequences to replay, read from files or standard input: plain numbers, or JSON."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+STDIN = "-"
+NAMES = ("found_inf", "amax", "loss_finite", "upper_share")
+FLAGS = {"0": 0, "1": 1, "false": 0, "true": 1}
+
+
+def read_sequences(flags: str | None, amax: str | None) -> dict[str, list[Any]]:
+    """Returns the sequences by the name that `gradscale.replay` has for them.
+
+    Args:
+        flags: path of the flags, or of a JSON object with several sequences; `-` is standard input. None reads no
+            flags where `amax` is given, and standard input where it is not.
+        amax: path of the largest gradients; `-` is standard input.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is empty, is not text, or does not hold what it should.
+    """
+    if flags == STDIN and amax == STDIN:
+        raise ValueError("only one of the flags and --amax can come from standard input.")
+    found: dict[str, list[Any]] = {}
+    if flags is not None or amax is None:
+        found = _sequences(*_text(flags or STDIN))
+    if amax is not None:
+        if "amax" in found:
+            raise ValueError(f"amax is given twice: by --amax and in {flags}.")
+        found["amax"] = _magnitudes(*_text(amax))
+    return found
+
+
+def _text(path: str) -> tuple[str, str]:
+    """Returns what to call a source in a message, and its text."""
+    if path == STDIN and sys.stdin.isatty():
+        raise ValueError("there is nothing to replay. Name a file of flags, or pipe flags in; --help shows how.")
+    source = "standard input" if path == STDIN else path
+    data = sys.stdin.buffer.read() if path == STDIN else Path(path).read_bytes()
+    try:
+        text = data.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} must be UTF-8 text: {error.reason} at byte {error.start}.") from None
+    if not text:
+        raise ValueError(f"{source} is empty. It should hold a value for each step.")
+    return source, text
+
+
+def _sequences(source: str, text: str) -> dict[str, list[Any]]:
+    """Returns the flags in a text or JSON list, or the sequences in a JSON object."""
+    if text[0] not in "[{":
+        return {"found_inf": _flags(source, text)}
+    parsed = _json(source, text)
+    if isinstance(parsed, list):
+        return {"found_inf": cast(list[Any], parsed)}
+    named = cast(dict[str, Any], parsed)
+    if not named or named.keys() - set(NAMES):
+        raise ValueError(f"{source}: a JSON object has some of the keys {', '.join(NAMES)}. Received: {list(named)}.")
+    return {name: _restored(f"{source}: {name}", values) for name, values in named.items()}
+
+
+def _flags(source: str, text: str) -> list[int]:
+    words = re.split(r"[\s,]+", text.strip(", \n"))
+    for index, word in enumerate(words):
+        if word.lower() not in FLAGS:
+            raise ValueError(
+                f"{source} must hold 0 or 1 for each step, separated by spaces, commas or lines. "
+                f"Received: {word[:40]!r} at step {index}."
+            )
+    return [FLAGS[word.lower()] for word in words]
+
+
+def _magnitudes(source: str, text: str) -> list[Any]:
+    if text[0] in "[{":
+        return _restored(source, _json(source, text))
+    return [_float(source, word) for word in re.split(r"[\s,]+", text.strip(", \n"))]
+
+
+def _json(source: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source} is not valid JSON: {error}.") from None
+
+
+def _restored(source: str, values: Any) -> list[Any]:
+    """Returns a JSON list with strings such as "inf", which JSON has no number for, turned into numbers."""
+    if not isinstance(values, list):
+        raise ValueError(f"{source} must be a JSON list with a value for each step. Received: {type(values).__name__}.")
+    return [_float(source, item) if isinstance(item, str) else item for item in cast(list[Any], values)]
+
+
+def _float(source: str, word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise ValueError(f"{source} must hold numbers. Received: {word[:40]!r}.") from None

@@ -1,0 +1,98 @@
+"""`gradscale replay`: what policies would have done over recorded steps."""
+
+import json
+import re
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.markup import escape
+
+from gradscale.cli._border import console, mistakes_told, number, table
+from gradscale.cli._sequences import read_sequences
+from gradscale.cli._specs import parse_policy
+from gradscale.formats import get_format
+from gradscale.record import plain
+from gradscale.replay import Replay
+from gradscale.replay import replay as run_replay
+
+LEGEND = (
+    "skipped: steps. final, lowest, highest: scales. floor, ceiling: steps that ended with the scale at the policy's "
+    "bound. stuck: the first step, counted from 0, that overflowed with no lower scale to go to."
+)
+
+
+def replay(
+    flags: Annotated[
+        str | None,
+        typer.Argument(
+            help="File with 0 (clean) or 1 (overflow) for each step, or a JSON list of them, or a JSON object with "
+            "found_inf, amax, loss_finite or upper_share. '-' is standard input, which is also the default.",
+            show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str],
+        typer.Option(
+            "--policy",
+            "-p",
+            help="NAME, NAME:VALUE or NAME:SETTING=VALUE,...; give it again for more policies. "
+            "`gradscale policies` lists the names.",
+        ),
+    ] = ["dynamic"],  # noqa: B006 - typer reads the list and does not change it
+    amax: Annotated[
+        str | None,
+        typer.Option(
+            help="File with the largest unscaled gradient of each step. Without flags, it decides by each policy's own "
+            "scale what overflows.",
+            show_default=False,
+        ),
+    ] = None,
+    format: Annotated[str, typer.Option(help="Format in which gradients overflow, where --amax decides.")] = "FP16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the scale after each step.")] = False,
+) -> None:
+    """Show what policies would have done over a recorded run.
+
+    Example: echo 0 0 1 0 | gradscale replay -p dynamic:growth_interval=2 -p torch -p static:1024
+    """
+    with mistakes_told():
+        policies = [parse_policy(spec) for spec in policy]
+        run = run_replay(policies, **read_sequences(flags, amax), format=get_format(format))
+    if as_json:
+        print(json.dumps(_as_json(run, policy), allow_nan=False))
+    else:
+        _show(run, policy)
+
+
+def _show(run: Replay, specs: list[str]) -> None:
+    """Prints a row for each policy."""
+    rows = table("policy", "skipped", "final", "lowest", "highest", "floor", "ceiling", "stuck")
+    for spec, told in zip(specs, run.summaries(), strict=True):
+        scales = (told.final_scale, told.lowest_scale, told.highest_scale)
+        counts = (told.steps_at_floor, told.steps_at_ceiling)
+        stuck = "" if told.first_stuck_step is None else str(told.first_stuck_step)
+        words = re.sub(r"([:,])\s*", r"\1 ", spec)  # so that a long one breaks between its settings
+        rows.add_row(escape(words), str(told.skipped), *map(number, scales), *map(str, counts), stuck)
+    screen = console()
+    screen.print(f"{len(run.scales)} steps", rows)
+    screen.print(LEGEND)
+
+
+def _as_json(run: Replay, specs: list[str]) -> dict[str, Any]:
+    """Returns the whole run as JSON can hold it; infinity is the string "inf"."""
+    summaries = run.summaries()
+    return {
+        "steps": len(run.scales),
+        "policies": [
+            {
+                "policy": spec,
+                "settings": run.policies[column].to_dict(),
+                "summary": {name: plain(value) for name, value in asdict(summaries[column]).items()},
+                "scales": plain(run.scales[:, column]),
+                "skipped": plain(run.skipped[:, column].astype(np.uint8)),
+                "stuck": plain(run.stuck[:, column].astype(np.uint8)),
+            }
+            for column, spec in enumerate(specs)
+        ],
+    }

@@ -1,0 +1,28 @@
+"""`gradscale formats`."""
+
+from typer.testing import CliRunner
+
+from gradscale import FORMATS
+from gradscale.cli import app
+from gradscale.cli.formats import NOTES
+
+
+def lines() -> list[str]:
+    told = CliRunner().invoke(app, ["formats"], env={"COLUMNS": "80"})
+    assert told.exit_code == 0
+    return told.output.splitlines()
+
+
+def test_every_format_is_shown_with_its_numbers() -> None:
+    rows = {line.split()[0]: line.split() for line in reversed(lines()) if line.strip()}
+    assert rows["FP16"] == ["FP16", "16", "65504", "2^-14", "2^-24", "=", "6.0e-08", "40", "inf"]
+    assert rows["FP8_E4M3"] == ["FP8_E4M3", "8", "448", "2^-6", "2^-9", "=", "2.0e-03", "18", "NaN"]
+    assert rows["FP4_E2M1"][-2:] == ["the", "max"]
+    assert all(known.name in rows for known in FORMATS)
+
+
+def test_every_format_says_what_it_is_for() -> None:
+    assert list(NOTES) == [known.name for known in FORMATS]
+    text = " ".join(lines())
+    assert "RL fine-tuning" in text
+    assert "one scale, for the loss" in text

@@ -1,0 +1,46 @@
+"""`gradscale policies`."""
+
+import dataclasses
+
+import pytest
+from typer.testing import CliRunner
+
+from gradscale.cli import app
+from gradscale.cli._specs import POLICIES
+from gradscale.cli.policies import _meanings
+from gradscale.peers import PEERS
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    told = CliRunner().invoke(app, ["policies"], env={"COLUMNS": "200"})
+    assert told.exit_code == 0
+    return told.output
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_each_policy_is_listed_with_its_settings_and_defaults(output: str, name: str) -> None:
+    assert f"{name}: " in output
+    for field in dataclasses.fields(POLICIES[name]):
+        assert field.name in output
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_docstring_of_each_policy_explains_every_setting(name: str) -> None:
+    assert _meanings(POLICIES[name]).keys() == {field.name for field in dataclasses.fields(POLICIES[name])}
+
+
+def test_defaults_are_shown_as_a_person_reads_them(output: str) -> None:
+    row = next(line.split() for line in output.splitlines() if line.split()[:1] == ["max_scale"])
+    assert row[:2] == ["max_scale", "2^126"]
+    assert "required" in output
+
+
+@pytest.mark.parametrize("system", PEERS)
+def test_each_system_is_listed_with_its_rules(output: str, system: str) -> None:
+    assert f"\n{system}\n" in output
+    assert all(variant in output for variant in PEERS[system].variants)
+
+
+def test_a_preset_is_listed_with_the_settings_of_its_system(output: str) -> None:
+    assert "scale_window=1000, min_scale=1, delayed_shift=2" in output

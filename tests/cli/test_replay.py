@@ -1,0 +1,242 @@
+"""`gradscale replay`: what it reads, how policies are named, what it prints, and what it refuses."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gradscale import BF16, Dynamic, NoScaling, Static, preset
+from gradscale.cli import app
+from gradscale.cli._sequences import read_sequences
+from gradscale.cli._specs import parse_policy
+from gradscale.predictive import Headroom
+
+
+def invoke(*arguments: str, stdin: str | bytes = "") -> Result:
+    return CliRunner().invoke(app, ["replay", *arguments], input=stdin, env={"COLUMNS": "80"})
+
+
+def replayed(*arguments: str, stdin: str | bytes = "") -> Any:
+    told = invoke(*arguments, "--json", stdin=stdin)
+    assert told.exit_code == 0, told.output
+    return json.loads(told.stdout)
+
+
+def scales(*arguments: str, stdin: str | bytes = "") -> list[float]:
+    return replayed(*arguments, stdin=stdin)["policies"][0]["scales"]
+
+
+GROWING = "dynamic:init_scale=8,growth_interval=1"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "0 0 1",
+        "0,0,1\n",
+        "0\n0\n1\n",
+        " 0, 0,\n 1,\n",
+        "false False true",
+        "[0, 0, 1]",
+        "[false, false, true]",
+        '{"found_inf": [0, 0, 1]}',
+        b"\xef\xbb\xbf0 0 1",
+    ],
+)
+def test_flags_are_read_in_every_form(flags: str | bytes) -> None:
+    assert scales("-p", GROWING, stdin=flags) == [16, 32, 16]
+
+
+def test_flags_come_from_a_file_or_from_a_dash(tmp_path: Path) -> None:
+    path = tmp_path / "flags.txt"
+    path.write_text("0 1")
+    assert scales(str(path), "-p", GROWING) == [16, 8]
+    assert scales("-", "-p", GROWING, stdin="0 1") == [16, 8]
+
+
+@pytest.mark.parametrize("amax", ["1 100", "1, 1e2", "[1, 100]"])
+def test_amax_alone_decides_by_the_scale_what_overflows(tmp_path: Path, amax: str) -> None:
+    path = tmp_path / "amax.txt"
+    path.write_text(amax)
+    run = replayed("--amax", str(path), "-p", "static:1024", "-p", "static:512")
+    assert [policy["skipped"] for policy in run["policies"]] == [[0, 1], [0, 0]]
+
+
+def test_amax_may_come_from_standard_input_and_hold_what_json_cannot() -> None:
+    assert replayed("--amax", "-", "-p", "static:1", stdin='[1, "inf", "nan"]')["policies"][0]["skipped"] == [0, 1, 1]
+    assert replayed("--amax", "-", "-p", "static:1", stdin="1 inf nan")["policies"][0]["skipped"] == [0, 1, 1]
+
+
+def test_one_json_object_may_hold_every_sequence() -> None:
+    steps = {"found_inf": [1, 1], "amax": [1, 1], "loss_finite": [0, 1], "upper_share": [0, 0.5]}
+    run = replayed("-p", GROWING, "-p", "headroom", "-p", "histogram", stdin=json.dumps(steps))
+    assert [policy["skipped"] for policy in run["policies"]] == [[1, 1]] * 3
+    assert run["policies"][0]["scales"] == [8, 4]
+
+
+def test_the_format_decides_where_amax_overflows() -> None:
+    assert replayed("--amax", "-", "-p", "none", "-p", "static:1", stdin="1e5")["policies"][1]["skipped"] == [1]
+    fits = replayed("--amax", "-", "--format", "bf16", "-p", "static:1", stdin="1e5")
+    assert fits["policies"][0]["skipped"] == [0]
+
+
+def test_json_holds_the_whole_run() -> None:
+    run = replayed("-p", "dynamic:init_scale=2", stdin="0 1 1")
+    assert run == {
+        "steps": 3,
+        "policies": [
+            {
+                "policy": "dynamic:init_scale=2",
+                "settings": Dynamic(init_scale=2).to_dict(),
+                "summary": {
+                    "steps": 3,
+                    "skipped": 2,
+                    "final_scale": 1.0,
+                    "lowest_scale": 1.0,
+                    "highest_scale": 2.0,
+                    "steps_at_floor": 2,
+                    "steps_at_ceiling": 0,
+                    "first_stuck_step": 2,
+                },
+                "scales": [2.0, 1.0, 1.0],
+                "skipped": [0, 1, 1],
+                "stuck": [0, 0, 1],
+            }
+        ],
+    }
+
+
+def test_a_scale_that_a_peer_lets_grow_to_infinity_is_still_json() -> None:
+    run = replayed("-p", "keras:initial_scale=2**126,dynamic_growth_steps=1", stdin="0 0 0")["policies"][0]
+    assert run["scales"] == [2.0**127, "inf", "inf"]
+    assert run["summary"]["final_scale"] == "inf"
+
+
+def test_the_table_has_a_row_for_each_policy() -> None:
+    told = invoke("-p", "dynamic:init_scale=2", "-p", "static:1024", "-p", "torch", stdin="0 1 1")
+    assert told.exit_code == 0
+    rows = [line.split() for line in told.output.splitlines()]
+    assert ["3", "steps"] in rows
+    assert ["static:", "1024", "2", "1024", "1024", "1024", "0", "0", "1"] in rows
+    assert ["torch", "2", "16384", "16384", "65536", "0", "0"] in rows
+
+
+def test_markup_in_a_policy_is_shown_as_it_is() -> None:
+    told = invoke("-p", "static:[red]", stdin="0")
+    assert told.exit_code == 2
+    assert "[red]" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("spec", "policy"),
+    [
+        ("dynamic", Dynamic()),
+        ("Dynamic", Dynamic()),
+        ("dynamic:", Dynamic()),
+        ("dynamic:1024", Dynamic(init_scale=1024)),
+        ("dynamic:growth_interval=100,init_scale=1024", Dynamic(growth_interval=100, init_scale=1024)),
+        (" dynamic : growth_interval = 100 , refill = clean ", Dynamic(growth_interval=100, refill="clean")),
+        ("static:2**10", Static(1024)),
+        ("static:2^-10", Static(2.0**-10)),
+        ("static:scale=1e3", Static(1000)),
+        ("none", NoScaling()),
+        ("headroom:BF16", Headroom(format=BF16)),
+        ("headroom:margin_bits=3", Headroom(margin_bits=3)),
+        ("torch", preset("torch")),
+        ("torch:growth_interval=7,enabled=true", preset("torch", growth_interval=7)),
+        ("torch/ShardedGradScaler", preset("torch", "ShardedGradScaler")),
+        ("deepspeed:scale_window=1000", preset("deepspeed", scale_window=1000)),
+        ("fairseq:threshold=none", preset("fairseq", threshold=None)),
+        ("apex/fp16_utils.DynamicLossScaler", preset("apex", "fp16_utils.DynamicLossScaler")),
+    ],
+)
+def test_a_policy_is_named_with_its_settings(spec: str, policy: Any) -> None:
+    assert parse_policy(spec) == policy
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ("nope", "policy 'nope': `system` must be one of torch.*Or one of gradscale's own: dynamic, headroom"),
+        ("", "policy '': `system` must be one of"),
+        ("static", "policy 'static': scale must be given, as in static:1024"),
+        ("static:x", "`scale` must be a number. Received: scale='x'"),
+        ("static:0", "`scale` must lie between"),
+        ("static:0**-1", "`scale` must be a number"),
+        ("static:2**2000", "an exponent must lie between -1022 and 126. Received: 2\\*\\*2000"),
+        ("dynamic:growht_interval=7", "there is no setting growht_interval. Known: init_scale, growth_factor"),
+        ("dynamic:growth_interval=1.5", "`growth_interval` must be an integer"),
+        ("dynamic:growth_interval=7,growth_interval=8", "growth_interval is given twice"),
+        ("dynamic:growth_interval=", "settings are given as SETTING=VALUE, separated by commas. Received: 'growth_int"),
+        ("dynamic:growth_interval=7,8", "settings are given as SETTING=VALUE, separated by commas. Received: '8'"),
+        ("dynamic/fast", "only other systems have rules to choose from. Received: 'fast'"),
+        ("none:1", "settings are given as SETTING=VALUE"),
+        ("none:scale=1", "there is no setting scale. Known: none"),
+        ("headroom:format=float77", "Received: 'float77'"),
+        ("torch/Nope", "`variant` must name a rule of torch. Received: 'Nope'"),
+        ("torch:nope=1", "takes that system's own keywords"),
+        ("mindspore", "missing a required argument"),
+    ],
+)
+def test_a_policy_that_is_misspelt_is_refused(spec: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        parse_policy(spec)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "text"),
+    [
+        ([], "", "standard input is empty"),
+        ([], " \n", "standard input is empty"),
+        ([], "0 1 2", "standard input must hold 0 or 1 for each step, .* Received: '2' at step 2"),
+        ([], "0101", "Received: '0101' at step 0"),
+        ([], b"\xff\xfe0\x001\x00", "standard input must be UTF-8 text: invalid start byte at byte 0"),
+        ([], "[0, 1", "standard input is not valid JSON"),
+        ([], "[" * 100_000, "standard input is not valid JSON"),
+        ([], "{}", r"has some of the keys found_inf, amax, .* Received: \[\]"),
+        ([], '{"flags": [0]}', r"has some of the keys found_inf, amax, .* Received: \['flags'\]"),
+        ([], '{"amax": 1}', "standard input: amax must be a JSON list"),
+        ([], '{"amax": ["x"]}', "standard input: amax must hold numbers. Received: 'x'"),
+        ([], "[]", "There must be at least one step"),
+        ([], "[0, 2]", "`found_inf` must hold flags.* Received: 2 at step 1"),
+        ([], "[null]", "`found_inf` must be a flat sequence of numbers"),
+        ([], '{"found_inf": [0], "amax": [1, 2]}', "Every sequence must have one value for each step"),
+        (["--amax", "-"], "1 x", "standard input must hold numbers. Received: 'x'"),
+        (["--amax", "-"], "1 -1", "`amax` must not be negative"),
+        (["-", "--amax", "-"], "0", "only one of the flags and --amax can come from standard input"),
+        (["--format", "float77"], "0", "Received: 'float77'"),
+        (["-p", "headroom"], "0", "Headroom reads `amax`"),
+        (["-p", "nope"], "0", "policy 'nope'"),
+        (["{folder}"], "", "Is a directory"),
+        (["{folder}/nothing"], "", "nothing: No such file or directory"),
+        (["--amax", "{folder}/nothing"], "", "nothing: No such file or directory"),
+    ],
+)
+def test_mistakes_are_told_in_one_line_and_exit_with_2(
+    tmp_path: Path, arguments: list[str], stdin: str | bytes, text: str
+) -> None:
+    told = invoke(*(argument.format(folder=tmp_path) for argument in arguments), stdin=stdin)
+    assert told.exit_code == 2
+    assert told.stdout == ""
+    assert len(told.stderr.splitlines()) == 1
+    assert told.stderr.startswith("Error: ")
+    with pytest.raises(AssertionError, match=text):
+        raise AssertionError(told.stderr)
+
+
+def test_amax_given_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    path.write_text('{"amax": [1]}')
+    told = invoke(str(path), "--amax", str(path))
+    assert told.exit_code == 2
+    assert "amax is given twice: by --amax and in" in told.stderr
+
+
+def test_a_terminal_with_nothing_piped_in_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    with pytest.raises(ValueError, match=r"there is nothing to replay\. Name a file"):
+        read_sequences(None, None)
