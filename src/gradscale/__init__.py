@@ -6,6 +6,7 @@ from gradscale.formats import BF16, FORMATS, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16,
 from gradscale.peers import export_state, import_state, preset
 from gradscale.policy import Dynamic, NoScaling, Policy, Static
 from gradscale.predictive import Headroom, Histogram, LogMax
+from gradscale.replay import Replay, replay
 from gradscale.state import Outcome, ScaleState, Seen, Status
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "NoScaling",
     "Outcome",
     "Policy",
+    "Replay",
     "ScaleState",
     "Seen",
     "Static",
@@ -35,4 +37,5 @@ __all__ = [
     "get_format",
     "import_state",
     "preset",
+    "replay",
 ]

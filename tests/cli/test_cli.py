@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from gradscale import __version__
 from gradscale.cli import app
 
-COMMANDS = ("formats", "policies", "replay", "doctor", "demo")
+COMMANDS = ("formats", "policies", "replay", "doctor")
 
 
 @functools.cache
