@@ -28,6 +28,7 @@ def exp2(x: Array, xp: Any) -> Array:
     return _on_each(functools.partial(_c_function("powf", 2), 2.0), x) if xp is np else 2.0**x
 
 
+@np.errstate(all="ignore")
 def _on_each(function: Callable[..., float], x: Array) -> Array:
     return np.asarray(np.frompyfunc(function, 1, 1)(np.float32(x)), dtype=np.float32)[()]
 
