@@ -1,5 +1,6 @@
 """`replay`: the same scales as stepping each policy alone, whatever runs beside it."""
 
+import doctest
 import json
 import math
 from collections.abc import Sequence
@@ -405,3 +406,10 @@ def test_a_policy_that_reads_what_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Curious reads `amax` and `upper_share`. Received only: 'finite'. Pass"):
         replay(Curious(), found_inf=[0])
     assert isinstance(replay(Curious(), found_inf=[0], amax=[1], upper_share=[0.5]), Replay)
+
+
+def test_the_examples_of_the_documentation_run() -> None:
+    page = Path(__file__).parents[1] / "docs" / "replay.md"
+    told = doctest.testfile(str(page), module_relative=False)
+    assert told.attempted > 10
+    assert told.failed == 0
