@@ -80,7 +80,8 @@ def test_exported_state_of_log_max_goes_on_as_before(
 @pytest.mark.parametrize("prefix", ["", "Loss_Optimization/"])
 def test_unnamed_variables_are_known_by_the_order_of_their_creation(prefix: str) -> None:
     saved = {f"{prefix}Variable_2": np.float32(512.0), f"{prefix}Variable": 12, f"{prefix}Variable_1": 9}
-    policy, state = import_state("openseq2seq", saved | {"step_window": 5})
+    others = {"global_step": np.int64(12), "dense/kernel": np.ones((2, 2))}
+    policy, state = import_state("openseq2seq", saved | others | {"step_window": np.int64(5)})
     assert (float(state.scale), int(state.clean_steps)) == (512.0, 3)
     assert float(advanced(policy, advanced(policy, state, False), False).scale) == 1024.0
 

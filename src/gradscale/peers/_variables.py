@@ -35,6 +35,14 @@ def picked(what: str, mapping: Mapping[str, Any], required: Sequence[str], setti
     return Saved(what, found).only(*required, *(name for name in settings if name in found))
 
 
+def without_weights(mapping: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Returns `mapping` without the arrays and tensors that are called other than `names`.
+
+    For systems whose checkpoints have bare names for everything. A plain number stays: it was put there by hand.
+    """
+    return {key: value for key, value in mapping.items() if last_name(key) in names or not hasattr(value, "shape")}
+
+
 def given(saved: Saved, *numbers: str, counts: Sequence[str] = ()) -> dict[str, Any]:
     """Returns those of the named settings that were saved, as Python numbers, for the keywords of a preset."""
     values: dict[str, Any] = {name: saved.number(name) for name in numbers if name in saved.values}

@@ -13,12 +13,13 @@ from gradscale.peers._peer import Imported, Peer
 from gradscale.peers._reciprocal import one_factor, reciprocal
 from gradscale.peers._saved import Saved
 from gradscale.peers._settings import check_float32, check_positive
-from gradscale.peers._variables import given, last_name, picked
+from gradscale.peers._variables import given, last_name, picked, without_weights
 from gradscale.peers.jmp import unwrapped, wrapped
 from gradscale.policy import Policy, Static, check_count
 from gradscale.state import ScaleState
 
 _CELL = ("scale_sense", "current_iterator_step", "last_overflow_iterator_step")
+_SCALER = ("scale_value", "counter")
 _SETTINGS = ("scale_factor", "scale_window")
 
 
@@ -81,9 +82,9 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     `scale_sense` or `scale_value` alone is a fixed scale. The settings are not among the parameters; `scale_factor` and
     `scale_window` may be put beside, and are 2 and 2000 otherwise.
     """
-    mapping = _of_the_scaler(mapping)
+    mapping = without_weights(mapping, (*_CELL, *_SCALER, *_SETTINGS))
     names = set(map(last_name, mapping))
-    if names & {"scale_value", "counter"}:
+    if names & set(_SCALER):
         return _read_scaler(mapping, "counter" in names)
     if "scale_sense" in names and not names & {*_CELL[1:]}:
         return _fixed(picked("A fixed scale of MindSpore", mapping, ("scale_sense",)), "scale_sense")
@@ -98,17 +99,11 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     return policy, replace(policy.start(), clean_steps=np.int32(step - last - 1))
 
 
-def _of_the_scaler(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `mapping` without the arrays and tensors of other names: they are the network's and the optimizer's."""
-    ours = {*_CELL, "scale_value", "counter", *_SETTINGS}
-    return {key: value for key, value in mapping.items() if last_name(key) in ours or not hasattr(value, "shape")}
-
-
 def _read_scaler(mapping: Mapping[str, Any], dynamic: bool) -> Imported:
     what = "A loss scaler of mindspore.amp"
     if not dynamic:
         return _fixed(picked(what, mapping, ("scale_value",)), "scale_value")
-    saved = picked(what, mapping, ("scale_value", "counter"), _SETTINGS)
+    saved = picked(what, mapping, _SCALER, _SETTINGS)
     policy = replace(dynamic_loss_scaler(1.0, **_settings(saved)), init_scale=saved.scale("scale_value"))
     counter = wrapped(saved.count("counter"), policy.growth_interval)
     return policy, replace(policy.start(), clean_steps=np.int32(counter))

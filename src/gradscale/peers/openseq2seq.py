@@ -14,7 +14,7 @@ from gradscale.peers._peer import Imported, Peer
 from gradscale.peers._reciprocal import one_factor, reciprocal
 from gradscale.peers._saved import Saved
 from gradscale.peers._settings import check_float32, check_positive
-from gradscale.peers._variables import given, last_name, picked
+from gradscale.peers._variables import given, last_name, picked, without_weights
 from gradscale.policy import Policy, check_count
 from gradscale.state import ScaleState
 
@@ -22,6 +22,9 @@ _BACKOFF = ("iteration", "last_overflow_iteration", "scale")
 _MODEL = ("x_hat", "slow_x_hat", "xsquared_hat", "b1_correction", "b2_correction")
 _LOG_MAX = ("iteration", "scale", *_MODEL)
 """The variables of each scaler in the order it creates them, which is all a checkpoint knows them by."""
+
+_BACKOFF_SETTINGS = ("scale_min", "scale_max", "step_factor", "step_window")
+_LOG_MAX_SETTINGS = ("scale_min", "scale_max", "log_max", "beta1", "beta2", "overflow_std_dev")
 
 _UNNAMED = re.compile(r"Variable(?:_(\d+))?$")
 
@@ -54,7 +57,8 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     Three are those of `BackoffScaler` and seven those of `LogMaxScaler`. The settings are not among them; they may be
     put beside, by the names of the scaler's parameters.
     """
-    named = _by_name(mapping)
+    known = (*_BACKOFF, *_LOG_MAX, *_BACKOFF_SETTINGS, *_LOG_MAX_SETTINGS)
+    named = without_weights(_by_name(mapping), known)
     return _read_log_max(named) if "x_hat" in map(last_name, named) else _read_backoff(named)
 
 
@@ -82,9 +86,8 @@ def _index(key: str) -> int:
 
 
 def _read_backoff(named: Mapping[str, Any]) -> Imported:
-    settings = ("scale_min", "scale_max", "step_factor", "step_window")
-    saved = picked("OpenSeq2Seq's BackoffScaler", named, _BACKOFF, settings)
-    policy = backoff_scaler(**given(saved, *settings[:-1], counts=settings[-1:]))
+    saved = picked("OpenSeq2Seq's BackoffScaler", named, _BACKOFF, _BACKOFF_SETTINGS)
+    policy = backoff_scaler(**given(saved, "scale_min", "scale_max", "step_factor", counts=("step_window",)))
     since_overflow = saved.count("iteration") - saved.count("last_overflow_iteration", lowest=-1)
     if since_overflow < 0:
         raise ValueError(
@@ -96,11 +99,12 @@ def _read_backoff(named: Mapping[str, Any]) -> Imported:
 
 
 def _read_log_max(named: Mapping[str, Any]) -> Imported:
-    settings = ("scale_min", "scale_max", "log_max", "beta1", "beta2", "overflow_std_dev")
-    saved = picked("OpenSeq2Seq's LogMaxScaler", named, _LOG_MAX, settings)
+    saved = picked("OpenSeq2Seq's LogMaxScaler", named, _LOG_MAX, _LOG_MAX_SETTINGS)
     model = {name: np.float32(saved.number(name)) for name in _MODEL}
     saved.count("iteration")
-    return LogMaxScaler(**given(saved, *settings)), LogMaxState(scale=np.float32(saved.scale("scale")), **model)
+    return LogMaxScaler(**given(saved, *_LOG_MAX_SETTINGS)), LogMaxState(
+        scale=np.float32(saved.scale("scale")), **model
+    )
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
