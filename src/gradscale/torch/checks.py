@@ -62,7 +62,7 @@ def refuse_stale(window: Window, optimizers: Sequence[Optimizer], names: Names) 
     if found := [placed for placed in placed_parameters(optimizers) if id(placed[0]) in stale]:
         raise RuntimeError(
             "Gradients from before the last step are still there, and this backward pass was added to them. "
-            f"Parameters: {_some(names, found)}. Call `optimizer.zero_grad()` after every step, skipped ones too."
+            f"Parameters: {some(names, found)}. Call `optimizer.zero_grad()` after every step, skipped ones too."
         )
 
 
@@ -74,7 +74,7 @@ def refuse_strangers(window: Window, optimizers: Sequence[Optimizer], names: Nam
     if strangers := [placed for placed in held if id(placed[0]) not in window.rescaled]:
         raise RuntimeError(
             "`retries` ran a backward pass again that also made gradients of parameters the scaler was not told of: "
-            f"{_some(names, strangers)}. Build it as `LossScaler([model, other])`, and clear these gradients."
+            f"{some(names, strangers)}. Build it as `LossScaler([model, other])`, and clear these gradients."
         )
 
 
@@ -93,13 +93,14 @@ def warn_of_half(gradients: Sequence[Gradient], names: Names) -> bool:
     half = [(g.parameter, g.place) for g in gradients if g.parameter.dtype == torch.float16]
     if half:
         warnings.warn(
-            f"These parameters are FP16: {_some(names, half)}. Unscaled gradients and updates too small for FP16 are "
+            f"These parameters are FP16: {some(names, half)}. Unscaled gradients and updates too small for FP16 are "
             "lost there. Keep the parameters in float32 under `torch.autocast`, or keep float32 master weights.",
             stacklevel=3,
         )
     return bool(half)
 
 
-def _some(names: Names, found: Sequence[tuple[Tensor, str]]) -> str:
+def some(names: Names, found: Sequence[tuple[Tensor, str]]) -> str:
+    """Returns the names of at most five parameters, and how many more there are."""
     shown = ", ".join(names.of(found[:5]))
     return shown + (f" and {len(found) - 5} more" if len(found) > 5 else "")

@@ -1,0 +1,144 @@
+"""An optimizer's gradients, divided in place and checked: finite before, and still finite after."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradscale.torch.checks import some
+from gradscale.torch.gradients import Names, placed_parameters, values_of
+from gradscale.torch.measure import DOT_FROM, Measured, measure
+
+Optimizer = torch.optim.Optimizer
+
+CPU = torch.device("cpu")
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the dense tensors that hold the numbers of the optimizer's gradients."""
+    found: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is not None:
+                found.append(grad if grad.layout is torch.strided else _sparse_values(parameter, grad))
+    return found
+
+
+def _sparse_values(parameter: Tensor, grad: Tensor) -> Tensor:
+    """Returns the values of a sparse gradient. FP16 ones are coalesced first: the sum of two may overflow."""
+    if grad.layout is torch.sparse_coo and grad.dtype is not torch.float16:
+        return grad._values()
+    return values_of(parameter, grad)
+
+
+def refuse_half(optimizer: Optimizer, gradients: Iterable[Tensor]) -> None:
+    """Raises what torch raises for FP16 gradients outside of a fused kernel; a note names the parameters."""
+    if not any(grad.dtype is torch.float16 for grad in gradients):
+        return
+    half = [pair for pair in placed_parameters([optimizer]) if getattr(pair[0].grad, "dtype", None) is torch.float16]
+    error = ValueError("Attempting to unscale FP16 gradients.")
+    error.add_note(
+        f"FP16 parameters: {some(Names(()), half)}. "
+        "Keep parameters in float32 and compute under `torch.autocast`, or use `gradscale.torch.LossScaler`."
+    )
+    raise error
+
+
+def refuse_divided(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
+    """Raises if one of `others`, which have divided their gradients, holds some of the same."""
+    for other in others:
+        if other is optimizer:
+            continue
+        theirs = {id(parameter) for parameter, _ in placed_parameters([other]) if parameter.grad is not None}
+        if shared := [pair for pair in placed_parameters([optimizer]) if id(pair[0]) in theirs]:
+            raise RuntimeError(
+                "A parameter may belong to one optimizer of a backward pass only: each divides its gradient by the "
+                f"scale. Shared with another {type(other).__name__}: {some(Names(()), shared)}. Take them out of one "
+                "of the two, or give both to one `gradscale.torch.LossScaler.step`, which divides once."
+            )
+
+
+def no_gradients(optimizer: Optimizer) -> AssertionError:
+    """Returns what torch raises for an optimizer without gradients; a note says where to look."""
+    error = AssertionError("No inf checks were recorded for this optimizer.")
+    error.add_note(
+        f"None of the {sum(1 for _ in placed_parameters([optimizer]))} parameters of this {type(optimizer).__name__} "
+        "has a gradient: frozen, unused by the loss, or not the model's (was the model moved or wrapped afterwards?)."
+    )
+    return error
+
+
+@torch.no_grad()
+def multiply_and_check(gradients: Iterable[Tensor], factor: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
+    """Multiplies `gradients` in place and returns, per device, whether one was not finite before: torch's own kernel.
+
+    One read and one write of the gradients. Does not wait for the device.
+
+    Args:
+        gradients: dense tensors of any floating or complex type.
+        factor: what to multiply by, one float32.
+        found_inf: one float32, to be copied to every device and set to 1 there if something was not finite.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in gradients:
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    flags: dict[torch.device, Tensor] = {}
+    for (device, dtype), values in groups.items():
+        if device not in flags:
+            # A copy even where it is on that device already, as torch's callers expect.
+            flags[device] = found_inf.to(device, non_blocking=True, copy=True)
+        real = [_parts(grad) for grad in values] if dtype.is_complex else values
+        local = factor.to(device, non_blocking=True)
+        torch._amp_foreach_non_finite_check_and_unscale_(real, flags[device], local)  # type: ignore[attr-defined]
+    return flags
+
+
+def _parts(grad: Tensor) -> Tensor:
+    """Returns the two parts of a complex gradient as one real view. The kernel knows no complex numbers."""
+    # Multiplying by a real number and checking commute with conjugation, so the view may be of the conjugate.
+    return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
+
+
+def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns one 0-d bool on `device`: whether any flag is set, be it to 1, to 2 or to NaN."""
+    found = [flag.to(device, non_blocking=True).reshape(()) for flag in flags]
+    if len(found) == 1:
+        return found[0].ne(0)
+    return torch.stack(found).ne(0).any() if found else torch.zeros((), dtype=torch.bool, device=device)
+
+
+def check(gradients: Sequence[Tensor], divisor: Tensor, *, divided: bool) -> tuple[Tensor, Measured | None]:
+    """Returns whether a gradient is not finite, as a 0-d bool, and the sizes of the gradients if they were read.
+
+    The largest finite number is no overflow. Changes no gradient and does not wait for the device. On the CPU, where
+    to look at the outcome is free, sizes are read only if they must be.
+
+    Args:
+        gradients: dense tensors.
+        divisor: what the gradients will be divided by, one float32, on the device of the outcome.
+        divided: whether a gradient that would not be finite once divided counts too. It can only be so where the
+            divisor is below 1. The sizes are always read then.
+    """
+    if not set(map(type, gradients)) <= {Tensor}:
+        # Distributed tensors: torch's kernel knows how to agree on the flag, and norms of shards are only partial.
+        return _flagged(gradients, divisor), None
+    if not divided and {divisor.device, *(grad.device for grad in gradients)} == {CPU}:
+        overflow = _glanced(gradients, divisor)
+        if not overflow.tolist():
+            return overflow, None
+    measured = measure(gradients, divisor.device, norm=False)
+    return ~measured.finite(divisor).reshape(()), measured
+
+
+def _glanced(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
+    """Returns whether a gradient is not finite, or so large that its square is not: the fastest read on the CPU."""
+    if sum(map(Tensor.numel, gradients)) < DOT_FROM * len(gradients):
+        return _flagged(gradients, divisor)
+    return ~measure(gradients, divisor.device, norm=True).finite(divisor)
+
+
+def _flagged(gradients: Iterable[Tensor], divisor: Tensor) -> Tensor:
+    """Returns whether a gradient is not finite, by torch's kernel: the fastest on the CPU for many small tensors."""
+    one = torch.ones((), dtype=torch.float32, device=divisor.device)
+    return any_overflow(multiply_and_check(gradients, one, torch.zeros_like(one)).values(), divisor.device)
