@@ -50,7 +50,7 @@ def test_a_share_above_the_threshold_halves_the_scale_at_once_and_the_step_is_ap
 
 def test_a_share_at_the_threshold_is_still_quiet() -> None:
     policy = Histogram(init_scale=8, period=1, threshold=0.01)
-    assert after(policy, LOUD).scale == 16
+    assert_state(after(policy, LOUD), scale=16.0, wait=1, applied=1)
 
 
 def test_an_overflow_lowers_the_scale_by_the_edge() -> None:

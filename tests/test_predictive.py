@@ -1,6 +1,8 @@
 """What `Headroom`, `LogMax` and `Histogram` all promise, whatever they are fed and however they are set."""
 
+import doctest
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -219,3 +221,8 @@ def test_the_widest_format_at_the_highest_scale_overflows_nothing(kind: type) ->
     policy = kind(format=FP32, init_scale=HIGHEST_SCALE, min_scale=LOWEST_SCALE)
     story = [(True, 1, amax, 0.0) for amax in (3.4e38, 2.0**-126)] + [(False, 1, 0.0, 0.0)]
     assert all(np.isfinite(state.scale) for state in walk(policy, story * 10))
+
+
+def test_the_examples_of_the_policies_page_run() -> None:
+    page = Path(__file__).parents[1] / "docs" / "policies.md"
+    assert doctest.testfile(str(page), module_relative=False).failed == 0
