@@ -118,6 +118,17 @@ def test_import_refuses_what_openseq2seq_does_not_save(
         import_state("openseq2seq", saved)
 
 
+def test_bounds_of_dynamic_are_exported_even_where_they_are_the_default() -> None:
+    exported = export_state("openseq2seq", Dynamic(), Dynamic().start())
+    assert (exported["scale_min"], exported["scale_max"]) == (1.0, 2.0**126)
+
+
+def test_export_refuses_a_rule_without_bounds() -> None:
+    policy = preset("keras")
+    with pytest.raises(ValueError, match="`scale_min` must be positive"):
+        export_state("openseq2seq", policy, policy.start())
+
+
 def test_dynamic_goes_on_in_backoff_as_before() -> None:
     policy = Dynamic(init_scale=64.0, growth_interval=3, min_scale=2.0, max_scale=128.0)
     assert_goes_on("openseq2seq", policy, walked(policy, [True, False]), [False] * 8 + [True] * 9)

@@ -25,8 +25,8 @@ _NAMES = {
 def expressed(system: str, policy: Policy, rule: Ladder, settings: Collection[str]) -> Ladder:
     """Returns `policy` as a ladder, once `system` is known to be able to follow it.
 
-    The bounds that `Dynamic` has by default guard every run; a system takes such a policy and puts its own bounds, or
-    none, in their place. Bounds that were chosen are not dropped.
+    The bounds that `Dynamic` has by default guard every run; a system without a setting for them takes such a policy
+    and puts its own bounds, or none, in their place. Bounds that were chosen are not dropped.
 
     Args:
         system: whose state is to be written.
@@ -38,7 +38,7 @@ def expressed(system: str, policy: Policy, rule: Ladder, settings: Collection[st
         TypeError: `policy` does not grow and back off by steps.
         ValueError: `policy` does something that `system` cannot.
     """
-    ladder = _as_ladder(system, policy, rule)
+    ladder = _as_ladder(system, policy, rule, settings)
     theirs, ours = _facts(rule), _facts(ladder)
     for field, name in _NAMES.items():
         if field not in settings and ours[field] != theirs[field]:
@@ -54,7 +54,7 @@ def scalars(state: ScaleState) -> Saved:
     return Saved("the state to export", {field.name: getattr(state, field.name) for field in fields(state)})
 
 
-def _as_ladder(system: str, policy: Policy, rule: Ladder) -> Ladder:
+def _as_ladder(system: str, policy: Policy, rule: Ladder, settings: Collection[str]) -> Ladder:
     if isinstance(policy, Ladder):
         return policy
     if not isinstance(policy, Dynamic):
@@ -63,6 +63,8 @@ def _as_ladder(system: str, policy: Policy, rule: Ladder) -> Ladder:
             f"Received: {type(policy).__name__}."
         )
     default = Dynamic()
+    own_floor = policy.min_scale == default.min_scale and "floor" not in settings
+    own_ceiling = policy.max_scale == default.max_scale and "ceiling" not in settings
     return Ladder(
         init_scale=policy.init_scale,
         growth_factor=policy.growth_factor,
@@ -70,8 +72,8 @@ def _as_ladder(system: str, policy: Policy, rule: Ladder) -> Ladder:
         growth_interval=policy.growth_interval,
         hysteresis=policy.hysteresis,
         refill=policy.refill,
-        floor=rule.floor if policy.min_scale == default.min_scale else policy.min_scale,
-        ceiling=rule.ceiling if policy.max_scale == default.max_scale else policy.max_scale,
+        floor=rule.floor if own_floor else policy.min_scale,
+        ceiling=rule.ceiling if own_ceiling else policy.max_scale,
     )
 
 

@@ -102,9 +102,8 @@ def _read_log_max(named: Mapping[str, Any]) -> Imported:
     saved = picked("OpenSeq2Seq's LogMaxScaler", named, _LOG_MAX, _LOG_MAX_SETTINGS)
     model = {name: np.float32(saved.number(name)) for name in _MODEL}
     saved.count("iteration")
-    return LogMaxScaler(**given(saved, *_LOG_MAX_SETTINGS)), LogMaxState(
-        scale=np.float32(saved.scale("scale")), **model
-    )
+    state = LogMaxState(scale=np.float32(saved.scale("scale")), **model)
+    return LogMaxScaler(**given(saved, *_LOG_MAX_SETTINGS)), state
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
@@ -116,6 +115,8 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     system = "OpenSeq2Seq's BackoffScaler"
     settings = ("growth_factor", "backoff_factor", "growth_interval", "floor", "ceiling")
     ladder = expressed(system, policy, backoff_scaler(), settings)
+    check_float32("scale_min", ladder.floor)
+    check_float32("scale_max", ladder.ceiling)
     clean_steps = values.count("clean_steps")
     return {
         "iteration": max(steps, clean_steps),
