@@ -34,7 +34,7 @@ class Track:
         facts = {name: values[step] for name, values in self.known.items() if name in needs}
         if self.peaks is not None and "finite" in needs:
             with np.errstate(over="ignore", invalid="ignore"):
-                facts["finite"] = self.peaks[step] * scale < self.overflow_threshold
+                facts["finite"] = self.peaks[step] * scale.astype(np.float64) < self.overflow_threshold
         if "amax" in needs:
             # In training an overflow hides the true maximum; a policy must not do better here than it would there.
             facts["amax"] = np.where(facts["finite"], facts["amax"], np.float32(np.inf))
