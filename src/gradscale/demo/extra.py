@@ -1,0 +1,17 @@
+"""What the demo needs beyond gradscale's own dependencies, and how to say that it is missing."""
+
+from importlib.util import find_spec
+
+PACKAGES = ("sklearn", "matplotlib", "threadpoolctl")
+
+
+class MissingExtra(ImportError):
+    """Raised when a package of the `demo` extra is not installed."""
+
+
+def check_extra() -> None:
+    """Raises if a package of the `demo` extra is not installed. Imports none of them."""
+    if missing := [package for package in PACKAGES if find_spec(package) is None]:
+        raise MissingExtra(
+            f'The demo needs packages that are not installed: {", ".join(missing)}. Run: pip install "gradscale[demo]"'
+        )
