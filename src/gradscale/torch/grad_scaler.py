@@ -249,7 +249,10 @@ class GradScaler(torch.amp.GradScaler):
             self._divided.append(optimizer)
         overflow = any_overflow(state["found_inf_per_device"].values(), scale.device)
         returned = apply.step_folded(optimizer, divisor, overflow.float(), *args, **kwargs)
-        self._remember(optimizer, scale, overflow, state.get("measured"))
+        measured = state.get("measured")
+        if measured is None and overflow.is_cpu and overflow.tolist():
+            measured = measure(gradients_of(optimizer), scale.device, norm=False)
+        self._remember(optimizer, scale, overflow, measured)
         return returned
 
     def _step_waiting(self, optimizer: Optimizer, scale: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -378,6 +381,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__() | {"last": None, "_known": KnownScale(), "_divided": []}
+        # torch has made sure that it is empty; a shallow copy must not share it.
+        state["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
         if self._rule is not None:
             present = self._rule.state
             if self._scale is not None and self._growth_tracker is not None:

@@ -52,11 +52,12 @@ def read_scaler(saved: Mapping[str, Any], policy: Policy | None, bounds: Bounds)
         bounds: the scales it allows.
     """
     numbers = {name: saved[name] for name in ("scale", *FACTORS, "_growth_tracker")}
-    _check_numbers(numbers)
+    _check_scale(numbers["scale"])
     extra = saved.get(EXTRA, {})
     if "policy" in extra:
         rule, bounds = Rule(*read_saved(extra, None)), Bounds()
     else:
+        _check_numbers(numbers)
         rule = None if policy is None else Rule(_adapted(policy, numbers))
         bounds = Bounds(**extra) if extra else bounds
     numbers["scale"] = min(max(float(numbers["scale"]), bounds.min_scale), bounds.max_scale)
@@ -68,13 +69,16 @@ def _adapted(policy: Policy, numbers: Mapping[str, Any]) -> Policy:
     return replace(policy, **{name: numbers[name] for name in FACTORS}) if isinstance(policy, Dynamic) else policy
 
 
-def _check_numbers(numbers: Mapping[str, Any]) -> None:
-    scale = float(numbers["scale"])
+def _check_scale(saved: Any) -> None:
+    scale = float(saved)
     if not 0 < scale < math.inf:
         raise ValueError(
             f"A saved scale must be greater than 0 and finite. Received: scale={scale!r}. The run that saved it had "
             "lost its scale: put another number into the dict."
         )
+
+
+def _check_numbers(numbers: Mapping[str, Any]) -> None:
     if not numbers["growth_factor"] == numbers["backoff_factor"] == 1:
         # Both are 1 in what a static scale is written as for torch.
         check_factors(numbers["growth_factor"], numbers["backoff_factor"])
