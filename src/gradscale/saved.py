@@ -16,8 +16,11 @@ def policy_from_dict(mapping: Mapping[str, Any]) -> Policy:
     Static(scale=1024.0)
 
     Raises:
+        TypeError: `mapping` is not a mapping, or a value has the wrong type.
         ValueError: the kind is missing or unknown, or the dict is not as `to_dict` wrote it.
     """
+    if not isinstance(mapping, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"A saved policy is a mapping. Received: {type(mapping).__name__}.")
     kinds = {kind.__name__: kind for kind in _policies(Record)}
     wanted = mapping.get("kind")
     if wanted not in kinds:

@@ -74,8 +74,13 @@ class Names:
 
 
 def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
+    """Returns the dense tensor that holds the numbers of `parameter.grad`. A sparse one is coalesced in place.
+
+    For a view of a conjugate that is what it is a view of: multi-tensor kernels refuse such views, and neither its size
+    nor multiplying by a real number makes a difference between the two.
+    """
     if grad.layout is torch.strided:
-        return grad
+        return grad.conj() if grad.is_conj() else grad
     if grad.layout is not torch.sparse_coo:
         return grad.values()
     if not grad.is_coalesced():

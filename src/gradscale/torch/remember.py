@@ -49,7 +49,8 @@ class Memory:
         self._steps = 0
         self._sent: Letter | None = None
         self._told = False
-        self._metrics: list[Letter] = []
+        self._sent_metrics: Letter | None = None
+        self._metrics: dict[str, float] = {}
 
     def keep(self, result: StepResult, state: ScaleState, amax: Tensor) -> None:
         """Keeps the result, and raises or warns if the run has been stuck for too long. Does not wait.
@@ -70,14 +71,22 @@ class Memory:
 
     def metrics(self, state: ScaleState) -> dict[str, float]:
         """Returns the newest numbers known on the host, and sends for newer ones. Does not wait for the device."""
+        self._receive_metrics()
+        if self._sent_metrics is None:
+            self._sent_metrics = self._metrics_of(state)
+            self._receive_metrics()
+        return dict(self._metrics)
+
+    def _metrics_of(self, state: ScaleState) -> Letter:
         unknown = torch.full_like(torch.as_tensor(state.scale), math.nan)
         norm = unknown if self.last is None or self.last.grad_norm is None else self.last.grad_norm
         amax = unknown if self._amax is None else self._amax
-        numbers = (state.scale, state.applied, state.skipped, norm, amax)
-        self._metrics.append(Letter(*(torch.as_tensor(number) for number in numbers)))
-        while len(self._metrics) > 1 and self._metrics[1].arrived:
-            self._metrics.pop(0)
-        return _as_metrics(self._metrics[0]) if self._metrics[0].arrived else {}
+        return Letter(*map(torch.as_tensor, (state.scale, state.applied, state.skipped, norm, amax)))
+
+    def _receive_metrics(self) -> None:
+        if self._sent_metrics is not None and self._sent_metrics.arrived:
+            self._metrics = _as_metrics(self._sent_metrics)
+            self._sent_metrics = None
 
     def _report(self, result: StepResult, skips: int) -> None:
         """Tells of a stuck run: by an error at every step, otherwise once until a step is applied again."""

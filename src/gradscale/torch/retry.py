@@ -141,9 +141,9 @@ def retriable_parameters(modules: Sequence[nn.Module]) -> list[Tensor]:
             "Build the scaler as `LossScaler(model)`."
         )
     for module in modules:
-        if synchronises(module):
+        if sender := synchronising(module):
             raise RuntimeError(
-                f"`retries` cannot run the backward pass of {type(module).__name__} again: it sends its gradients to "
+                f"`retries` cannot run the backward pass of {type(sender).__name__} again: it sends its gradients to "
                 "the other ranks while it runs, once per forward pass. Call `backward(loss)` without `retries`, or run "
                 "it inside `model.no_sync()` and reduce the gradients yourself."
             )
@@ -151,9 +151,9 @@ def retriable_parameters(modules: Sequence[nn.Module]) -> list[Tensor]:
     return list({id(parameter): parameter for parameter in parameters}.values())
 
 
-def synchronises(root: nn.Module) -> bool:
-    """Returns whether `root`, or a module inside it, sends its gradients to other ranks during the backward pass."""
-    return dist.is_available() and any(_sends(module) for module in root.modules())
+def synchronising(root: nn.Module) -> nn.Module | None:
+    """Returns the module, be it `root` or inside it, that sends its gradients to other ranks during the backward pass."""
+    return next(filter(_sends, root.modules()), None) if dist.is_available() else None
 
 
 def _sends(module: nn.Module) -> bool:

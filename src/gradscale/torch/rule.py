@@ -60,6 +60,7 @@ class Rule:
     def lower(self) -> Tensor:
         """Backs the scale off once, whatever the hysteresis says, and returns the new scale over the old one."""
         before = self.state.scale
-        yes = torch.ones((), dtype=torch.bool, device=before.device)
-        self.state = backed_off(self.policy, self.state, Seen(finite=~yes, loss_finite=yes), torch)  # type: ignore[arg-type]
+        zero = torch.zeros_like(before)
+        overflow = Seen(finite=zero > 0, loss_finite=zero == 0, amax=zero, norm=zero, upper_share=zero)
+        self.state = backed_off(self.policy, self.state, overflow, torch)  # type: ignore[arg-type]
         return self.state.scale / before

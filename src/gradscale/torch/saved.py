@@ -39,6 +39,17 @@ def read_saved(mapping: Mapping[str, Any], system: str | None) -> tuple[Policy, 
         )
     policy = policy_from_dict(mapping["policy"])
     state = type(policy.start()).from_dict(mapping["state"])
+    _check_scale(policy, state)
+    return policy, state
+
+
+def _check_scale(policy: Policy, state: ScaleState) -> None:
+    """Raises unless there is one scale, and within the bounds of its policy if that has any."""
     if many := sorted(name for name, value in numbers(state).items() if np.ndim(value)):
         raise ValueError(f"A LossScaler has one scale. Received a state of many: {many} are lists.")
-    return policy, state
+    low, high = getattr(policy, "min_scale", 0.0), getattr(policy, "max_scale", np.inf)
+    if not low <= state.scale <= high:
+        raise ValueError(
+            f"The saved scale must lie between the policy's bounds, {low!r} and {high!r}. "
+            f"Received: scale={float(state.scale)!r}. The file it came from is damaged."
+        )

@@ -29,7 +29,7 @@ from gradscale.torch.measure import measure
 from gradscale.torch.plain import step_plainly
 from gradscale.torch.remember import Memory, OnStuck
 from gradscale.torch.result import StepResult
-from gradscale.torch.retry import Retry, check_retries, retriable_parameters, synchronises
+from gradscale.torch.retry import Retry, check_retries, retriable_parameters, synchronising
 from gradscale.torch.rule import Rule
 from gradscale.torch.saved import read_saved, write_saved
 from gradscale.torch.step import Step, look
@@ -218,7 +218,7 @@ class LossScaler:
         window.note_overflow(~torch.isfinite(measure(present, window.scale.device, norm=False).total))
         return true
 
-    def closure(self, evaluate: Callable[[], Tensor], optimizer: Optimizer | None = None) -> Callable[[], Tensor]:
+    def closure(self, evaluate: Callable[[], Tensor], optimizer: Optimizer | None = None) -> Callable[[], Any]:
         """Returns a closure for optimizers that evaluate the loss themselves, such as LBFGS.
 
             optimizer.step(scaler.closure(lambda: loss_fn(model(x), y), optimizer))
@@ -233,7 +233,7 @@ class LossScaler:
         """
         owner = self._holder() if optimizer is None else optimizer
         parameters = [parameter for parameter, _ in placed_parameters([owner])]
-        once = not self.policy.needs or any(map(synchronises, self._modules))
+        once = not self.policy.needs or any(map(synchronising, self._modules))
 
         def backward(loss: Tensor) -> None:
             self._window = None

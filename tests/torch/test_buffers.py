@@ -1,0 +1,193 @@
+"""`protect_buffers`: what a forward pass did to the buffers is undone when the step is skipped."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tests.torch.helpers import INF, NAN, all_finite, poison, same
+from torch import Tensor, nn
+
+from gradscale import Dynamic, NoScaling
+from gradscale.torch import LossScaler
+
+
+def setup(fused: bool = True) -> tuple[Any, torch.optim.Optimizer, LossScaler]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = LossScaler(model, Dynamic(init_scale=1024.0))
+    scaler.protect_buffers()
+    return model, optimizer, scaler
+
+
+def buffers(model: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler, x: Tensor) -> bool:
+    scaler.backward(model(x).square().mean())
+    skipped = scaler.step(optimizer).skipped()
+    optimizer.zero_grad()
+    return skipped
+
+
+def test_an_applied_step_keeps_what_the_forward_pass_did() -> None:
+    model, optimizer, scaler = setup()
+    before = buffers(model)
+    assert not step(model, optimizer, scaler, torch.randn(8, 4))
+    assert not same(buffers(model), before)
+    assert model[1].num_batches_tracked.item() == 1
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_batch_norms_statistics_survive_a_batch_that_is_not_finite(fused: bool, bad: float) -> None:
+    model, optimizer, scaler = setup(fused)
+    for _ in range(3):
+        step(model, optimizer, scaler, torch.randn(8, 4))
+    before = buffers(model)
+    assert step(model, optimizer, scaler, torch.full((8, 4), bad))
+    assert same(buffers(model), before)
+    assert model[1].num_batches_tracked.item() == 3
+    assert not step(model, optimizer, scaler, torch.randn(8, 4))
+    assert all_finite(model.buffers())
+    assert model[1].num_batches_tracked.item() == 4
+
+
+def test_statistics_are_poisoned_for_good_without_protection() -> None:
+    model, optimizer, _ = setup()
+    step(model, optimizer, LossScaler(model, Dynamic()), torch.full((8, 4), INF))
+    assert not all_finite(model.buffers())
+
+
+def test_every_micro_batch_of_a_skipped_step_is_undone() -> None:
+    model, optimizer, scaler = setup()
+    before = buffers(model)
+    for _ in range(3):
+        scaler.backward(model(torch.randn(8, 4)).mean())
+    poison(model[0].weight)
+    scaler.step(optimizer)
+    assert same(buffers(model), before)
+
+
+def test_loading_a_checkpoint_counts_as_a_new_beginning() -> None:
+    model, optimizer, scaler = setup()
+    step(model, optimizer, scaler, torch.randn(8, 4))
+    checkpoint = {name: torch.full_like(value, 2) for name, value in model.state_dict().items()}
+    model.load_state_dict(checkpoint)
+    assert step(model, optimizer, scaler, torch.full((8, 4), INF))
+    assert all((buffer == 2).all() for buffer in model.buffers())
+
+
+def test_loading_a_checkpoint_into_one_layer_counts_too() -> None:
+    model, optimizer, scaler = setup()
+    step(model, optimizer, scaler, torch.randn(8, 4))
+    model[1].load_state_dict({name: torch.full_like(value, 2) for name, value in model[1].state_dict().items()})
+    assert step(model, optimizer, scaler, torch.full((8, 4), INF))
+    assert all((buffer == 2).all() for buffer in model.buffers())
+
+
+class Reassigned(nn.Module):
+    """Replaces its buffer in every forward pass instead of writing to it."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.linear(x)
+
+
+def test_a_buffer_that_is_replaced_in_every_forward_pass_is_protected_too() -> None:
+    model = Reassigned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = LossScaler(model, Dynamic())
+    scaler.protect_buffers()
+    assert not step(model, optimizer, scaler, torch.ones(2, 4))
+    before = model.mean.clone()
+    assert step(model, optimizer, scaler, torch.full((2, 4), INF))
+    assert torch.equal(model.mean, before)
+
+
+def test_a_module_that_changed_its_type_keeps_its_protection() -> None:
+    model, optimizer, scaler = setup()
+    step(model, optimizer, scaler, torch.randn(8, 4))
+    model.double()
+    before = buffers(model)
+    scaler.backward(model(torch.full((8, 4), INF, dtype=torch.float64)).mean())
+    scaler.step(torch.optim.SGD(model.parameters()))
+    assert same(buffers(model), before)
+
+
+def test_buffers_that_are_new_or_have_a_new_shape_are_taken_as_they_are() -> None:
+    model = Reassigned()
+    scaler = LossScaler(model, Dynamic())
+    scaler.protect_buffers()
+    model.register_buffer("late", torch.ones(1))
+    model.mean = torch.full((2, 2), 3.0)
+    scaler.backward(model.linear(torch.ones(1, 4)).sum() * INF)
+    assert scaler.step(torch.optim.SGD(model.parameters())).skipped()
+    assert model.get_buffer("late").item() == 1.0
+    assert (model.mean == 3.0).all()
+
+
+def test_buffers_that_cannot_be_written_are_left_alone() -> None:
+    model = nn.Linear(2, 1)
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    model.register_buffer("expanded", torch.ones(1).expand(5))
+    model.register_buffer("missing", None)
+    scaler = LossScaler(model, Dynamic())
+    scaler.protect_buffers()
+    scaler.backward(model(torch.ones(1, 2)).sum() * INF)
+    assert scaler.step(torch.optim.SGD(model.parameters())).skipped()
+
+
+def test_a_graph_made_before_the_step_can_still_be_differentiated_after_it() -> None:
+    generator = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    discriminator = nn.Linear(4, 1)
+    of_g, of_d = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator))
+    scaler = LossScaler([generator, discriminator], Dynamic())
+    scaler.protect_buffers()
+    fake = generator(torch.randn(8, 4))
+    scaler.backward(discriminator(fake.detach()).mean())
+    scaler.step(of_d)
+    of_d.zero_grad()
+    scaler.backward(-discriminator(fake).mean())
+    assert not scaler.step(of_g).skipped()
+
+
+def test_a_protected_model_can_be_copied_and_pickled() -> None:
+    model, optimizer, scaler = setup()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        step(model, optimizer, scaler, torch.randn(8, 4))
+        before = buffers(twin)
+        step(model, optimizer, scaler, torch.full((8, 4), INF))
+        assert same(buffers(twin), before)
+        twin.load_state_dict(model.state_dict())
+
+
+def test_modules_can_be_named_and_must_be_known() -> None:
+    with pytest.raises(
+        ValueError, match=r"`protect_buffers` needs modules\. Build the scaler as `LossScaler\(model\)`"
+    ):
+        LossScaler().protect_buffers()
+    model, optimizer, _ = setup()
+    scaler = LossScaler(policy=Dynamic())
+    scaler.protect_buffers(model)
+    before = buffers(model)
+    assert step(model, optimizer, scaler, torch.full((8, 4), INF))
+    assert same(buffers(model), before)
+
+
+def test_protection_without_scaling_restores_nothing_as_nothing_is_skipped() -> None:
+    model, optimizer, _ = setup()
+    scaler = LossScaler(model, NoScaling())
+    scaler.protect_buffers()
+    step(model, optimizer, scaler, torch.randn(8, 4))
+    assert model[1].num_batches_tracked.item() == 1
