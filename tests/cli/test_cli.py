@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from gradscale import __version__
 from gradscale.cli import app
 
-COMMANDS = ("formats", "policies", "replay", "doctor")
+COMMANDS = ("demo", "formats", "policies", "replay", "doctor")
 
 
 @functools.cache
@@ -113,3 +114,13 @@ def test_a_bug_still_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys.modules["gradscale.cli.formats"], "table", broken)
     told = CliRunner().invoke(app, ["formats"])
     assert isinstance(told.exception, ValueError)
+
+
+def test_the_documentation_has_a_section_for_every_command_and_its_commands_parse() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    assert all(f"## {command}\n" in page for command in COMMANDS)
+    shown = [re.sub(r"^.*?gradscale ", "", block) for block in re.findall(r"```sh\n(.*)\n```", page)]
+    assert len(shown) == 7
+    for line in shown:
+        told = CliRunner().invoke(app, [*shlex.split(line), "--help"])
+        assert told.exit_code == 0, line

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from gradscale import __version__
+from gradscale.cli.demo import demo
 from gradscale.cli.doctor import doctor
 from gradscale.cli.formats import formats
 from gradscale.cli.policies import policies
@@ -17,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (formats, policies, replay, doctor):
+for command in (demo, formats, policies, replay, doctor):
     app.command()(command)
 
 
