@@ -1,0 +1,176 @@
+"""The demo as a whole: the comparison, the table, the picture, and the subcommand."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from gradscale.cli.demo import demo
+from gradscale.demo import WAYS, Run, compare, extra
+from gradscale.demo.digits import TEST_SIZE, Digits, load_digits
+from gradscale.demo.extra import MissingExtra, check_extra
+from gradscale.demo.plot import save_plot, smoothed
+from gradscale.demo.table import make_table
+from gradscale.histogram import best_static_scale, overflow_share
+
+STEPS = 12
+
+
+def compared(digits: Digits, steps: int, seed: int = 0) -> list[Run]:
+    return list(compare(digits, seed, steps, lambda way: None))
+
+
+@pytest.fixture(scope="module")
+def digits() -> Digits:
+    return load_digits(seed=0)
+
+
+@pytest.fixture(scope="module")
+def runs(digits: Digits) -> list[Run]:
+    return compared(digits, STEPS)
+
+
+def test_the_digits_are_split_and_none_is_in_both_parts(digits: Digits) -> None:
+    assert (len(digits.images), len(digits.test_images)) == (1797 - TEST_SIZE, TEST_SIZE)
+    assert (digits.images.dtype, digits.images.min(), digits.images.max()) == (np.float32, 0.0, 1.0)
+    other = load_digits(seed=1)
+    together = np.concatenate([digits.images, digits.test_images])
+    shuffled = np.concatenate([other.images, other.test_images])
+    assert sorted(map(bytes, together)) == sorted(map(bytes, shuffled))
+
+
+def test_the_four_ways_are_run_in_order(runs: list[Run]) -> None:
+    assert tuple(run.way.name for run in runs) == WAYS
+    assert all(len(run.losses) == len(run.scales) == STEPS for run in runs)
+
+
+def test_every_way_starts_from_the_same_weights_and_batches(runs: list[Run]) -> None:
+    first = [run.losses[0] for run in runs]
+    assert first == pytest.approx([first[0]] * 4, rel=1e-3)
+    assert first[1] == first[2] == first[3]
+
+
+def test_a_seed_gives_the_same_runs_again(digits: Digits, runs: list[Run]) -> None:
+    for again, run in zip(compared(digits, STEPS), runs, strict=True):
+        assert (again.losses, again.scales, again.lost, again.accuracy) == (
+            run.losses,
+            run.scales,
+            run.lost,
+            run.accuracy,
+        )
+
+
+def test_another_seed_gives_other_runs(digits: Digits, runs: list[Run]) -> None:
+    assert compared(digits, 1, seed=1)[0].losses[0] != runs[0].losses[0]
+
+
+def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: list[Run]) -> None:
+    full, _, static, _ = runs
+    assert set(static.scales) == {best_static_scale(full.histogram)}
+    assert overflow_share(full.histogram, scale=static.scales[0]) == 0.0
+
+
+def test_every_step_is_told(digits: Digits) -> None:
+    told: list[str] = []
+    list(compare(digits, 0, 3, told.append))
+    assert told == [way for way in WAYS for _ in range(3)]
+
+
+def test_fp32_loses_nothing_and_unscaled_fp16_loses_half(runs: list[Run]) -> None:
+    full, unscaled, static, _ = runs
+    assert set(full.lost) == {0.0}
+    assert min(unscaled.lost) > 0.4
+    assert max(static.lost) < 0.01
+
+
+def test_the_table_has_a_row_for_each_run_and_fits_a_terminal(runs: list[Run]) -> None:
+    written = io.StringIO()
+    Console(width=80, file=written).print(make_table(runs))
+    text = written.getvalue()
+    for run in runs:
+        assert run.way.name in text
+        assert f"{run.accuracy:.1%}" in text
+
+
+@pytest.mark.parametrize("name", ["picture.png", "picture.svg"])
+def test_the_same_runs_draw_the_same_picture(runs: list[Run], tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    save_plot(runs, path)
+    first = path.read_bytes()
+    save_plot(runs, path)
+    assert path.read_bytes() == first
+    assert first.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
+
+
+def test_smoothing_starts_at_the_first_value_and_skips_what_is_not_finite() -> None:
+    assert smoothed([2.0, 2.0, float("inf"), float("nan"), 3.0]) == pytest.approx([2.0, 2.0, 2.0, 2.0, 2.1])
+
+
+app = typer.Typer()
+app.command()(demo)
+
+
+def invoke(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_command_trains_and_writes_the_picture(tmp_path: Path) -> None:
+    told = invoke("--steps", 3, "--seed", 1, "--out", tmp_path / "new" / "picture.svg")
+    assert told.exit_code == 0
+    assert all(way in told.output for way in WAYS)
+    assert (tmp_path / "new" / "picture.svg").stat().st_size > 1000
+
+
+def test_a_folder_gets_a_picture_of_its_own(tmp_path: Path) -> None:
+    assert invoke("--steps", 1, "--out", tmp_path / "v1.2").exit_code == 2
+    (tmp_path / "v1.2").mkdir()
+    assert invoke("--steps", 1, "--out", tmp_path / "v1.2").exit_code == 0
+    assert (tmp_path / "v1.2" / "demo.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ("--out", "picture.gif"),
+            "`--out` must be a folder, or a file that ends in .png or .svg. Received: picture.gif.",
+        ),
+        (("--out", "/dev/null/picture.png"), "Error: "),
+        (("--steps", 0), "--steps"),
+        (("--seed", -1), "--seed"),
+    ],
+)
+def test_a_mistake_is_told_without_a_traceback(arguments: tuple[Any, ...], text: str) -> None:
+    told = invoke(*arguments)
+    assert told.exit_code == 2
+    assert text in told.stderr
+    assert isinstance(told.exception, SystemExit)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extra, "PACKAGES", ("numpy", "no_such_package"))
+    with pytest.raises(MissingExtra, match=r'not installed: no_such_package\. Run: pip install "gradscale\[demo\]"'):
+        check_extra()
+    told = invoke()
+    assert (told.exit_code, "gradscale[demo]" in told.stderr) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_unscaled_fp16_fails_where_fp32_and_scaled_fp16_learn(seed: int) -> None:
+    full, unscaled, static, dynamic = compared(load_digits(seed), steps=800, seed=seed)
+    assert full.accuracy > 0.95
+    assert unscaled.accuracy < 0.2
+    for scaled in (static, dynamic):
+        assert scaled.accuracy > full.accuracy - 0.02
+        assert np.mean(scaled.losses[-20:]) < 0.1
+        assert np.mean(scaled.lost) < 0.05
+    assert np.mean(unscaled.lost) > 0.5
+    assert unscaled.error < 2 * full.error  # nothing but the classifier shows that something is wrong
+    assert len(dynamic.skipped) > 0
+    assert len(static.skipped) == 0
