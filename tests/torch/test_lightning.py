@@ -1,0 +1,107 @@
+"""The drop-in inside Lightning: real training runs in FP16 on the CPU.
+
+`Trainer(precision="16-mixed")` falls back to BF16 on the CPU; the plugin given directly runs FP16 there too.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from gradscale.torch import GradScaler
+
+lightning = pytest.importorskip("lightning")
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:The '.*dataloader' does not have many workers"),
+    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated"),
+    pytest.mark.filterwarnings(r"ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings(r"ignore:The number of training batches \(4\) is smaller than the logging interval"),
+]
+
+
+class Regression(lightning.LightningModule):
+    """A small network; its gradients overflow at the steps it is told."""
+
+    def __init__(self, fused: bool = False, bad_steps: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.fused, self.bad_steps, self.steps = fused, bad_steps, 0
+        self.types: set[torch.dtype] = set()
+        self.losses: list[float] = []
+        self.skips: list[bool] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        out = self.net(batch[0])
+        self.types.add(out.dtype)
+        loss = nn.functional.mse_loss(out.float(), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def on_after_backward(self) -> None:
+        if self.steps in self.bad_steps:
+            self.net[0].weight.grad.fill_(torch.inf)
+        self.steps += 1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        scaler = self.trainer.precision_plugin.scaler
+        if isinstance(scaler, GradScaler):
+            self.skips.append(scaler.last.skipped())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-2, fused=self.fused)
+
+
+def fit(module: Regression, scaler: Any, epochs: int = 4, ckpt_path: Path | None = None, **kwargs: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 8, generator=generator)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)],
+        **kwargs,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16), ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_in_fp16_learns_and_a_skipped_step_is_told(fused: bool) -> None:
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    module = Regression(fused, bad_steps=(5,))
+    clipping = {} if fused else {"gradient_clip_val": 1.0}
+    fit(module, scaler, **clipping)
+    assert module.types == {torch.float16}
+    assert module.losses[-1] < 0.5 * module.losses[0]
+    assert [index for index, skipped in enumerate(module.skips) if skipped] == [5]
+    assert scaler.get_scale() == 2.0**10 * 2 / 2 * 4
+    assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
+
+
+def test_checkpoint_holds_the_scaler_and_a_resumed_run_goes_on_with_it(tmp_path: Path) -> None:
+    scaler = GradScaler("cpu", init_scale=256.0, growth_interval=6, hysteresis=2)
+    trainer = fit(Regression(bad_steps=(3,)), scaler, epochs=1)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=True)["MixedPrecision"]
+    assert saved == scaler.state_dict()
+    resumed = GradScaler("cpu")
+    fit(Regression(bad_steps=(0,)), resumed, epochs=2, ckpt_path=tmp_path / "run.ckpt")
+    assert resumed.get_scale() == 128.0, "the second overflow of two, one of them before the checkpoint"
+
+
+def test_checkpoint_of_a_run_with_torchs_scaler_is_taken_over(tmp_path: Path) -> None:
+    trainer = fit(Regression(), torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3), epochs=1)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    scaler = GradScaler("cpu")
+    fit(Regression(), scaler, epochs=2, ckpt_path=tmp_path / "run.ckpt")
+    assert scaler.get_scale() == 256.0 * 2**2
+    assert scaler.get_growth_interval() == 3
