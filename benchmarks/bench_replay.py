@@ -6,8 +6,8 @@ Machine:  printed with the results. One core: numpy runs the element-wise operat
 Command:  python benchmarks/bench_replay.py [--quick]
 Caveats:  the baseline steps two of the policies over part of the flags, since stepping all would take minutes. Time for
           stacking the policies is counted. 2% of the steps overflow; where settings differ less, or flags are rarer,
-          the branches in numpy's `where` predict better and it runs faster. The speed falls when other processes use
-          the machine; both sides suffer, so the ratio is the steadier number.
+          the branches in numpy's `where` predict better and it runs faster. Seconds are processor time of the one
+          thread at work, so that other processes disturb less; on an idle machine that is the time on the clock.
 """
 
 import argparse
@@ -51,10 +51,10 @@ def step_one_at_a_time(chosen: list[Dynamic], found_inf: np.ndarray) -> None:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Returns how long `run` takes."""
-    start = time.perf_counter()
+    """Returns how much processor time `run` takes."""
+    start = time.process_time()
     run()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def measure(size: int, steps: int, rounds: int) -> tuple[float, float]:
