@@ -3,7 +3,6 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from gradscale.torch import apply
 from gradscale.torch.grad_scaler_saved import read_scaler, write_extra
 from gradscale.torch.grad_scaler_settings import (
     Bounds,
-    check_factors,
-    check_interval,
+    changed,
+    check_number_of_rule,
     check_policy,
     number_from_tensor,
     refuse_second_rule,
@@ -197,8 +196,9 @@ class GradScaler(torch.amp.GradScaler):
             return super()._check_inf_per_device(optimizer)
         state, gradients = self._per_optimizer_states[id(optimizer)], gradients_of(optimizer)
         own, policy = getattr(optimizer, "grad_scale", None), self._sizing_policy
-        exactly = own is not None or policy is not None or self._known.may_be_below_one(scale)
-        overflow, measured = check(gradients, scale if own is None else scale * own, divided=exactly)
+        divisor = scale if own is None else scale * own
+        divided = own is not None or self._known.may_be_below_one(scale)
+        overflow, measured = check(gradients, divisor, divided=divided, amax=policy is not None)
         if policy is not None:
             state["sizes"] = sizes_for(policy, gradients, scale, measured)
         state["measured"] = measured
@@ -346,17 +346,9 @@ class GradScaler(torch.amp.GradScaler):
     def _change(self, name: str, value: Any) -> None:
         """Changes one number of the rule, or raises if it is not legal or the policy has no such number."""
         if self._enabled:
-            if name == "growth_interval":
-                check_interval(value)
-            else:
-                check_factors(**({"growth_factor": 2.0, "backoff_factor": 0.5} | {name: value}))
+            check_number_of_rule(name, value)
             if self._rule is not None:
-                if not isinstance(self._rule.policy, Dynamic):
-                    raise ValueError(
-                        f"The scale follows `{type(self._rule.policy).__name__}`, which has no `{name}` to set. "
-                        f"Received: {name}={value!r}. Build another scaler with another `policy`."
-                    )
-                self._rule.policy = replace(self._rule.policy, **{name: value})
+                self._rule.policy = changed(self._rule.policy, name, value)
         setattr(self, f"_{name}", value)
 
     def state_dict(self) -> dict[str, Any]:

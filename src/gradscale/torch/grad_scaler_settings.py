@@ -1,7 +1,7 @@
 """What `GradScaler` accepts: its rule, its bounds and its scales, checked before anything is changed."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -138,6 +138,24 @@ def check_factors(growth_factor: float, backoff_factor: float) -> None:
             "`backoff_factor` must be greater than 0: an overflow lowers the scale, it does not end it. "
             f"Received: backoff_factor={backoff_factor!r}."
         )
+
+
+def check_number_of_rule(name: str, value: Any) -> None:
+    """Raises unless `value` is legal for the number called `name`: one of the two factors, or the interval."""
+    if name == "growth_interval":
+        check_interval(value)
+    else:
+        check_factors(**({"growth_factor": 2.0, "backoff_factor": 0.5} | {name: value}))
+
+
+def changed(policy: Policy, name: str, value: Any) -> Policy:
+    """Returns `policy` with another number in it, or raises if it has no such number."""
+    if isinstance(policy, Dynamic):
+        return replace(policy, **{name: value})
+    raise ValueError(
+        f"The scale follows `{type(policy).__name__}`, which has no `{name}` to set. Received: {name}={value!r}. "
+        "Build another scaler with another `policy`."
+    )
 
 
 def check_interval(growth_interval: int) -> None:

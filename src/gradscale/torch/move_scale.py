@@ -65,7 +65,7 @@ class Sizes:
 
 
 def sizes_for(policy: Policy, gradients: Sequence[Tensor], scale: Tensor, measured: Measured | None) -> Sizes:
-    """Returns what `policy` needs to know of `gradients`, from a read that was made already or from one of its own."""
+    """Returns what `policy` needs to know of `gradients`, whose largest magnitudes may have been `measured` already."""
     read = measure(gradients, scale.device, norm=False) if measured is None else measured
     share = torch.zeros_like(scale)
     if "upper_share" in policy.needs:

@@ -108,26 +108,31 @@ def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     return torch.stack(found).ne(0).any() if found else torch.zeros((), dtype=torch.bool, device=device)
 
 
-def check(gradients: Sequence[Tensor], divisor: Tensor, *, divided: bool) -> tuple[Tensor, Measured | None]:
+def check(
+    gradients: Sequence[Tensor], divisor: Tensor, *, divided: bool, amax: bool = False
+) -> tuple[Tensor, Measured | None]:
     """Returns whether a gradient is not finite, as a 0-d bool, and the sizes of the gradients if they were read.
 
-    The largest finite number is no overflow. Changes no gradient and does not wait for the device. On the CPU, where
-    to look at the outcome is free, sizes are read only if they must be.
+    Changes no gradient and does not wait for the device. On the CPU, where to look at the outcome is free, sizes are
+    read only if they must be, and the largest finite number is no overflow. Elsewhere norms are read, by one
+    multi-tensor kernel where largest magnitudes would take a launch for each gradient.
 
     Args:
         gradients: dense tensors.
         divisor: what the gradients will be divided by, one float32, on the device of the outcome.
         divided: whether a gradient that would not be finite once divided counts too. It can only be so where the
-            divisor is below 1. The sizes are always read then.
+            divisor is below 1.
+        amax: whether the sizes are needed, as largest magnitudes.
     """
     if not set(map(type, gradients)) <= {Tensor}:
         # Distributed tensors: torch's kernel knows how to agree on the flag, and norms of shards are only partial.
         return _flagged(gradients, divisor), None
-    if not divided and {divisor.device, *(grad.device for grad in gradients)} == {CPU}:
+    on_cpu = {divisor.device, *(grad.device for grad in gradients)} == {CPU}
+    if on_cpu and not (divided or amax):
         overflow = _glanced(gradients, divisor)
         if not overflow.tolist():
             return overflow, None
-    measured = measure(gradients, divisor.device, norm=False)
+    measured = measure(gradients, divisor.device, norm=not (on_cpu or amax))
     return ~measured.finite(divisor).reshape(()), measured
 
 

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from tests.torch.helpers import poison
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradscale.torch import GradScaler
+from gradscale.torch import GradScaler, StepResult
 
 Optimizer = torch.optim.Optimizer
 
@@ -44,6 +45,17 @@ def give(*pairs: tuple[nn.Parameter, Any]) -> None:
         owner.grad = grad if isinstance(grad, Tensor) else torch.full_like(owner, grad)
 
 
+def grad_of(owner: Any) -> Tensor:
+    """Returns the gradient of a parameter that has one."""
+    return owner.grad
+
+
+def last_of(scaler: GradScaler) -> StepResult:
+    """Returns the result of a step that has been made."""
+    assert scaler.last is not None
+    return scaler.last
+
+
 def train(
     scaler: Any,
     optimizer_of: Callable[[Any], Optimizer],
@@ -59,7 +71,7 @@ def train(
         optimizer.zero_grad()
         scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
         if step == bad_step:
-            model[1].weight.grad[0, 0] = torch.inf
+            poison(list(model.parameters())[2])
         if clip:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 0.2)

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tests.torch.grad_scaler.helpers import give, parameter, ready
+from tests.torch.grad_scaler.helpers import give, grad_of, parameter, ready
 from torch import Tensor
 
-from gradscale.torch import GradScaler
+from gradscale import Headroom
+from gradscale.state import Seen
+from gradscale.torch import GradScaler, unscale
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
 
@@ -78,4 +81,38 @@ def test_flags_are_noted_for_every_device_that_holds_gradients() -> None:
     noted = scaler._check_inf_per_device(optimizer)
     assert {device: flag.item() for device, flag in noted.items()} == {FIRST: 1.0}
     assert scaler._found_inf_per_device(optimizer) is noted
-    assert owner.grad.tolist() == [torch.inf] * 3
+    assert grad_of(owner).tolist() == [torch.inf] * 3
+
+
+@pytest.fixture
+def _as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the check take the CPU for an accelerator, whose outcome it may not look at."""
+    monkeypatch.setattr(unscale, "CPU", torch.device("meta"))
+
+
+@pytest.mark.usefixtures("_as_on_an_accelerator")
+@pytest.mark.parametrize(("grad", "skipped"), [(1.0, False), (torch.inf, True), (torch.nan, True), (1e30, True)])
+def test_fused_step_on_an_accelerator_is_gated_by_the_norm(grad: float, skipped: bool) -> None:
+    owner, other = parameter(), parameter()
+    optimizer = torch.optim.SGD([("good", other), ("bad", owner)], lr=0.1, fused=True)
+    scaler = ready(GradScaler("cpu", init_scale=8.0))
+    give((other, 1.0), (owner, grad))
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(owner.detach(), torch.ones(3)) is skipped
+    assert [culprit.name for culprit in scaler.last.culprits()] == (["bad"] if skipped else [])
+
+
+@pytest.mark.usefixtures("_as_on_an_accelerator")
+def test_policy_on_an_accelerator_is_shown_the_largest_gradient_and_no_norm() -> None:
+    owner = parameter(shape=(100,))
+    optimizer = torch.optim.SGD([owner], lr=0.0, fused=True)
+    policy = Headroom()
+    scaler = ready(GradScaler("cpu", policy=policy))
+    state = policy.start()
+    for _ in range(20):
+        give((owner, 0.25 * scaler.get_scale()))
+        scaler.step(optimizer)
+        scaler.update()
+        state = policy.next(state, Seen(amax=np.float32(0.25)), np)
+        assert scaler.get_scale() == float(state.scale)

@@ -4,17 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.grad_scaler.helpers import give, parameter, ready
+from tests.torch.grad_scaler.helpers import give, last_of, parameter, ready
 
 from gradscale.state import Status
-from gradscale.torch import Culprit, GradScaler, StepResult
+from gradscale.torch import Culprit, GradScaler
 
 INF, NAN = torch.inf, torch.nan
-
-
-def last_of(scaler: GradScaler) -> StepResult:
-    assert scaler.last is not None
-    return scaler.last
 
 
 def test_there_is_no_result_before_the_first_step() -> None:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.grad_scaler.helpers import OURS, TORCH, give, parameter, ready
+from tests.torch.grad_scaler.helpers import OURS, TORCH, give, grad_of, last_of, parameter, ready
+from tests.torch.helpers import poison
 from torch import Tensor, nn
 
 from gradscale.torch import GradScaler
@@ -119,7 +120,7 @@ def test_fp16_gradients_are_refused_and_the_note_names_the_parameters() -> None:
         "FP16 parameters: embedding.weight. Keep parameters in float32 and compute under `torch.autocast`, or use "
         "`gradscale.torch.LossScaler`."
     ]
-    assert owner.grad.tolist() == [1.0] * 3
+    assert grad_of(owner).tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -163,7 +164,7 @@ def test_largest_finite_gradient_is_no_overflow(fused: bool, shape: tuple[int, .
     give((owner, torch.finfo(torch.float32).max))
     scaler.step(optimizer)
     scaler.update()
-    assert not scaler.last.skipped()  # type: ignore[union-attr]
+    assert not last_of(scaler).skipped()
     assert scaler.get_scale() == 1.0
 
 
@@ -175,7 +176,7 @@ def test_one_bad_number_anywhere_skips_the_step(fused: bool, shape: tuple[int, .
     optimizer = torch.optim.SGD([owner, other], lr=0.1, fused=fused)
     scaler = ready(GradScaler("cpu", init_scale=4.0))
     give((owner, 4.0), (other, 4.0))
-    other.grad.view(-1)[-1] = bad
+    poison(other, bad, at=-1)
     scaler.step(optimizer)
     scaler.update()
     assert torch.equal(owner.detach(), torch.ones(shape))
@@ -190,7 +191,7 @@ def test_explicit_unscale_and_step_divide_once(fused: bool) -> None:
     give((owner, 8.0))
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    assert owner.grad.tolist() == [1.0] * 3
+    assert grad_of(owner).tolist() == [1.0] * 3
     assert owner.tolist() == [0.5] * 3
 
 
@@ -215,7 +216,7 @@ def test_scale_written_behind_the_scalers_back_is_noticed() -> None:
     scaler._scale.fill_(2.0**-20)  # type: ignore[union-attr]
     give((owner, 1e35))
     scaler.step(optimizer)
-    assert scaler.last.skipped()  # type: ignore[union-attr]
+    assert last_of(scaler).skipped()
 
 
 def test_two_optimizers_may_share_parameters_once_another_loss_was_scaled() -> None:

@@ -1,10 +1,11 @@
 """How often the drop-in makes the host wait for the device: never with fused optimizers, else once a step."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from tests.torch.grad_scaler.helpers import OURS, TORCH, HostReads, batches, linear_pair
+from tests.torch.helpers import poison
 from torch import nn
 
 from gradscale import Headroom
@@ -23,7 +24,7 @@ def reads_per_step(scaler: Any, bad: bool = False, clip: bool = False, **kwargs:
         with HostReads() as reads:
             scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
             if bad:
-                model[0].weight.grad.fill_(torch.inf)
+                poison(next(model.parameters()))
             if clip:
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
@@ -95,7 +96,7 @@ def test_several_devices_are_read_at_once() -> None:
 class SlowLetter:
     """A letter that arrives when the test says so, as on an accelerator that is busy."""
 
-    sent: list["SlowLetter"] = []
+    sent: ClassVar[list["SlowLetter"]] = []
 
     def __init__(self, scale: torch.Tensor) -> None:
         self.value, self.arrived = scale.item(), False
