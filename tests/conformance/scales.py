@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gradscale import Policy
-from gradscale.predictive import Headroom, Histogram
+from gradscale.predictive import Headroom, Histogram, LogMax
 
 
 class Row(NamedTuple):
@@ -77,6 +77,45 @@ SCALE_CASES = (
         "headroom ignores zeros once it knows better, and losses that are not finite",
         Headroom(init_scale=2.0**23),
         (Row(SMALL, 2.0**23), Row(ZERO, 2.0**23), Row(LARGE, 2.0**23, loss=math.nan), Row(SMALL, 2.0**23)),
+    ),
+    ScaleCase(
+        "logmax aims at the last gradient where it allows for no deviation",
+        LogMax(deviations=0.0),
+        (
+            Row(SMALL, 2.0**21),
+            Row(SMALL, 2.0**22),
+            Row(SMALL, 2.0**23),
+            Row(SMALL, 2.0**24),
+            Row(SMALL, 2.0**25),
+            Row(SMALL, 2.0**25),
+            Row(LARGE, 2.0**11),
+        ),
+    ),
+    ScaleCase(
+        # The variance starts at 1 and is 1/2, 1/3, ... 1/7 after steps that are all alike: 2.2 to 1.2 bits of room.
+        "logmax leaves room for deviations, and less the longer there are none",
+        LogMax(),
+        (
+            Row(SMALL, 2.0**19),
+            Row(SMALL, 2.0**20),
+            Row(SMALL, 2.0**21),
+            Row(SMALL, 2.0**22),
+            Row(SMALL, 2.0**23),
+            Row(SMALL, 2.0**24),
+        ),
+    ),
+    ScaleCase(
+        # At 2**16 the unseen gradients overflowed, so the ceiling is half of that above the peak: 2**15 less 2.2 bits.
+        "logmax answers overflows, zeros and bad losses as headroom does",
+        LogMax(),
+        (
+            Row(INF, 1.0),
+            Row(ZERO, 2.0**16),
+            Row(SMALL, 2.0**12),
+            Row(LARGE, 2.0**12, loss=math.nan),
+            Row(INF, 2.0**11),
+            Row(INF, 2.0**9),
+        ),
     ),
     ScaleCase(
         "histogram rises while few gradients are above the edge, and waits longer for a scale that failed twice",
