@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -14,8 +14,11 @@ from gradscale.numpy.measure import Measured, agree, measure
 from gradscale.numpy.result import Culprit, StepResult
 from gradscale.numpy.tree import WIDE, FloatArray, named_arrays
 from gradscale.policy import Dynamic, Policy
+from gradscale.record import numbers, with_values
 from gradscale.saved import policy_from_dict
 from gradscale.state import Outcome, ScaleState, Seen, Status
+
+R = TypeVar("R")
 
 DEFAULT_POLICY = Dynamic()
 
@@ -151,13 +154,27 @@ class LossScaler:
 
     def _decide(self, seen: Seen, clip_norm: float | None) -> Outcome:
         with _any_scale():
-            return decide(self._policy, self._state, seen, np, clip_norm)
+            outcome = decide(self._policy, _vector(self._state), _vector(seen), np, clip_norm)
+        return Outcome(_scalar(outcome.state), outcome.applied[0], outcome.factor[0])
 
     def _remember(self, state: ScaleState, result: StepResult) -> StepResult:
         self._state = state
         self._last = result
         self._losses_finite = True
         return result
+
+
+def _vector(record: R) -> R:
+    """Returns a copy of `record` with vectors of one element.
+
+    They stay float32: of a float32 scalar times a Python number, numpy 1 would make float64.
+    """
+    return with_values(record, {name: np.atleast_1d(value) for name, value in numbers(record).items()})
+
+
+def _scalar(record: R) -> R:
+    """Returns a copy of `record` with its vectors of one element as scalars."""
+    return with_values(record, {name: np.reshape(value, ()) for name, value in numbers(record).items()})
 
 
 def _any_scale() -> np.errstate:

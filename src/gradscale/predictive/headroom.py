@@ -88,7 +88,9 @@ class Headroom(Record):
     def start(self) -> HeadroomState:
         """Returns the state before the first step."""
         scale = np.float32(self.init_scale)
-        return HeadroomState(scale=scale, ceiling=self._limit(scale, np), drop=np.float32(1 / stride(self.format)))
+        return HeadroomState(
+            scale=scale, ceiling=np.float32(self._limit(scale, np)), drop=np.float32(1 / stride(self.format))
+        )
 
     def next(self, state: HeadroomState, seen: Seen, xp: Namespace) -> HeadroomState:
         """Returns the state after one step.

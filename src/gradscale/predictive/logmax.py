@@ -102,7 +102,9 @@ class LogMax(Record):
     def start(self) -> LogMaxState:
         """Returns the state before the first step."""
         scale = np.float32(self.init_scale)
-        return LogMaxState(scale=scale, ceiling=highest(self.format, scale), drop=np.float32(1 / stride(self.format)))
+        return LogMaxState(
+            scale=scale, ceiling=np.float32(highest(self.format, scale)), drop=np.float32(1 / stride(self.format))
+        )
 
     def next(self, state: LogMaxState, seen: Seen, xp: Namespace) -> LogMaxState:
         """Returns the state after one step.
