@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -213,6 +214,14 @@ def test_headroom_is_unknown_after_an_overflow() -> None:
     scaler = LossScaler()
     scaler.step([f32(1, math.inf)])
     assert math.isnan(scaler.metrics()["headroom_bits"])
+
+
+def test_the_gradients_of_a_result_live_no_longer_than_it_does() -> None:
+    scaler = LossScaler()
+    result = scaler.step([f32(1)])
+    grads = weakref.ref(result.grads[0])
+    del result
+    assert grads() is None
 
 
 step_flags = st.lists(st.sampled_from(["clean", "overflow", "bad loss"]), max_size=30)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -159,7 +160,7 @@ class LossScaler:
 
     def _remember(self, state: ScaleState, result: StepResult) -> StepResult:
         self._state = state
-        self._last = result
+        self._last = replace(result, grads=None)  # they are as large as the model, and the caller's to keep
         self._losses_finite = True
         return result
 
