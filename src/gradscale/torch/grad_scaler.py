@@ -24,8 +24,8 @@ from gradscale.torch.grad_scaler_settings import (
 )
 from gradscale.torch.gradients import Names, collect
 from gradscale.torch.known_scale import KnownScale
-from gradscale.torch.measure import Measured, measure
-from gradscale.torch.move_scale import as_state, move_by_kernel, move_by_policy, seen_in, sizes_for
+from gradscale.torch.measure import Measured
+from gradscale.torch.move_scale import move_by_kernel, move_by_policy, seen_in, sizes_for
 from gradscale.torch.result import StepResult
 from gradscale.torch.rule import Rule
 from gradscale.torch.unscale import (
@@ -36,6 +36,7 @@ from gradscale.torch.unscale import (
     no_gradients,
     refuse_divided,
     refuse_half,
+    sizes_of,
 )
 
 Optimizer = torch.optim.Optimizer
@@ -251,7 +252,7 @@ class GradScaler(torch.amp.GradScaler):
         returned = apply.step_folded(optimizer, divisor, overflow.float(), *args, **kwargs)
         measured = state.get("measured")
         if measured is None and overflow.is_cpu and overflow.tolist():
-            measured = measure(gradients_of(optimizer), scale.device, norm=False)
+            measured = sizes_of(gradients_of(optimizer), scale.device)
         self._remember(optimizer, scale, overflow, measured)
         return returned
 
@@ -269,7 +270,7 @@ class GradScaler(torch.amp.GradScaler):
         returned, measured = None, None
         if bool(overflow):
             apply.hold(optimizer)
-            measured = measure(gradients_of(optimizer), scale.device, norm=False)
+            measured = sizes_of(gradients_of(optimizer), scale.device)
         else:
             returned = optimizer.step(*args, **kwargs)
         self._remember(optimizer, scale, overflow, measured)
@@ -377,8 +378,6 @@ class GradScaler(torch.amp.GradScaler):
         state["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
         if self._rule is not None:
             present = self._rule.state
-            if self._scale is not None and self._growth_tracker is not None:
-                present = as_state(present, self._scale, self._growth_tracker)
             state["_rule"] = Rule(self._rule.policy, type(present).from_dict(present.to_dict()))
         return state
 

@@ -38,15 +38,12 @@ def move_by_policy(
     policy: Policy, state: ScaleState, scale: Tensor, tracker: Tensor, seen: Seen, bounds: Bounds
 ) -> ScaleState:
     """Moves `scale` and `tracker` as `policy` says, and returns its next state. Does not wait for the device."""
-    after = policy.next(as_state(state, scale, tracker), seen, torch)  # type: ignore[arg-type]
+    # These two count: others may have set them since the state was made.
+    present = replace(state, scale=scale.clone(), clean_steps=tracker.clone())
+    after = policy.next(present, seen, torch)  # type: ignore[arg-type]
     scale.copy_(after.scale).clamp_(bounds.min_scale, bounds.max_scale)
     tracker.copy_(after.clean_steps)
     return after
-
-
-def as_state(state: ScaleState, scale: Tensor, tracker: Tensor) -> ScaleState:
-    """Returns `state` with the scale and the clean steps that torch's attributes hold: others may have set those."""
-    return replace(state, scale=scale.clone(), clean_steps=tracker.clone())
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,5 +148,7 @@ def _count(grad: Tensor | None, version: int) -> int | None:
     """Returns the non-finite elements of a gradient that nobody has touched since; None where it is gone."""
     if grad is None or grad._version != version:
         return None
-    values = grad if grad.layout is torch.strided else grad.values()
+    # Of a distributed gradient the shard held here: to count in all of it would wait for every other rank.
+    held = grad.to_local() if hasattr(grad, "to_local") else grad  # type: ignore[attr-defined]
+    values = held if held.layout is torch.strided else held.values()
     return int((~torch.isfinite(values)).sum())

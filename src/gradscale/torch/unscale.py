@@ -133,7 +133,13 @@ def check(
         if not overflow.tolist():
             return overflow, None
     measured = measure(gradients, divisor.device, norm=not (on_cpu or amax))
-    return ~measured.finite(divisor).reshape(()), measured
+    return ~measured.finite(divisor), measured
+
+
+def sizes_of(gradients: Sequence[Tensor], device: torch.device) -> Measured:
+    """Returns how large the gradients are, each by itself: of a distributed one, the shard that this rank holds."""
+    held = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]  # type: ignore[attr-defined]
+    return measure(held, device, norm=False)
 
 
 def _glanced(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:

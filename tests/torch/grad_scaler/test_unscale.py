@@ -219,6 +219,43 @@ def test_scale_written_behind_the_scalers_back_is_noticed() -> None:
     assert last_of(scaler).skipped()
 
 
+@pytest.mark.parametrize("moved", ["by hand", "behind its back before an update"])
+def test_scale_that_falls_below_one_is_noticed_however_it_got_there(moved: str) -> None:
+    owner = parameter()
+    optimizer = torch.optim.SGD([owner], lr=0.1)
+    scaler = ready(GradScaler("cpu"))
+    give((owner, 1.0))
+    scaler.step(optimizer)
+    if moved == "by hand":
+        scaler.update(2.0**-20)
+    else:
+        scaler._scale.fill_(2.0**-20)  # type: ignore[union-attr]
+        scaler.update()
+    give((owner, 1e35))
+    scaler.step(optimizer)
+    assert last_of(scaler).skipped()
+
+
+def test_gradient_that_the_users_own_grad_scale_makes_infinite_skips_the_step() -> None:
+    owner = parameter()
+    optimizer = torch.optim.SGD([owner], lr=0.1, fused=True)
+    scaler = ready(GradScaler("cpu", init_scale=2.0))
+    optimizer.grad_scale = torch.tensor(2.0**-20)  # type: ignore[attr-defined]
+    give((owner, 1e35))
+    scaler.step(optimizer)
+    assert owner.tolist() == [1.0] * 3
+
+
+def test_two_optimizers_may_share_parameters_in_turns() -> None:
+    owner = parameter()
+    scaler = ready(GradScaler("cpu", init_scale=8.0))
+    for optimizer in (torch.optim.SGD([owner], lr=0.5), torch.optim.SGD([owner], lr=0.5)):
+        give((owner, 8.0))
+        scaler.step(optimizer)
+        scaler.update()
+    assert owner.tolist() == [0.0] * 3
+
+
 def test_two_optimizers_may_share_parameters_once_another_loss_was_scaled() -> None:
     owner = parameter()
     first, second = (torch.optim.SGD([owner], lr=0.5, fused=True) for _ in range(2))
