@@ -1,4 +1,6 @@
-"""Every test starts from the same random numbers."""
+"""Every test starts from the same random numbers, on one thread: small models wait for threads more than they work."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -7,3 +9,11 @@ import torch
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

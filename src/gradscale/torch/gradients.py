@@ -36,6 +36,13 @@ def collect(optimizers: Sequence[Optimizer]) -> list[Gradient]:
     return found
 
 
+def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    """Yields every parameter of the optimizers."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
 def placed_parameters(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, str]]:
     """Yields every parameter of the optimizers with the name or the place it has there."""
     for optimizer in optimizers:
@@ -49,7 +56,7 @@ def share_parameters(optimizers: Sequence[Optimizer]) -> bool:
     """Returns whether a parameter belongs to more than one of the optimizers."""
     if len(optimizers) == 1:
         return False
-    owned = [id(parameter) for parameter, _ in placed_parameters(optimizers)]
+    owned = [id(parameter) for parameter in parameters_of(optimizers)]
     return len(set(owned)) < len(owned)
 
 

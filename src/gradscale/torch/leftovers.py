@@ -1,38 +1,43 @@
 """Gradients that an earlier step left behind, told apart from those that somebody has cleared since."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradscale.torch.gradients import placed_parameters
+from gradscale.torch.gradients import parameters_of
 
 Optimizer = torch.optim.Optimizer
 
 
 class Leftovers:
-    """Remembers the gradients that a step left in its optimizers, to see later if they are still there.
+    """Remembers the gradients that are there when a step ends, to see later if they are still there.
 
-    Optimizers of earlier steps count too: a generator's backward pass fills the gradients of the discriminator. A
-    gradient is known by its identity and version, so clearing it in place counts as clearing, and nothing is read from
-    the device. References are weak.
+    Not only those of the step: a generator's backward pass fills the gradients of the discriminator. A gradient is
+    known by its identity and version, and nothing is read from the device; so clearing in place counts as clearing, as
+    does any other write in place. References to parameters and gradients are weak.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._others: list[weakref.ref[Tensor]] | None = None
         self._left: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor], int]] = []
 
-    def __reduce__(self) -> tuple[type["Leftovers"], tuple[()]]:
+    def __reduce__(self) -> tuple[type["Leftovers"], tuple[Sequence[nn.Module]]]:
         """A copy starts afresh: it has seen no gradients."""
-        return Leftovers, ()
+        return Leftovers, (self._modules,)
 
-    def remember(self, optimizers: Iterable[Optimizer]) -> None:
-        """Notes the gradients that `optimizers`, and all noted before, hold now."""
-        self._known.update(optimizers)
+    def remember(self, optimizers: Sequence[Optimizer]) -> None:
+        """Notes the gradients held now by `optimizers`, by those noted before, and by the modules."""
+        if self._others is None or any(optimizer not in self._known for optimizer in optimizers):
+            self._known.update(optimizers)
+            self._others = self._held_by_modules_alone()
+        others = [parameter for reference in self._others if (parameter := reference()) is not None]
         self._left = [
             (weakref.ref(parameter), weakref.ref(grad), grad._version)
-            for parameter, _ in placed_parameters(self._known)
+            for parameter in (*parameters_of(self._known), *others)
             if (grad := parameter.grad) is not None
         ]
 
@@ -46,3 +51,9 @@ class Leftovers:
             if parameter.grad is grad and grad._version == version:
                 found.append(parameter)
         return found
+
+    def _held_by_modules_alone(self) -> list[weakref.ref[Tensor]]:
+        """Returns the modules' parameters that no known optimizer holds. Slow: not for every step."""
+        held = {id(parameter) for parameter in parameters_of(self._known)}
+        parameters = [parameter for module in self._modules for parameter in module.parameters()]
+        return [weakref.ref(parameter) for parameter in parameters if id(parameter) not in held]

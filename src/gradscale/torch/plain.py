@@ -6,7 +6,7 @@ import torch
 
 from gradscale.state import Seen
 from gradscale.torch.apply import apply_plainly
-from gradscale.torch.gradients import Names, collect, placed_parameters
+from gradscale.torch.gradients import Names, collect, parameters_of
 from gradscale.torch.measure import measure
 from gradscale.torch.result import StepResult
 from gradscale.torch.rule import Rule
@@ -36,7 +36,7 @@ def step_plainly(
         norm: whether to measure the norm; needed for `clip_norm`.
     """
     gradients = collect(optimizers) if norm or clip_value is not None else []
-    device = rule.settle(next(placed_parameters(optimizers))[0].device)
+    device = rule.settle(next(parameters_of(optimizers)).device)
     measured = measure([gradient.values for gradient in gradients if norm], device, norm=True)
     yes = torch.ones((), dtype=torch.bool, device=device)
     scale = rule.state.scale

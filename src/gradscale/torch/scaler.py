@@ -22,7 +22,7 @@ from gradscale.torch.checks import (
     warn_of_half,
 )
 from gradscale.torch.closure import RETRIES, make_closure
-from gradscale.torch.gradients import Names, collect, placed_parameters
+from gradscale.torch.gradients import Names, collect, parameters_of
 from gradscale.torch.guard import Guard, OnSkip
 from gradscale.torch.leftovers import Leftovers
 from gradscale.torch.measure import measure
@@ -76,7 +76,7 @@ class LossScaler:
         self._rule = Rule(_as_policy(policy), device=None if device is None else torch.device(device))
         self._agreement = Agreement(group)
         self._memory = Memory(max_consecutive_skips, on_stuck)
-        self._leftovers = Leftovers()
+        self._leftovers = Leftovers(self._modules)
         self._buffers: list[BufferGuard] = []
         self._window: Window | None = None
         self._warned_of_half = False
@@ -232,7 +232,7 @@ class LossScaler:
             optimizer: whose parameters get the gradients; by default all of the model's.
         """
         owner = self._holder() if optimizer is None else optimizer
-        parameters = [parameter for parameter, _ in placed_parameters([owner])]
+        parameters = list(parameters_of([owner]))
         once = not self.policy.needs or any(map(synchronising, self._modules))
 
         def backward(loss: Tensor) -> None:

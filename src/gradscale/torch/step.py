@@ -70,7 +70,7 @@ def look(
     measured = measure(values, device, norm=norm)
     finite = measured.finite(unit) & ~window.overflowed
     # Edits inside `unscaled`, such as clipping, say nothing about what the backward pass has to hold.
-    amax = window.unscaled_amax if window.true_units else measured.amax / unit
+    amax = measured.amax / unit if unit is window.scale else window.unscaled_amax
     seen = Seen(
         finite=finite,
         loss_finite=window.loss_finite | window.overflowed,
