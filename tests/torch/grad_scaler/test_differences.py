@@ -174,6 +174,12 @@ def test_update_takes_a_tensor_of_one_element(kind: Any) -> None:
     assert scaler.get_scale() == 1024.0
 
 
+def test_update_takes_a_tensor_where_the_device_was_given_with_its_number(kind: Any) -> None:
+    scaler = ready(kind("cpu:0"))
+    scaler.update(torch.tensor(1024.0))
+    assert scaler.get_scale() == 1024.0
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, INF, torch.nan, torch.tensor(0.0), torch.tensor(torch.nan)])
 def test_update_refuses_what_is_no_scale(kind: Any, bad: Any) -> None:
     scaler = ready(kind("cpu", init_scale=8.0))

@@ -14,6 +14,7 @@ from gradscale.peers import preset
 from gradscale.policy import Policy
 from gradscale.state import Seen
 from gradscale.torch import GradScaler
+from gradscale.torch.move_scale import Sizes, seen_in
 
 FLAGS = st.lists(st.booleans(), min_size=1, max_size=40)
 
@@ -123,6 +124,32 @@ def test_histogram_is_shown_the_share_above_its_edge(fused: bool) -> None:
     scaler.update()
     expected = policy.next(policy.start(), Seen(upper_share=np.float32(0.25)), np)
     assert scaler.get_scale() == float(expected.scale) != 8.0
+
+
+def test_gradients_of_several_optimizers_are_seen_as_one() -> None:
+    def sizes(amax: float, share: float, elements: int) -> Sizes:
+        return Sizes(torch.tensor(amax), torch.tensor(share), elements)
+
+    both = [sizes(8.0, 0.0, 30), sizes(4.0, 1.0, 10)]
+    seen = seen_in(both, torch.tensor(False), torch.tensor(2.0))
+    assert (seen.finite.item(), seen.amax.item(), seen.upper_share.item()) == (True, 4.0, 0.25)
+    bad = seen_in([*both, sizes(torch.nan, 1.0, 1)], torch.tensor(True), torch.tensor(2.0))
+    assert (bad.finite.item(), bad.loss_finite.item(), bad.amax.item()) == (False, True, 0.0)
+
+
+def test_policy_that_would_reach_zero_stops_at_the_floor() -> None:
+    scaler = GradScaler("cpu", policy=preset("torch", init_scale=2.0**-125))
+    assert [scale for scale, _ in scales_of(scaler, [True] * 3)] == [2.0**-126] * 3
+
+
+def test_hysteresis_alone_sets_no_floor_of_its_own() -> None:
+    scaler = GradScaler("cpu", init_scale=1.0, hysteresis=2)
+    assert [scale for scale, _ in scales_of(scaler, [True, True, True])] == [1.0, 0.5, 0.25]
+
+
+def test_interval_may_be_longer_than_any_run() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=10**12)
+    assert scales_of(scaler, [False, False]) == [(8.0, 1), (8.0, 2)]
 
 
 def test_static_policy_never_moves_the_scale() -> None:

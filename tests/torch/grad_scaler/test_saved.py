@@ -139,6 +139,15 @@ def test_torchs_state_gives_another_policy_its_scale() -> None:
     assert target._rule.policy == Headroom()  # type: ignore[union-attr]
 
 
+def test_scale_set_by_hand_is_saved_in_both_places() -> None:
+    scaler = GradScaler("cpu", hysteresis=2)
+    run(scaler, [False, False])
+    scaler.update(512.0)
+    saved = scaler.state_dict()
+    assert (saved["scale"], saved["gradscale"]["state"]["scale"]) == (512.0, 512.0)
+    assert (saved["_growth_tracker"], saved["gradscale"]["state"]["clean_steps"]) == (2, 2)
+
+
 def test_static_scale_exported_for_torch_is_loaded() -> None:
     saved = export_state("torch", Static(64.0), Static(64.0).start())
     scaler = GradScaler("cpu")

@@ -90,6 +90,13 @@ def sparse_of(indices: list[list[int]], values: list[float], dtype: torch.dtype 
     return torch.sparse_coo_tensor(at, torch.tensor(values, dtype=dtype), (2, 3), check_invariants=True)
 
 
+def test_flag_that_is_passed_in_is_not_written_to() -> None:
+    owner, found_inf = parameter(), torch.zeros(1)
+    give((owner, INF))
+    flags = GradScaler("cpu")._unscale_grads_(torch.optim.SGD([owner], lr=1.0), torch.ones(1), found_inf, False)
+    assert (found_inf.item(), [flag.item() for flag in flags.values()]) == (0.0, [1.0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_of_other_types_train(dtype: torch.dtype, fused: bool) -> None:
@@ -244,6 +251,15 @@ def test_gradient_that_the_users_own_grad_scale_makes_infinite_skips_the_step() 
     give((owner, 1e35))
     scaler.step(optimizer)
     assert owner.tolist() == [1.0] * 3
+
+
+def test_two_optimizers_may_share_parameters_that_have_no_gradient() -> None:
+    frozen, first, second = parameter(), parameter(), parameter()
+    scaler = ready(GradScaler("cpu", init_scale=8.0))
+    give((first, 8.0), (second, 8.0))
+    for owner in (first, second):
+        scaler.step(torch.optim.SGD([frozen, owner], lr=0.5))
+    assert (first.tolist(), second.tolist(), frozen.tolist()) == ([0.5] * 3, [0.5] * 3, [1.0] * 3)
 
 
 def test_two_optimizers_may_share_parameters_in_turns() -> None:

@@ -163,5 +163,16 @@ def test_scale_that_others_wrote_to_is_unknown_until_it_is_read(letters: list[Sl
     assert known.may_be_below_one(scale)
     letters[0].arrived = True
     assert not known.may_be_below_one(scale)
-    other = torch.tensor(0.5)
+
+
+def test_another_tensor_in_place_of_the_scale_is_unknown(letters: list[SlowLetter]) -> None:
+    known, scale, other = KnownScale(), torch.tensor(2.0**16), torch.tensor(0.5)
+    known.know(scale, 2.0**16)
     assert known.may_be_below_one(other)
+    assert [letter.value for letter in letters] == [0.5]
+
+
+def test_scale_of_exactly_one_is_not_below_one() -> None:
+    known, scale = KnownScale(), torch.tensor(1.0)
+    known.know(scale, 1.0)
+    assert not known.may_be_below_one(scale)
