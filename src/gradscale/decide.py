@@ -1,7 +1,7 @@
 """The decision of a step: made once, from agreed facts, for everyone who shares the scale."""
 
 from gradscale.arithmetic import Namespace, smaller
-from gradscale.policy import Policy
+from gradscale.policy import Policy, check_number
 from gradscale.record import Array
 from gradscale.state import Outcome, ScaleState, Seen
 
@@ -28,6 +28,15 @@ def decide(policy: Policy, state: ScaleState, seen: Seen, xp: Namespace, clip_no
     unscale = 1.0 / state.scale
     factor = unscale if clip_norm is None else unscale * _clip_coefficient(seen.norm, clip_norm, xp)
     return Outcome(policy.next(state, seen, xp), applied, xp.where(applied, factor, 0.0))
+
+
+def check_clip(name: str, bound: float | None) -> None:
+    """Raises if the bound of a clip is given and is not a positive number."""
+    if bound is None:
+        return
+    check_number(name, bound)
+    if not bound > 0:
+        raise ValueError(f"`{name}` must be greater than 0. Received: {name}={bound!r}. For no clipping pass None.")
 
 
 def _clip_coefficient(norm: Array, clip_norm: float, xp: Namespace) -> Array:

@@ -215,6 +215,17 @@ class Dynamic(Record):
         return bounded(moved, self.min_scale, self.max_scale, xp)
 
 
+def check_policy(policy: Any) -> None:
+    """Raises if `policy` is not a policy that a scaler can run, or is the class of one."""
+    if isinstance(policy, type) or not callable(getattr(policy, "next", None)):
+        raise TypeError(f"`policy` must be a policy, such as `Dynamic()`. Received: policy={policy!r}.")
+    if "upper_share" in policy.needs and not hasattr(policy, "edge_magnitude"):
+        raise TypeError(
+            "A policy that needs `upper_share` must say above which edge, as `Histogram.edge_magnitude` does. "
+            f"Received: policy={policy!r}."
+        )
+
+
 def check_number(name: str, value: float) -> None:
     """Raises if `value` is not a real number."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):  # pyright: ignore[reportUnnecessaryIsInstance]

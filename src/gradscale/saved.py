@@ -1,11 +1,65 @@
-"""Policies read back from their dict form, whichever kind they are."""
+"""A policy and its state as one plain dict: all it takes to go on bit for bit."""
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
-from gradscale.policy import Policy
-from gradscale.record import Record
+import numpy as np
+
+from gradscale.policy import Policy, check_policy
+from gradscale.record import Record, numbers
+from gradscale.state import ScaleState
+
+KEYS = ("policy", "state")
+
+
+def write_saved(policy: Policy, state: ScaleState) -> dict[str, Any]:
+    """Returns the policy and its state as plain values that go through JSON. Waits for the device."""
+    return {"policy": policy.to_dict(), "state": state.to_dict()}
+
+
+def read_saved(mapping: Mapping[str, Any]) -> tuple[Policy, ScaleState]:
+    """Returns the policy and the state that `write_saved` wrote.
+
+    Raises:
+        TypeError: a value has the wrong type.
+        ValueError: a key is missing or unknown, or a value is out of range.
+    """
+    _check_parts(mapping)
+    policy = policy_from_dict(mapping["policy"])
+    check_policy(policy)
+    state = cast(type[ScaleState], type(policy.start())).from_dict(mapping["state"])
+    check_state(state)
+    low, high = getattr(policy, "min_scale", 0.0), getattr(policy, "max_scale", np.inf)
+    if not low <= state.scale <= high:
+        raise ValueError(
+            f"The saved scale must lie between the policy's bounds, {low!r} and {high!r}. "
+            f"Received: scale={float(state.scale)!r}. The file it came from is damaged."
+        )
+    return policy, state
+
+
+def check_state(state: Any) -> None:
+    """Raises if `state` is not the state of a single scale."""
+    if not isinstance(state, ScaleState):
+        raise TypeError(f"`state` must be a state, such as `policy.start()` returns. Received: state={state!r}.")
+    if many := sorted(name for name, value in numbers(state).items() if np.ndim(value)):
+        raise ValueError(f"`state` must hold one scale, not a vector of them. Received: vectors in {many}.")
+
+
+def _check_parts(mapping: Any) -> None:
+    """Raises if `mapping` does not have the two parts that `write_saved` writes."""
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"`load_state_dict` takes what `state_dict` returned. Received: {type(mapping).__name__}.")
+    saved = cast(Mapping[Any, Any], mapping)
+    if set(saved) != set(KEYS):
+        raise ValueError(
+            f"A saved LossScaler has the keys {list(KEYS)}. Received: {sorted(map(str, saved))}. "
+            "Another system's state is read by `gradscale.import_state`."
+        )
+    for key, part in saved.items():
+        if not isinstance(part, Mapping):
+            raise TypeError(f"`{key}` of a saved LossScaler must be a mapping. Received: {part!r}.")
 
 
 def policy_from_dict(mapping: Mapping[str, Any]) -> Policy:

@@ -336,14 +336,14 @@ def test_what_is_not_a_state_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        (lambda saved: {}, ValueError, r"has the keys 'policy' and 'state'\. Received: \[\]"),
+        (lambda saved: {}, ValueError, r"has the keys \['policy', 'state'\]\. Received: \[\]"),
         (lambda saved: saved | {"extra": 1}, ValueError, r"Received: \['extra', 'policy', 'state'\]"),
         (lambda saved: saved | {"policy": None}, TypeError, "`policy` of a saved LossScaler must be a mapping"),
         (lambda saved: saved | {"policy": {"kind": "Nothing"}}, ValueError, "kind='Nothing'"),
         (lambda saved: saved | {"state": saved["policy"]}, ValueError, "ScaleState reads kind 'ScaleState'"),
         (lambda saved: saved | {"state": saved["state"] | {"scale": [1.0, 2.0]}}, ValueError, "must hold one scale"),
         (lambda saved: saved | {"state": saved["state"] | {"applied": -1}}, ValueError, "must not be negative"),
-        (lambda saved: [], TypeError, r"`load_state_dict` takes a mapping\. Received: list"),
+        (lambda saved: [], TypeError, r"takes what `state_dict` returned\. Received: list"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_whole(change: Any, error: type[Exception], match: str) -> None:

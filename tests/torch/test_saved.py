@@ -169,12 +169,12 @@ def damaged(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("saved", "error", "text"),
     [
-        ({}, ValueError, r"has the keys \['policy', 'state'\]\. Received: \[\].*system='deepspeed'"),
+        ({}, ValueError, r"has the keys \['policy', 'state'\]\. Received: \[\].*`gradscale.import_state`"),
         ({"scale": 1.0}, ValueError, r"Received: \['scale'\]"),
         ([], TypeError, r"`load_state_dict` takes what `state_dict` returned\. Received: list\."),
         ({"policy": {"kind": "Magic"}, "state": {}}, ValueError, r"kind='Magic'\. Known: .*Dynamic"),
-        ({"policy": [], "state": {}}, TypeError, r"A saved policy is a mapping\. Received: list\."),
-        (damaged(scale=[1.0, 2.0]), ValueError, r"one scale\. Received a state of many: \['scale'\] are lists"),
+        ({"policy": [], "state": {}}, TypeError, r"`policy` of a saved LossScaler must be a mapping\. Received: \[\]"),
+        (damaged(scale=[1.0, 2.0]), ValueError, r"one scale, not a vector of them\. Received: vectors in \['scale'\]"),
         (damaged(scale=float("nan")), ValueError, r"`ScaleState\.scale` must not be NaN"),
         (damaged(applied=-1), ValueError, r"`ScaleState\.applied` must not be negative"),
         (damaged(scale=0.0), ValueError, r"between the policy's bounds, 1\.0 and .* Received: scale=0\.0\."),

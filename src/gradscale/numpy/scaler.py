@@ -3,20 +3,20 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
-from gradscale.decide import decide
+from gradscale.decide import check_clip, decide
 from gradscale.formats import FP16
 from gradscale.numpy.apply import apply
-from gradscale.numpy.checks import check_clip_norm, check_policy, check_saved, check_state, checked_loss
+from gradscale.numpy.checks import checked_loss
 from gradscale.numpy.measure import Measured, agree, measure
 from gradscale.numpy.result import Culprit, StepResult
 from gradscale.numpy.tree import WIDE, FloatArray, named_arrays
-from gradscale.policy import Dynamic, Policy
+from gradscale.policy import Dynamic, Policy, check_policy
 from gradscale.record import numbers, with_values
-from gradscale.saved import policy_from_dict
+from gradscale.saved import check_state, read_saved, write_saved
 from gradscale.state import Outcome, ScaleState, Seen, Status
 
 R = TypeVar("R")
@@ -87,7 +87,7 @@ class LossScaler:
                 step and leaves the scale alone: no scale could have helped.
             norm: measure the norm for the result even if nothing is clipped.
         """
-        check_clip_norm(clip_norm)
+        check_clip("clip_norm", clip_norm)
         arrays = named_arrays(grads)
         loss_finite = self._losses_finite and (loss is None or bool(np.isfinite(checked_loss(loss)).all()))
         if not arrays:
@@ -126,7 +126,7 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the policy and its state as plain values that go through JSON: all it takes to go on bit for bit."""
-        return {"policy": self._policy.to_dict(), "state": self._state.to_dict()}
+        return write_saved(self._policy, self._state)
 
     def load_state_dict(self, mapping: Mapping[str, Any]) -> None:
         """Takes over the policy and the state that `state_dict` wrote.
@@ -135,12 +135,7 @@ class LossScaler:
             TypeError: a value has the wrong type.
             ValueError: a key is missing or unknown, or a value is out of range. Nothing has changed then.
         """
-        check_saved(mapping)
-        policy = policy_from_dict(mapping["policy"])
-        check_policy(policy)
-        state = cast(type[ScaleState], type(policy.start())).from_dict(mapping["state"])
-        check_state(state)
-        self._policy, self._state = policy, state
+        self._policy, self._state = read_saved(mapping)
         self._losses_finite = True
         self._last = None
 

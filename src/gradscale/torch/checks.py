@@ -1,6 +1,5 @@
 """What `LossScaler` refuses, and how it says so."""
 
-import math
 import warnings
 from collections.abc import Sequence
 
@@ -29,16 +28,6 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
             )
     if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
         raise ValueError("`step` takes each optimizer once. Received the same one twice.")
-
-
-def check_clip(name: str, bound: float | None) -> None:
-    """Raises unless `bound` is None or a positive number."""
-    if bound is None:
-        return
-    if isinstance(bound, bool) or not isinstance(bound, int | float):
-        raise TypeError(f"`{name}` must be a number. Received: {name}={bound!r} ({type(bound).__name__}).")
-    if not bound > 0 or math.isnan(bound):
-        raise ValueError(f"`{name}` must be greater than 0. Received: {name}={bound!r}. For no clipping pass None.")
 
 
 def check_order(window: Window | None) -> Window:

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from gradscale.policy import Dynamic, Policy
+from gradscale.policy import Dynamic, Policy, check_policy
 from gradscale.torch import apply
 from gradscale.torch.grad_scaler_saved import read_scaler, write_extra
 from gradscale.torch.grad_scaler_settings import (
     Bounds,
     changed,
     check_number_of_rule,
-    check_policy,
     number_from_tensor,
     refuse_second_rule,
     settings_from,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from gradscale.policy import Dynamic, Policy
+from gradscale.saved import read_saved, write_saved
 from gradscale.torch.grad_scaler_settings import Bounds, check_factors, check_interval
 from gradscale.torch.rule import Rule
-from gradscale.torch.saved import read_saved, write_saved
 
 EXTRA = "gradscale"
 """Key of the entry that torch's `GradScaler` does not have, and does not look at when it loads."""
@@ -55,7 +55,7 @@ def read_scaler(saved: Mapping[str, Any], policy: Policy | None, bounds: Bounds)
     _check_scale(numbers["scale"])
     extra = saved.get(EXTRA, {})
     if "policy" in extra:
-        rule, bounds = Rule(*read_saved(extra, None)), Bounds()
+        rule, bounds = Rule(*read_saved(extra)), Bounds()
     else:
         _check_numbers(numbers)
         rule = None if policy is None else Rule(_adapted(policy, numbers))

@@ -102,17 +102,6 @@ def settings_from(
     return settings_of(Dynamic(**numbers, **given))
 
 
-def check_policy(policy: Any) -> None:
-    """Raises unless `policy` is one whose needs can be measured here."""
-    if isinstance(policy, type) or not (hasattr(policy, "next") and hasattr(policy, "start")):
-        raise TypeError(f"`policy` must be a policy, such as `Dynamic()`. Received: policy={policy!r}.")
-    if "upper_share" in policy.needs and not hasattr(policy, "edge_magnitude"):
-        raise TypeError(
-            "A policy that needs `upper_share` must say above which edge, as `Histogram.edge_magnitude` does. "
-            f"Received: policy={policy!r}."
-        )
-
-
 def refuse_second_rule(given: dict[str, Any]) -> None:
     """Raises if anything besides `policy` says how the scale is to move."""
     defaults = TORCH_DEFAULTS | {"min_scale": None, "max_scale": None, "hysteresis": 1}

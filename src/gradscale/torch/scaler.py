@@ -7,13 +7,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradscale.policy import Policy
+from gradscale.decide import check_clip
+from gradscale.policy import Policy, check_policy
 from gradscale.predictive import Headroom
+from gradscale.saved import write_saved
 from gradscale.torch import apply
 from gradscale.torch.agree import Agreement
 from gradscale.torch.buffers import BufferGuard
 from gradscale.torch.checks import (
-    check_clip,
     check_optimizers,
     check_order,
     refuse_some_unscaled,
@@ -31,7 +32,7 @@ from gradscale.torch.remember import Memory, OnStuck
 from gradscale.torch.result import StepResult
 from gradscale.torch.retry import Retry, check_retries, retriable_parameters, synchronising
 from gradscale.torch.rule import Rule
-from gradscale.torch.saved import read_saved, write_saved
+from gradscale.torch.saved import read_saved
 from gradscale.torch.step import Step, look
 from gradscale.torch.window import Window, map_losses
 
@@ -363,11 +364,5 @@ def _as_modules(model: Any) -> list[nn.Module]:
 def _as_policy(policy: Policy | Literal["auto"]) -> Policy:
     if isinstance(policy, str) and policy == "auto":
         return Headroom()
-    if isinstance(policy, type | str) or not (hasattr(policy, "next") and hasattr(policy, "start")):
-        raise TypeError(f"`policy` must be 'auto' or a policy, such as `Dynamic()`. Received: policy={policy!r}.")
-    if "upper_share" in policy.needs and not hasattr(policy, "edge_magnitude"):
-        raise TypeError(
-            "A policy that needs `upper_share` must say above which edge, as `Histogram.edge_magnitude` does. "
-            f"Received: policy={policy!r}."
-        )
+    check_policy(policy)
     return policy
