@@ -51,6 +51,30 @@ def test_variants_are_found_by_their_last_word() -> None:
     assert preset("apex", "contrib FP16_Optimizer") == preset("apex", "contrib.optimizers.FP16_Optimizer")
 
 
+@pytest.mark.parametrize(
+    ("system", "path", "name"),
+    [
+        ("apex", "apex.amp.scaler.LossScaler", "amp.LossScaler"),
+        ("deepspeed", "deepspeed.runtime.fp16.unfused_optimizer._update_scale", "FP16_UnfusedOptimizer"),
+        ("torch", "torch.amp.grad_scaler.GradScaler", "GradScaler"),
+        ("openseq2seq", "LogMax", "LogMaxScaler"),
+        ("openseq2seq", "Backoff", "BackoffScaler"),
+    ],
+)
+def test_variants_are_found_by_their_path_and_by_the_systems_own_word(system: str, path: str, name: str) -> None:
+    assert preset(system, path) == preset(system, name)
+
+
+def test_a_class_of_another_module_that_only_shares_the_last_word_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must name a rule of apex. Received: 'fp16_utils.FP16_Optimizer'"):
+        preset("apex", "fp16_utils.FP16_Optimizer")
+
+
+def test_a_variant_that_is_no_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must name a rule of torch. Received: '3'"):
+        preset("torch", 3)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_last_word_that_two_rules_share_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must name a rule of apex. Received: 'LossScaler'. Known: amp.LossScaler,"):
         preset("apex", "LossScaler")

@@ -45,10 +45,15 @@ class Peer:
     def _variant(self, wanted: str) -> Callable[..., Policy]:
         """Returns the rule called `wanted`: its whole name, or the last part of it, whatever the case.
 
-        Of two rules that only a note in parentheses tells apart, the one with the same note is meant.
+        What stands before the last part may be more or less than here, but not what another rule has there. Of two
+        rules that only a note in parentheses tells apart, the one with the same note is meant.
         """
+        wanted = str(wanted)
+        known = {word for name in self.variants for word in _qualifiers(name)}
+        said = _qualifiers(wanted) & known
         for shorten in (_whole, _unqualified, _last_part):
-            found = {rule for name, rule in self.variants.items() if shorten(name) == shorten(wanted)}
+            alike = {name: rule for name, rule in self.variants.items() if shorten(name) == shorten(wanted)}
+            found = {rule for name, rule in alike.items() if said <= _qualifiers(name)}
             if len(found) == 1:
                 return found.pop()
         raise ValueError(
@@ -62,9 +67,18 @@ def _whole(name: str) -> str:
 
 def _unqualified(name: str) -> str:
     """Returns the last part of a name, with the note that follows it in parentheses."""
-    path, opening, note = _whole(name).partition(" (")
-    return re.split(r"[.\s]", path)[-1] + opening + note
+    _, opening, note = _whole(name).partition(" (")
+    return _last_part(name) + opening + note
 
 
 def _last_part(name: str) -> str:
-    return _unqualified(name).split(" (")[0]
+    return _parts(name)[-1]
+
+
+def _qualifiers(name: str) -> set[str]:
+    """Returns the parts of a name before its last."""
+    return set(_parts(name)[:-1])
+
+
+def _parts(name: str) -> list[str]:
+    return re.split(r"[.\s]", _whole(name).partition(" (")[0])

@@ -137,7 +137,12 @@ def _written_log_max(policy: LogMaxScaler, values: Saved, steps: int) -> dict[st
 
 PEER = Peer(
     name="openseq2seq",
-    variants={"BackoffScaler": backoff_scaler, "LogMaxScaler": LogMaxScaler},
+    variants={
+        "BackoffScaler": backoff_scaler,
+        "Backoff": backoff_scaler,
+        "LogMaxScaler": LogMaxScaler,
+        "LogMax": LogMaxScaler,
+    },
     read=read,
     write=write,
 )
