@@ -246,6 +246,7 @@ def test_configurations_equal_the_classes_they_set_up() -> None:
     assert preset("fairseq", "FP16Optimizer", distributed_world_size=8, update_freq=[2]) == preset(
         "fairseq", init_scale=128.0, scale_window=1024
     )
+    assert preset("fairseq", "FP16Optimizer", update_freq=2) == preset("fairseq", "FP16Optimizer", update_freq=[2])
 
 
 def test_apex_amp_ignores_its_scale_factor() -> None:

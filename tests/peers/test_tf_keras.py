@@ -78,7 +78,7 @@ def test_variables_are_found_in_a_tensorflow_checkpoint() -> None:
         f"opt/loss_scale/current_loss_scale{SUFFIX}": np.float32(512.0),
         f"opt/loss_scale/good_steps{SUFFIX}": np.int64(5),
         f"opt/_learning_rate{SUFFIX}": np.float32(0.1),
-        "_CHECKPOINTABLE_OBJECT_GRAPH/.": b"",
+        "_CHECKPOINTABLE_OBJECT_GRAPH": b"",
     }
     policy, state = import_state("tf-keras", saved)
     assert (float(state.scale), int(state.clean_steps)) == (512.0, 5)

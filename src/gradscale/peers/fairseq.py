@@ -118,15 +118,16 @@ def fp16_optimizer(
     min_loss_scale: float = 1e-4,
     distributed_world_size: int = 1,
     model_parallel_size: int = 1,
-    update_freq: Sequence[int] = (1,),
+    update_freq: Sequence[int] | int = (1,),
 ) -> FairseqScaler:
     """Returns the rule that fairseq's command line asks for. The window is 2**14 samples' worth unless it is given."""
     if fp16_scale_window is None:
-        if len(update_freq) != 1:
+        schedule = [update_freq] if isinstance(update_freq, int) else list(update_freq)
+        if len(schedule) != 1:
             raise ValueError(
-                f"`fp16_scale_window` must be given with a schedule of `update_freq`. Received: {list(update_freq)}."
+                f"`fp16_scale_window` must be given with a schedule of `update_freq`. Received: {schedule}."
             )
-        fp16_scale_window = _window(distributed_world_size, model_parallel_size, update_freq[0])
+        fp16_scale_window = _window(distributed_world_size, model_parallel_size, schedule[0])
     return FairseqScaler(
         init_scale=fp16_init_scale,
         scale_window=fp16_scale_window,

@@ -22,6 +22,9 @@ _SETTINGS = {
 }
 """What tf-keras calls the settings of TF1's `DynamicLossScale`; it has no multiplier but 2."""
 
+_OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+"""The one entry of a TensorFlow checkpoint that is no variable."""
+
 
 def loss_scale_optimizer(
     dynamic: bool = True, initial_scale: float | None = None, dynamic_growth_steps: int | None = None
@@ -86,7 +89,8 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     The settings are not in a checkpoint. They may be put beside, as tf-keras or as TF1 calls them in `get_config`.
     """
     names = {**{name: name for name in _SETTINGS.values()}, **_SETTINGS}
-    saved = picked("A tf-keras loss scale", mapping, ("current_loss_scale", "good_steps"), tuple(names))
+    variables = {key: value for key, value in mapping.items() if key != _OBJECT_GRAPH}
+    saved = picked("A tf-keras loss scale", variables, ("current_loss_scale", "good_steps"), tuple(names))
     settings = given(saved, "initial_scale", "initial_loss_scale", "multiplier")
     settings |= given(saved, counts=("dynamic_growth_steps", "increment_period"))
     policy = dynamic_loss_scale(**{names[name]: value for name, value in settings.items()})
