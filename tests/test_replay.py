@@ -359,9 +359,13 @@ def test_the_presets_of_all_systems_replay_together_as_each_does_alone() -> None
 
 WRONG = [
     ({}, ValueError, "Received neither"),
-    ({"found_inf": []}, ValueError, "at least one step. Received: finite has 0"),
-    ({"found_inf": [0, 1], "amax": [1.0]}, ValueError, "one value for each step. Received: finite has 2, amax has 1"),
-    ({"found_inf": [0], "loss_finite": [1, 1]}, ValueError, "loss_finite has 2"),
+    ({"found_inf": []}, ValueError, "at least one step. Received: `found_inf` has 0"),
+    (
+        {"found_inf": [0, 1], "amax": [1.0]},
+        ValueError,
+        "one value for each step. Received: `found_inf` has 2, `amax` has 1",
+    ),
+    ({"found_inf": [0], "loss_finite": [1, 1]}, ValueError, "`loss_finite` has 2"),
     ({"found_inf": [0, 2]}, ValueError, "`found_inf` must hold flags.* Received: 2 at step 1"),
     ({"found_inf": [0, math.nan]}, ValueError, "`found_inf` must hold flags.* Received: nan at step 1"),
     ({"found_inf": ["0", "1"]}, TypeError, "`found_inf` must be a flat sequence of numbers"),
@@ -403,7 +407,7 @@ def test_a_policy_that_reads_what_is_not_known_is_refused() -> None:
     class Curious(NoScaling):
         needs: ClassVar[frozenset[str]] = frozenset({"finite", "amax", "upper_share"})
 
-    with pytest.raises(ValueError, match=r"Curious reads `amax` and `upper_share`. Received only: 'finite'. Pass"):
+    with pytest.raises(ValueError, match=r"Curious reads `amax` and `upper_share`. Received only: `found_inf`. Pass"):
         replay(Curious(), found_inf=[0])
     assert isinstance(replay(Curious(), found_inf=[0], amax=[1], upper_share=[0.5]), Replay)
 

@@ -45,7 +45,7 @@ class Track:
         if missing := sorted(policy.needs - {"finite", "loss_finite"} - self.known.keys()):
             names = " and ".join(f"`{name}`" for name in missing)
             raise ValueError(
-                f"{type(policy).__name__} reads {names}. Received only: {', '.join(map(repr, self.known))}. "
+                f"{type(policy).__name__} reads {names}. Received only: {', '.join(map(_argument, self.known))}. "
                 f"Pass {names} to `replay` as well."
             )
 
@@ -107,13 +107,18 @@ def _magnitudes(name: str, values: Any) -> Vector:
 
 def _common_length(lengths: dict[str, int]) -> int:
     """Returns the one length that all sequences have, which is not zero."""
-    told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+    told = ", ".join(f"{_argument(name)} has {length}" for name, length in lengths.items())
     if len(set(lengths.values())) != 1:
         raise ValueError(f"Every sequence must have one value for each step. Received: {told}.")
     steps = next(iter(lengths.values()))
     if steps == 0:
         raise ValueError(f"There must be at least one step. Received: {told}.")
     return steps
+
+
+def _argument(name: str) -> str:
+    """Returns what `replay` calls the sequence that fills the field `name` of `Seen`."""
+    return "`found_inf`" if name == "finite" else f"`{name}`"
 
 
 def _short(value: Any) -> str:

@@ -77,7 +77,7 @@ def policy_from_dict(mapping: Mapping[str, Any]) -> Policy:
         raise TypeError(f"A saved policy is a mapping. Received: {type(mapping).__name__}.")
     kinds = {kind.__name__: kind for kind in _policies(Record)}
     wanted = mapping.get("kind")
-    if wanted not in kinds:
+    if not isinstance(wanted, str) or wanted not in kinds:
         raise ValueError(f"A saved policy says its kind. Received: kind={wanted!r}. Known: {', '.join(sorted(kinds))}.")
     return kinds[wanted].from_dict(mapping)  # pyright: ignore[reportReturnType]
 

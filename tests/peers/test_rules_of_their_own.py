@@ -49,6 +49,12 @@ def test_policy_and_state_are_the_same_after_a_dict(
     assert plain(policy.next(again, seen_at(stream[0]), np)) == plain(policy.next(state, seen_at(stream[0]), np))
 
 
+@pytest.mark.parametrize("kind", [None, ["Dynamic"], "ScaleState"])
+def test_a_kind_that_is_no_policy_is_refused(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"A saved policy says its kind\. Received: kind="):
+        policy_from_dict({"kind": kind})
+
+
 @pytest.mark.parametrize(("system", "variant", "config"), CASES)
 @given(streams=st.lists(STREAM, min_size=2, max_size=4))
 @settings(max_examples=20)
