@@ -152,7 +152,7 @@ def retriable_parameters(modules: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def synchronising(root: nn.Module) -> nn.Module | None:
-    """Returns the module, be it `root` or inside it, that sends its gradients to other ranks during the backward pass."""
+    """Returns the module, `root` or one inside it, that sends gradients to other ranks during the backward pass."""
     return next(filter(_sends, root.modules()), None) if dist.is_available() else None
 
 

@@ -362,7 +362,9 @@ def _as_modules(model: Any) -> list[nn.Module]:
 
 
 def _as_policy(policy: Policy | Literal["auto"]) -> Policy:
-    if isinstance(policy, str) and policy == "auto":
+    if policy == "auto":
         return Headroom()
+    if isinstance(policy, str):
+        raise TypeError(f"`policy` must be 'auto' or a policy, such as `Dynamic()`. Received: policy={policy!r}.")
     check_policy(policy)
     return policy
