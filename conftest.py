@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 NEEDS = {
     "torch": "torch",
+    "demo/torch": "torch",
     "jax": "jax",
     "keras": "keras",
     "mxnet": "mxnet",

@@ -11,9 +11,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gradscale.cli.demo import demo
-from gradscale.demo import WAYS, Run, compare, extra
+from gradscale.demo import WAYS, Comparison, Run, extra
 from gradscale.demo.digits import TEST_SIZE, Digits, load_digits
 from gradscale.demo.extra import MissingExtra, check_extra
+from gradscale.demo.numpy import compare
+from gradscale.demo.numpy.model import SUBJECT
 from gradscale.demo.plot import save_plot, smoothed
 from gradscale.demo.table import make_table
 from gradscale.histogram import best_static_scale, overflow_share
@@ -45,7 +47,7 @@ def test_the_digits_are_split_and_none_is_in_both_parts(digits: Digits) -> None:
 
 
 def test_the_four_ways_are_run_in_order(runs: list[Run]) -> None:
-    assert tuple(run.way.name for run in runs) == WAYS
+    assert tuple(run.way for run in runs) == WAYS
     assert all(len(run.losses) == len(run.scales) == STEPS for run in runs)
 
 
@@ -57,11 +59,11 @@ def test_every_way_starts_from_the_same_weights_and_batches(runs: list[Run]) -> 
 
 def test_a_seed_gives_the_same_runs_again(digits: Digits, runs: list[Run]) -> None:
     for again, run in zip(compared(digits, STEPS), runs, strict=True):
-        assert (again.losses, again.scales, again.lost, again.accuracy) == (
+        assert (again.losses, again.scales, again.lost, again.scores) == (
             run.losses,
             run.scales,
             run.lost,
-            run.accuracy,
+            run.scores,
         )
 
 
@@ -90,19 +92,19 @@ def test_fp32_loses_nothing_and_unscaled_fp16_loses_half(runs: list[Run]) -> Non
 
 def test_the_table_has_a_row_for_each_run_and_fits_a_terminal(runs: list[Run]) -> None:
     written = io.StringIO()
-    Console(width=80, file=written).print(make_table(runs))
+    Console(width=80, file=written).print(make_table(Comparison(SUBJECT, runs)))
     text = written.getvalue()
     for run in runs:
-        assert run.way.name in text
-        assert f"{run.accuracy:.1%}" in text
+        assert run.way in text
+        assert f"{run.scores['accuracy']:.1%}" in text
 
 
 @pytest.mark.parametrize("name", ["picture.png", "picture.svg"])
 def test_the_same_runs_draw_the_same_picture(runs: list[Run], tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    save_plot(runs, path)
+    save_plot([Comparison(SUBJECT, runs)], path)
     first = path.read_bytes()
-    save_plot(runs, path)
+    save_plot([Comparison(SUBJECT, runs)], path)
     assert path.read_bytes() == first
     assert first.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
 
@@ -116,7 +118,7 @@ app.command()(demo)
 
 
 def invoke(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(app, ["--framework", "numpy", *(str(argument) for argument in arguments)])
 
 
 def test_the_command_trains_and_writes_the_picture(tmp_path: Path) -> None:
@@ -143,6 +145,8 @@ def test_a_folder_gets_a_picture_of_its_own(tmp_path: Path) -> None:
         (("--out", "/dev/null/picture.png"), "Error: "),
         (("--steps", 0), "--steps"),
         (("--seed", -1), "--seed"),
+        (("--model", "gpt"), "`--model` must be one of all, autoencoder. Received: gpt."),
+        (("--framework", "caffe"), "`--framework` must be one of torch, numpy. Received: caffe."),
     ],
 )
 def test_a_mistake_is_told_without_a_traceback(arguments: tuple[Any, ...], text: str) -> None:
@@ -164,13 +168,15 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_unscaled_fp16_fails_where_fp32_and_scaled_fp16_learn(seed: int) -> None:
     full, unscaled, static, dynamic = compared(load_digits(seed), steps=800, seed=seed)
-    assert full.accuracy > 0.95
-    assert unscaled.accuracy < 0.2
+    assert full.scores["accuracy"] > 0.95
+    assert unscaled.scores["accuracy"] < 0.2
     for scaled in (static, dynamic):
-        assert scaled.accuracy > full.accuracy - 0.02
+        assert scaled.scores["accuracy"] > full.scores["accuracy"] - 0.02
         assert np.mean(scaled.losses[-20:]) < 0.1
         assert np.mean(scaled.lost) < 0.05
     assert np.mean(unscaled.lost) > 0.5
-    assert unscaled.error < 2 * full.error  # nothing but the classifier shows that something is wrong
+    assert (
+        unscaled.scores["pixel error"] < 2 * full.scores["pixel error"]
+    )  # nothing but the classifier shows that something is wrong
     assert len(dynamic.skipped) > 0
     assert len(static.skipped) == 0

@@ -1,6 +1,8 @@
-"""`gradscale demo`: trains a small network in FP16, with and without loss scaling."""
+"""`gradscale demo`: trains small networks in FP16, with and without loss scaling."""
 
 import os
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -8,8 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gradscale.cli._border import console, fail, mistakes_told
-from gradscale.demo import WAYS, Run, compare
-from gradscale.demo.digits import load_digits
+from gradscale.demo import FRAMEWORKS, WAYS, Comparison, Demo, load_demo
 from gradscale.demo.extra import MissingExtra, check_extra
 from gradscale.demo.plot import save_plot
 from gradscale.demo.table import make_table
@@ -18,17 +19,23 @@ PICTURES = (".png", ".svg")
 
 
 def demo(
+    framework: Annotated[
+        str | None, typer.Option(help="torch or numpy; torch where it is installed, unless said otherwise.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Which model to train: cnn or gpt with torch.")] = "all",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the split, the start and the batches.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that each run trains for.")] = 800,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps that each run trains for, instead of what the model needs.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where the picture goes: a .png or .svg file, or a folder.")] = Path(
         "gradscale-demo.png"
     ),
 ) -> None:
-    """Train a network in FP16 with and without loss scaling; show a table and draw a picture.
+    """Train networks in FP16 with and without loss scaling; show a table and draw a picture.
 
-    It learns to redraw handwritten digits and, at a small weight, to name them.
-    In FP16 the gradients of that small loss become zero, and nothing tells:
-    the drawings are fine, the names are guesses. A scale brings them back.
+    With torch, a deep CNN reads digits, and a small GPT learns the next character of Python's own source code and,
+    at a small weight, the one after it. With numpy, an autoencoder redraws digits and, at a small weight, names them.
+    In FP16 small gradients become zero, and nothing tells. A scale brings them back.
     """
     try:
         check_extra()
@@ -36,11 +43,36 @@ def demo(
         fail(str(error))
     with mistakes_told():
         path = _picture_path(out)
-    runs = _train(seed, steps)
-    save_plot(runs, path)
+        shown = _load(framework)
+        plan = {chosen: steps or shown.steps[chosen] for chosen in _chosen(shown, model)}
+    comparisons = _train(shown, plan, seed)
+    save_plot(comparisons, path)
     screen = console()
-    screen.print(make_table(runs))
+    for comparison in comparisons:
+        screen.print(make_table(comparison))
     screen.print(f"picture: {path}", soft_wrap=True)
+
+
+def _load(framework: str | None) -> Demo:
+    """Returns the demo of the framework asked for, or of the first that is installed."""
+    if framework is None:
+        framework = next(known for known in FRAMEWORKS if find_spec(known))
+    if framework not in FRAMEWORKS:
+        raise ValueError(f"`--framework` must be one of {', '.join(FRAMEWORKS)}. Received: {framework}.")
+    if find_spec(framework) is None:
+        raise ValueError(
+            f'`--framework` must be installed: pip install "gradscale[{framework}]". Received: {framework}.'
+        )
+    return load_demo(framework)
+
+
+def _chosen(shown: Demo, model: str) -> list[str]:
+    """Returns the models to train."""
+    if model == "all":
+        return list(shown.steps)
+    if model not in shown.steps:
+        raise ValueError(f"`--model` must be one of {', '.join(('all', *shown.steps))}. Received: {model}.")
+    return [model]
 
 
 def _picture_path(out: Path) -> Path:
@@ -55,14 +87,18 @@ def _picture_path(out: Path) -> Path:
     return path
 
 
-def _train(seed: int, steps: int) -> list[Run]:
-    """Returns the four runs. Shows a bar for each while they train."""
-    columns = (TextColumn("{task.description:<13}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+def _train(shown: Demo, plan: Mapping[str, int], seed: int) -> list[Comparison]:
+    """Returns the comparisons. Shows a bar for each run while it trains."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console()) as progress:
-        bars = {way: progress.add_task(way, total=steps, start=False) for way in WAYS}
+        bars = {
+            (model, way): progress.add_task(f"{model} {way}", total=steps, start=False)
+            for model, steps in plan.items()
+            for way in WAYS
+        }
 
-        def tick(way: str) -> None:
-            progress.start_task(bars[way])
-            progress.advance(bars[way])
+        def tick(model: str, way: str) -> None:
+            progress.start_task(bars[model, way])
+            progress.advance(bars[model, way])
 
-        return list(compare(load_digits(seed), seed, steps, tick))
+        return shown.compare(plan, seed, tick)

@@ -1,9 +1,20 @@
-"""The demo: a network on real data in true FP16, with and without loss scaling, and nothing but numpy under it.
+"""The demo: networks on real data in true FP16, with and without loss scaling.
 
-Read `train.py` first: its loop is how `gradscale.numpy` is used.
+Read `numpy/train.py` or `torch/train.py` first: their loops are how `gradscale.numpy` and `gradscale.torch` are used.
 """
 
-from gradscale.demo.compare import WAYS, compare
-from gradscale.demo.train import Run, Way
+from gradscale.demo.run import WAYS, Comparison, Demo, Run
 
-__all__ = ["WAYS", "Run", "Way", "compare"]
+__all__ = ["FRAMEWORKS", "WAYS", "Comparison", "Demo", "Run", "load_demo"]
+
+FRAMEWORKS = ("torch", "numpy")
+"""Frameworks that have a demo, the first that is installed being the one to show."""
+
+
+def load_demo(framework: str) -> Demo:
+    """Returns the demo of a framework, which it imports."""
+    if framework == "torch":
+        from gradscale.demo.torch import DEMO
+    else:
+        from gradscale.demo.numpy import DEMO
+    return DEMO

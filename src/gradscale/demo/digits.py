@@ -1,11 +1,13 @@
 """The data: scikit-learn's 1,797 handwritten digits of 8 by 8 pixels, which come with the package."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from gradscale.demo.extra import check_extra
-from gradscale.demo.precision import Array
+
+Array = np.ndarray[Any, Any]
 
 TEST_SIZE = 450
 BATCH_SIZE = 64

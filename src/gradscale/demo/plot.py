@@ -1,4 +1,4 @@
-"""The picture: the classifier's loss, the scale and what FP16 loses, over the steps of the runs."""
+"""The picture: the loss, the scale and what FP16 loses, over the steps of the runs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradscale.demo.extra import check_extra
-from gradscale.demo.train import Run
+from gradscale.demo.run import Comparison
 
 # Colours that the colour-blind tell apart; wide lines below narrow ones, so that runs that agree are all seen.
 STYLES = (
@@ -22,8 +22,8 @@ SMOOTHING = 0.9
 """Share of the average that stays at each step."""
 
 
-def save_plot(runs: Sequence[Run], path: Path) -> None:
-    """Writes the picture to `path`, as PNG or SVG by its ending. Needs no display."""
+def save_plot(comparisons: Sequence[Comparison], path: Path) -> None:
+    """Writes a picture with a row for each comparison to `path`, as PNG or SVG by its ending. Needs no display."""
     check_extra()
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -31,41 +31,44 @@ def save_plot(runs: Sequence[Run], path: Path) -> None:
     # The same run writes the same bytes: no date, no version, no random ids.
     metadata: dict[str, Any] = {"Date": None} if path.suffix == ".svg" else {"Software": None}
     with rc_context({"svg.hashsalt": "gradscale", "font.size": 9.5, "axes.titlesize": 10.5}):
-        figure = Figure(figsize=(12, 3.7), dpi=130, layout="constrained")
-        for axes, draw in zip(figure.subplots(1, 3), (_draw_losses, _draw_scales, _draw_lost), strict=True):
-            _decorate(axes, draw, runs)
+        figure = Figure(figsize=(12, 3.7 * len(comparisons)), dpi=130, layout="constrained")
+        for row, comparison in zip(figure.subplots(len(comparisons), 3, squeeze=False), comparisons, strict=True):
+            for axes, draw in zip(row, (_draw_losses, _draw_scales, _draw_lost), strict=True):
+                _decorate(axes, draw, comparison)
         figure.savefig(path, metadata=metadata)
 
 
-def _decorate(axes: Any, draw: Callable[[Any, Sequence[Run]], None], runs: Sequence[Run]) -> None:
-    draw(axes, runs)
+def _decorate(axes: Any, draw: Callable[[Any, Comparison], None], comparison: Comparison) -> None:
+    draw(axes, comparison)
     axes.set_xlabel("step")
     axes.margins(x=0)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_losses(axes: Any, runs: Sequence[Run]) -> None:
-    for run, style in zip(runs, STYLES, strict=True):
-        axes.plot(smoothed(run.losses), label=f"{run.way.name}: {run.accuracy:.1%} right", **style)
+def _draw_losses(axes: Any, comparison: Comparison) -> None:
+    score = comparison.subject.scores[0]
+    for run, style in zip(comparison.runs, STYLES, strict=True):
+        label = f"{run.way}: {score.name} {run.scores[score.name]:{score.spec}}"
+        axes.plot(smoothed(run.losses), label=label, **style)
     axes.set_yscale("log")
-    axes.set_title("Loss of the classifier", loc="left", fontweight="bold")
+    axes.set_title(comparison.subject.loss_title, loc="left", fontweight="bold")
     axes.legend(frameon=False, fontsize=9)
 
 
-def _draw_scales(axes: Any, runs: Sequence[Run]) -> None:
-    for run, style in zip(runs, STYLES, strict=True):
+def _draw_scales(axes: Any, comparison: Comparison) -> None:
+    for run, style in zip(comparison.runs, STYLES, strict=True):
         axes.plot(run.scales, **style)
         skips = [run.scales[step] for step in run.skipped]
         axes.plot(run.skipped, skips, "x", color=style["color"], markersize=7, markeredgewidth=2)
-    highest = math.ceil(math.log2(max(max(run.scales) for run in runs)))
+    highest = math.ceil(math.log2(max(max(run.scales) for run in comparison.runs)))
     axes.set_yscale("log", base=2)
     axes.set_yticks([2.0**exponent for exponent in range(0, highest + 1, 4)])
     axes.set_title("Scale (x: step skipped)", loc="left", fontweight="bold")
 
 
-def _draw_lost(axes: Any, runs: Sequence[Run]) -> None:
-    for run, style in zip(runs, STYLES, strict=True):
+def _draw_lost(axes: Any, comparison: Comparison) -> None:
+    for run, style in zip(comparison.runs, STYLES, strict=True):
         axes.plot(run.sampled, [100 * share for share in run.lost], **style)
     axes.set_ylim(0, 100)
     axes.yaxis.set_major_formatter("{x:.0f}%")

@@ -1,23 +1,21 @@
 """The training loop: one way to train the model, and what became of it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from gradscale.demo.adam import Adam
 from gradscale.demo.digits import Digits
-from gradscale.demo.model import Params, evaluate, init_params, run_pass
-from gradscale.demo.precision import Array, Store, single
-from gradscale.histogram import EXPONENTS, ExponentHistogram, exponent_histogram
+from gradscale.demo.numpy.adam import Adam
+from gradscale.demo.numpy.model import Params, evaluate, init_params, run_pass
+from gradscale.demo.numpy.precision import Array, Store, single
+from gradscale.demo.run import SAMPLE_EVERY, Run
+from gradscale.histogram import exponent_histogram
 from gradscale.numpy import LossScaler
 from gradscale.numpy.tree import named_arrays
 from gradscale.policy import Policy
 
 LEARNING_RATE = 3e-3
-
-SAMPLE_EVERY = 10
-"""Steps between two looks at what FP16 has lost: each costs a pass in FP32."""
 
 
 @dataclass(frozen=True)
@@ -33,33 +31,6 @@ class Way:
     name: str
     policy: Policy
     store: Store
-
-
-@dataclass
-class Run:
-    """What became of a training run.
-
-    Attributes:
-        way: how it was trained.
-        losses: the classifier's loss at each step.
-        scales: the scale at each step.
-        sampled: the steps at which the next was sampled.
-        lost: share of the parameters' gradients that FP32 has and FP16 has lost to zero, at the same weights.
-        histogram: exponents of the true gradients, of parameters and activations, at those steps.
-        skipped: the steps that were skipped.
-        accuracy: share of the test images classified rightly, at the end.
-        error: mean squared error of the test images' pixels, at the end.
-    """
-
-    way: Way
-    losses: list[float] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
-    sampled: list[int] = field(default_factory=list)
-    lost: list[float] = field(default_factory=list)
-    histogram: ExponentHistogram = field(default_factory=lambda: ExponentHistogram(np.zeros(EXPONENTS.size, np.int64)))
-    skipped: list[int] = field(default_factory=list)
-    accuracy: float = 0.0
-    error: float = 0.0
 
 
 def train(way: Way, digits: Digits, seed: int, steps: int, tick: Callable[[], None]) -> Run:
@@ -83,7 +54,7 @@ def _train(way: Way, digits: Digits, rng: np.random.Generator, steps: int, tick:
     params = init_params(rng)
     optimizer = Adam(params, LEARNING_RATE)
     scaler = LossScaler(way.policy)
-    run = Run(way)
+    run = Run(way.name)
     for step in range(steps):
         images, labels = digits.batch(rng)
         made = run_pass(params, images, labels, scaler.loss_scale, way.store)
@@ -97,7 +68,7 @@ def _train(way: Way, digits: Digits, rng: np.random.Generator, steps: int, tick:
         run.losses.append(made.classification)
         run.scales.append(result.scale)
         tick()
-    run.accuracy, run.error = evaluate(params, digits.test_images, digits.test_labels)
+    run.scores = evaluate(params, digits.test_images, digits.test_labels)
     return run
 
 

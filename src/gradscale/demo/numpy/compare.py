@@ -1,15 +1,15 @@
 """The comparison: the same training four ways."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from gradscale.demo.digits import Digits
-from gradscale.demo.precision import half, single
-from gradscale.demo.train import Run, Way, train
+from gradscale.demo.digits import Digits, load_digits
+from gradscale.demo.numpy.model import SUBJECT
+from gradscale.demo.numpy.precision import half, single
+from gradscale.demo.numpy.train import Way, train
+from gradscale.demo.run import WAYS, Comparison, Demo, Run, Tick
 from gradscale.formats import FP16
 from gradscale.histogram import best_static_scale
 from gradscale.policy import Dynamic, NoScaling, Static
-
-WAYS = ("FP32", "FP16 unscaled", "FP16 static", "FP16 dynamic")
 
 GROWTH_INTERVAL = 50
 """Clean steps before the dynamic scale doubles: the usual 2,000 are more than the demo has."""
@@ -37,3 +37,12 @@ def compare(digits: Digits, seed: int, steps: int, tick: Callable[[str], None]) 
     yield trained(Way(unscaled, Static(1.0), half))
     yield trained(Way(static, Static(best_static_scale(reference.histogram, FP16)), half))
     yield trained(Way(dynamic, Dynamic(growth_interval=GROWTH_INTERVAL), half))
+
+
+def _compare_all(plan: Mapping[str, int], seed: int, tick: Tick) -> list[Comparison]:
+    """Returns the comparison of the only model there is."""
+    runs = compare(load_digits(seed), seed, plan[SUBJECT.model], lambda way: tick(SUBJECT.model, way))
+    return [Comparison(SUBJECT, list(runs))]
+
+
+DEMO = Demo(steps={SUBJECT.model: 800}, compare=_compare_all)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from gradscale.demo.precision import Array, Store, wide
+from gradscale.demo.numpy.precision import Array, Store, wide
 
 Layer = dict[str, Array]
 

@@ -4,9 +4,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradscale.demo.network import Layer, backward, forward, init_layers
-from gradscale.demo.precision import Array, Store, single, wide
+from gradscale.demo.numpy.network import Layer, backward, forward, init_layers
+from gradscale.demo.numpy.precision import Array, Store, single, wide
+from gradscale.demo.run import Score, Subject
 from gradscale.numpy.tree import mapped
+
+ACCURACY = Score("accuracy", ".1%")
+PIXEL_ERROR = Score("pixel error", ".4f")
+
+SUBJECT = Subject(
+    model="autoencoder",
+    loss_title="Loss of the classifier",
+    scores=(ACCURACY, PIXEL_ERROR),
+    caption="accuracy, loss: of the classifier",
+)
 
 SIZES = {"encoder": (64, 128, 64), "decoder": (64, 128, 64), "classifier": (64, 128, 128, 128, 10)}
 
@@ -68,12 +79,15 @@ def run_pass(params: Params, images: Array, labels: Array, scale: float, store: 
     )
 
 
-def evaluate(params: Params, images: Array, labels: Array) -> tuple[float, float]:
+def evaluate(params: Params, images: Array, labels: Array) -> dict[str, float]:
     """Returns the share of images classified rightly, and the mean squared error of their pixels, in float32."""
     code = forward(params["encoder"], images, single)[-1]
     guesses = forward(params["classifier"], code, single)[-1].argmax(axis=1)
     pixels = forward(params["decoder"], code, single)[-1]
-    return float((guesses == labels).mean()), float(np.square(pixels - images).mean())
+    return {
+        ACCURACY.name: float((guesses == labels).mean()),
+        PIXEL_ERROR.name: float(np.square(pixels - images).mean()),
+    }
 
 
 def _cross_entropy(logits: Array, labels: Array) -> tuple[float, Array]:

@@ -1,0 +1,6 @@
+"""The demo in PyTorch: real FP16 autocast, on a GPU or on the CPU."""
+
+from gradscale.demo.torch.compare import DEMO, compare
+from gradscale.demo.torch.train import Way
+
+__all__ = ["DEMO", "Way", "compare"]

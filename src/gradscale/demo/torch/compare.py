@@ -1,0 +1,70 @@
+"""The comparison: each model, trained four ways."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+
+import torch
+
+from gradscale.demo.digits import load_digits
+from gradscale.demo.run import WAYS, Comparison, Demo, Run, Tick
+from gradscale.demo.torch.cnn import DigitsTask
+from gradscale.demo.torch.language import LanguageTask
+from gradscale.demo.torch.task import Task
+from gradscale.demo.torch.text import load_text
+from gradscale.demo.torch.train import Way, train
+from gradscale.demo.torch.workers import Workers
+from gradscale.formats import FP16
+from gradscale.histogram import best_static_scale
+from gradscale.policy import NoScaling, Static
+
+TASKS: dict[str, Callable[[int, torch.device], Task]] = {
+    DigitsTask.subject.model: lambda seed, device: DigitsTask(load_digits(seed), device),
+    LanguageTask.subject.model: lambda _, device: LanguageTask(load_text(), device),
+}
+
+
+def compare(plan: Mapping[str, int], seed: int, tick: Tick) -> list[Comparison]:
+    """Returns a comparison for each model.
+
+    The static scale is the best that the exponents of the FP32 run's own gradients allow; the dynamic one is what
+    `LossScaler` does unless told otherwise. The unscaled run has the scale 1 and is checked for overflow like the
+    others, so that all it can suffer from is underflow.
+
+    Args:
+        plan: the models, and how many steps each run has.
+        seed: of the start and the batches.
+        tick: called with the names of the model and the way after each step.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tasks = [TASKS[model](seed, device) for model in plan]
+    full, unscaled, static, dynamic = WAYS
+    with Workers(device) as workers:
+
+        def begin(task: Task, way: Way) -> Future[Run]:
+            return _begin(workers, task, way, seed, plan[task.subject.model], tick)
+
+        full_runs = [begin(task, Way(full, NoScaling(), half=False)) for task in tasks]
+        unscaled_runs = [begin(task, Way(unscaled, Static(1.0), half=True)) for task in tasks]
+        dynamic_runs = [begin(task, Way(dynamic, "auto", half=True)) for task in tasks]
+        static_runs = [
+            begin(task, Way(static, Static(best_static_scale(run.result().histogram, FP16)), half=True))
+            for task, run in zip(tasks, full_runs, strict=True)
+        ]
+        all_runs = zip(tasks, full_runs, unscaled_runs, static_runs, dynamic_runs, strict=True)
+        return [Comparison(task.subject, [run.result() for run in runs]) for task, *runs in all_runs]
+
+
+def _begin(workers: Workers, task: Task, way: Way, seed: int, steps: int, tick: Tick) -> "Future[Run]":
+    """Queues a run. Its model is made here and now: threads share torch's random numbers."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = task.model()
+
+    def told() -> None:
+        workers.check()
+        tick(task.subject.model, way.name)
+
+    return workers.submit(lambda: train(way, task, model, seed, steps, told))
+
+
+DEMO = Demo(steps={DigitsTask.subject.model: 400, LanguageTask.subject.model: 300}, compare=compare)
