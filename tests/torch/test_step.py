@@ -217,3 +217,13 @@ def test_parameters_without_gradients_are_left_out() -> None:
     assert not scaler.step(optimizer, clip_norm=1.0).skipped()
     assert used.item() != 1.0
     assert unused.item() == 1.0
+
+
+def test_a_histogram_sees_the_share_of_scaled_elements_above_its_edge() -> None:
+    weight, narrow = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    policy = Histogram(init_scale=2.0**10, edge=2.0**-4, threshold=0.3, period=1)
+    for above, next_scale in ((1, 2.0**11), (2, 2.0**9)):
+        scaler = LossScaler(policy=policy)
+        elements = [policy.edge_magnitude * 1.01] * above + [policy.edge_magnitude] * (3 - above)
+        give(scaler, [weight, narrow], [torch.tensor(elements), torch.ones(1, dtype=torch.bfloat16)])
+        assert scaler.step(torch.optim.SGD([weight, narrow])).next_scale.item() == next_scale

@@ -81,6 +81,28 @@ def test_after_a_refusal_the_loop_can_go_on() -> None:
     assert not scaler.step(optimizer).skipped()
 
 
+def test_after_a_refusal_clearing_in_place_is_enough() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(loss_of(model))
+    scaler.step(optimizer)
+    scaler.backward(loss_of(model))
+    with pytest.raises(RuntimeError, match=LEFT_OVER):
+        scaler.step(optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    scaler.backward(loss_of(model))
+    assert not scaler.step(optimizer).skipped()
+
+
+def test_gradients_of_a_parameter_that_no_optimizer_has_stepped_yet_are_left_over_too() -> None:
+    stepped, waiting = nn.Linear(1, 1), nn.Linear(1, 1)
+    scaler = LossScaler([stepped, waiting], Dynamic(growth_interval=1))
+    scaler.backward(waiting(stepped(torch.ones(1, 1))).sum())
+    scaler.step(torch.optim.SGD(stepped.parameters()))
+    scaler.backward(waiting(torch.ones(1, 1)).sum())
+    with pytest.raises(RuntimeError, match=r"Parameters: 1\.weight, 1\.bias\."):
+        scaler.step(torch.optim.SGD(waiting.parameters()))
+
+
 def test_gradients_that_were_refused_once_are_refused_until_they_are_cleared() -> None:
     model, optimizer, scaler = setup()
     scaler.backward(loss_of(model))
@@ -192,3 +214,17 @@ def test_a_step_may_be_taken_without_gradients_enabled() -> None:
         with torch.no_grad():
             assert not scaler.step(optimizer, clip_norm=1.0).skipped()
         optimizer.zero_grad()
+
+
+def test_a_step_or_a_checkpoint_inside_inference_mode_does_not_break_the_next_backward_pass() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(loss_of(model))
+    with torch.inference_mode():
+        scaler.step(optimizer)
+        scaler.load_state_dict(scaler.state_dict())
+        optimizer.zero_grad()
+    x = torch.ones(1, 4, requires_grad=True)
+    (grad,) = scaler.grad(model(x).sum(), x, create_graph=True)
+    assert grad is not None
+    scaler.backward(loss_of(model) + grad.sum())
+    assert not scaler.step(optimizer).skipped()

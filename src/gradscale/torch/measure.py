@@ -55,10 +55,10 @@ def measure(gradients: Sequence[Tensor], device: torch.device, *, norm: bool) ->
         nothing = torch.zeros(0, dtype=torch.float32, device=device)
         return Measured(nothing, nothing.sum(), None)
     real = [_as_real(grad) if grad.is_complex() else grad for grad in gradients]
-    sizes = _gathered(_norms(real) if norm else [_largest(grad) for grad in real], device)
+    sizes = _gathered(_norms(real), device) if norm else _largest(real, device)
     total = torch.linalg.vector_norm(sizes) if norm else sizes.amax()
-    halves = [_largest(grad) for grad in real if grad.dtype == torch.float16]
-    return Measured(sizes, total, _gathered(halves, device).amax() if halves else None)
+    halves = [grad for grad in real if grad.dtype == torch.float16]
+    return Measured(sizes, total, _largest(halves, device).amax() if halves else None)
 
 
 @torch.no_grad()
@@ -68,7 +68,9 @@ def share_above(gradients: Sequence[Tensor], edge: Tensor, device: torch.device)
     Complex elements count as two. Reads each gradient once and makes temporaries as large as the largest of them.
     """
     real = [_as_real(grad) if grad.is_complex() else grad for grad in gradients]
-    above = [(~(grad.abs() <= edge.to(grad.device))).sum().to(device, torch.float32) for grad in real]
+    # Compared in float32: a narrower type would round the edge.
+    wide = (grad.float() if grad.dtype.itemsize < 4 else grad for grad in real)
+    above = [(~(grad.abs() <= edge.to(grad.device))).sum().to(device, torch.float32) for grad in wide]
     elements = sum(grad.numel() for grad in real)
     return torch.stack(above).sum() / max(1, elements) if above else torch.zeros_like(edge)
 
@@ -97,12 +99,18 @@ def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     return [value for value in norms if value is not None]
 
 
-def _largest(grad: Tensor) -> Tensor:
-    """Returns the largest magnitude in `grad`; NaN if it holds one."""
+def _largest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns the largest magnitude in each gradient, as one float32 vector on `device`; NaN where there is one."""
+    lows, highs = zip(*map(_extremes, gradients), strict=True)
+    return torch.maximum(_gathered(highs, device).abs(), _gathered(lows, device).abs())
+
+
+def _extremes(grad: Tensor) -> tuple[Tensor, Tensor]:
     if grad.numel() == 0:
-        return torch.zeros((), device=grad.device)
+        nothing = torch.zeros((), device=grad.device)
+        return nothing, nothing
     low, high = torch.aminmax(grad)
-    return torch.maximum(high.abs(), low.abs())
+    return low, high
 
 
 def _gathered(values: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -33,7 +33,8 @@ class Window:
             find_stale: looks for gradients from before; called once, when the first backward pass begins.
             current: returns the window that is open at the time: another one, for a loss whose backward pass is late.
         """
-        self.scale = scale
+        # A step inside `torch.inference_mode()` makes a scale that autograd cannot keep for the backward pass.
+        self.scale = scale.clone() if scale.is_inference() else scale
         self.loss_finite = torch.ones((), dtype=torch.bool, device=scale.device)
         self.overflowed = ~self.loss_finite
         self.backward_begun = False
