@@ -30,7 +30,7 @@ class Text:
 
     def batch(self, sequences: int, length: int, generator: torch.Generator) -> Tensor:
         """Returns random stretches of the training text, one in each row."""
-        starts = torch.randint(len(self.train) - length, (sequences, 1), generator=generator)
+        starts = torch.randint(len(self.train) - length + 1, (sequences, 1), generator=generator)
         return self.train[starts + torch.arange(length)]
 
     def test_rows(self, rows: int, length: int) -> Tensor:

@@ -1,0 +1,228 @@
+"""The demo in PyTorch: its data, its models, its runs, and the subcommand."""
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from gradscale.cli.demo import demo
+from gradscale.demo import WAYS, Run, load_demo
+from gradscale.demo.digits import load_digits
+from gradscale.histogram import best_static_scale, overflow_share
+
+torch = pytest.importorskip("torch")
+
+from gradscale.demo.torch import compare  # noqa: E402
+from gradscale.demo.torch.cnn import DigitsTask  # noqa: E402
+from gradscale.demo.torch.gpt import GPT  # noqa: E402
+from gradscale.demo.torch.language import AHEAD_WEIGHT, LENGTH, SEQUENCES, LanguageTask  # noqa: E402
+from gradscale.demo.torch.text import VOCABULARY, Text, load_text  # noqa: E402
+from gradscale.demo.torch.workers import Stopped, Workers  # noqa: E402
+from gradscale.formats import FP16  # noqa: E402
+
+CPU = torch.device("cpu")
+STEPS = 3
+
+MODELS = ("cnn", "gpt")
+
+
+def compared(steps: int = STEPS, seed: int = 0) -> dict[str, list[Run]]:
+    comparisons = compare(dict.fromkeys(MODELS, steps), seed, lambda model, way: None)
+    return {comparison.subject.model: list(comparison.runs) for comparison in comparisons}
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    return load_text()
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, list[Run]]:
+    return compared()
+
+
+def test_the_text_is_half_a_megabyte_of_every_character(text: Text) -> None:
+    together = torch.cat([text.train, text.test])
+    assert 300_000 < len(together) < 1_000_000
+    assert set(together.unique().tolist()) == set(range(len(VOCABULARY)))
+    assert "import" in "".join(VOCABULARY[number] for number in text.train[:20_000].tolist())
+
+
+def test_a_batch_of_text_is_stretches_of_the_training_text(text: Text) -> None:
+    short = Text(torch.arange(50), torch.arange(0))
+    rows = short.batch(1000, 10, torch.Generator().manual_seed(0))
+    assert rows.shape == (1000, 10)
+    assert torch.equal(rows.diff(), torch.ones(1000, 9, dtype=torch.int64))
+    assert (rows.min(), rows.max()) == (0, 49)
+
+
+def test_the_gpt_does_not_see_what_it_is_to_predict() -> None:
+    model = GPT(vocabulary=9, length=8, width=16, heads=2, depth=2)
+    words = torch.randint(9, (1, 8))
+    changed = words.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 9
+    before, after = model(words), model(changed)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5:], after[:, 5:])
+
+
+def test_the_two_heads_are_trained_on_the_next_character_and_the_one_after(text: Text) -> None:
+    task = LanguageTask(text, CPU)
+    batch = task.batch(torch.Generator().manual_seed(0))
+
+    class Oracle(torch.nn.Module):
+        def forward(self, seen: Any) -> tuple[Any, Any]:
+            hot = 100 * torch.nn.functional.one_hot(batch, len(VOCABULARY)).float()
+            assert torch.equal(seen, batch[:, :-2])
+            return hot[:, 1:-1], hot[:, 2:]
+
+    assert [float(loss) for loss in task.losses(Oracle(), batch)] == [0.0, 0.0]
+
+
+def test_the_second_heads_gradient_is_too_small_for_fp16() -> None:
+    assert AHEAD_WEIGHT / (LENGTH * SEQUENCES) < FP16.smallest_subnormal / 2
+
+
+def test_the_four_ways_are_run_in_order(runs: dict[str, list[Run]]) -> None:
+    assert tuple(runs) == tuple(load_demo("torch").steps) == MODELS
+    for model in MODELS:
+        assert tuple(run.way for run in runs[model]) == WAYS
+        assert all(len(run.losses) == len(run.scales) == STEPS for run in runs[model])
+
+
+def test_every_way_starts_from_the_same_weights_and_batches(runs: dict[str, list[Run]]) -> None:
+    for model in MODELS:
+        full, *halves = (run.losses[0] for run in runs[model])
+        assert halves == [halves[0]] * 3
+        assert full != halves[0]
+        assert full == pytest.approx(halves[0], rel=1e-3)
+
+
+def test_a_seed_gives_the_same_runs_again(runs: dict[str, list[Run]]) -> None:
+    again = compared()
+    for model in MODELS:
+        for one, other in zip(again[model], runs[model], strict=True):
+            assert (one.losses, one.scales, one.lost, one.scores) == (
+                other.losses,
+                other.scales,
+                other.lost,
+                other.scores,
+            )
+
+
+def test_another_seed_gives_other_runs(runs: dict[str, list[Run]]) -> None:
+    other = compared(steps=1, seed=1)
+    assert all(other[model][0].losses[0] != runs[model][0].losses[0] for model in MODELS)
+
+
+def test_training_leaves_torchs_random_numbers_and_threads_alone(runs: dict[str, list[Run]]) -> None:
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    compare({"cnn": 1}, 0, lambda model, way: None)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: dict[str, list[Run]]) -> None:
+    for model in MODELS:
+        full, _, static, _ = runs[model]
+        assert set(static.scales) == {best_static_scale(full.histogram)}
+        assert overflow_share(full.histogram, scale=static.scales[0]) == 0.0
+
+
+def test_the_histogram_holds_activations_too(runs: dict[str, list[Run]]) -> None:
+    parameters = sum(p.numel() for p in DigitsTask(load_digits(0), CPU).model().parameters())
+    histogram = runs["cnn"][0].histogram
+    assert histogram.nonzero + int(histogram.zeros) > 2 * parameters
+
+
+def test_only_unscaled_fp16_loses_gradients(runs: dict[str, list[Run]]) -> None:
+    for model, at_least in (("cnn", 0.4), ("gpt", 0.08)):
+        full, unscaled, static, dynamic = runs[model]
+        assert set(full.lost) == {0.0}
+        assert min(unscaled.lost) > at_least
+        assert max(static.lost + dynamic.lost) < 0.01
+
+
+def test_every_step_is_told() -> None:
+    told: list[tuple[str, str]] = []
+    compare({"cnn": 2, "gpt": 1}, 0, lambda model, way: told.append((model, way)))
+    assert sorted(told) == sorted([("cnn", way) for way in WAYS] * 2 + [("gpt", way) for way in WAYS])
+
+
+def test_an_error_stops_the_other_runs() -> None:
+    def fail(model: str, way: str) -> None:
+        raise RuntimeError("the screen is gone")
+
+    with pytest.raises(RuntimeError, match="the screen is gone"):
+        compare({"cnn": 100_000}, 0, fail)
+
+
+def test_work_that_nobody_waits_for_is_stopped() -> None:
+    workers, begun = Workers(CPU), threading.Event()
+    futures: list[Future[None]] = []
+
+    def work() -> None:
+        while True:
+            workers.check()
+            begun.set()
+
+    def give_up() -> None:
+        with workers:
+            futures.append(workers.submit(work))
+            begun.wait()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        give_up()
+    assert isinstance(futures[0].exception(), Stopped)
+
+
+app = typer.Typer()
+app.command()(demo)
+
+
+def invoke(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_command_takes_torch_where_it_is_installed(tmp_path: Path) -> None:
+    told = invoke("--steps", 1, "--out", tmp_path / "picture.png")
+    assert told.exit_code == 0
+    assert "cnn" in told.output
+    assert "perplexity" in told.output
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_one_model_can_be_chosen(tmp_path: Path) -> None:
+    told = invoke("--steps", 1, "--model", "gpt", "--out", tmp_path)
+    assert told.exit_code == 0
+    assert "perplexity" in told.output
+    assert "cnn" not in told.output
+
+
+def test_an_unknown_model_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    told = invoke("--framework", "torch", "--model", "bert", "--out", tmp_path)
+    assert told.exit_code == 2
+    assert "`--model` must be one of all, cnn, gpt. Received: bert." in told.stderr
+
+
+@pytest.mark.slow
+def test_unscaled_fp16_fails_where_fp32_and_scaled_fp16_learn() -> None:
+    comparisons = compare(load_demo("torch").steps, 0, lambda model, way: None)
+    cnn, gpt = (comparison.runs for comparison in comparisons)
+
+    accuracy = [run.scores["accuracy"] for run in cnn]
+    assert accuracy[1] < 0.2
+    assert min(accuracy[0], *accuracy[2:]) > 0.8
+    assert np.mean(cnn[1].lost) > 0.4
+
+    ahead = [run.scores["ahead"] for run in gpt]
+    assert ahead[1] > 0.9 * len(VOCABULARY)
+    assert max(ahead[0], *ahead[2:]) < 15
+    perplexity = [run.scores["perplexity"] for run in gpt]
+    assert max(perplexity) < 1.1 * min(perplexity)  # nothing but the second head shows that something is wrong
