@@ -29,7 +29,7 @@ def read_saved(mapping: Mapping[str, Any]) -> tuple[Policy, ScaleState]:
     policy = policy_from_dict(mapping["policy"])
     check_policy(policy)
     state = cast(type[ScaleState], type(policy.start())).from_dict(mapping["state"])
-    check_state(state)
+    check_state(policy, state)
     low, high = getattr(policy, "min_scale", 0.0), getattr(policy, "max_scale", np.inf)
     if not low <= state.scale <= high:
         raise ValueError(
@@ -39,10 +39,14 @@ def read_saved(mapping: Mapping[str, Any]) -> tuple[Policy, ScaleState]:
     return policy, state
 
 
-def check_state(state: Any) -> None:
-    """Raises if `state` is not the state of a single scale."""
-    if not isinstance(state, ScaleState):
-        raise TypeError(f"`state` must be a state, such as `policy.start()` returns. Received: state={state!r}.")
+def check_state(policy: Policy, state: Any) -> None:
+    """Raises if `state` is not a state of `policy`, for a single scale."""
+    kind = cast(type[ScaleState], type(policy.start()))
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"`state` must be a {kind.__name__}, as `policy.start()` returns. "
+            f"Received: {type(state).__name__}. Another system's state comes with its policy from `import_state`."
+        )
     if many := sorted(name for name, value in numbers(state).items() if np.ndim(value)):
         raise ValueError(f"`state` must hold one scale, not a vector of them. Received: vectors in {many}.")
 

@@ -3,6 +3,7 @@
 import json
 import math
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -177,8 +178,15 @@ def test_histogram_is_given_the_share_above_its_edge() -> None:
 
 
 def test_a_policy_that_does_not_say_its_edge_is_refused() -> None:
+    edgeless: Any = SimpleNamespace(needs=frozenset({"upper_share"}), start=Dynamic().start, next=Dynamic().next)
     with pytest.raises(TypeError, match="A policy that needs `upper_share` must say above which edge"):
-        LossScaler(preset("popart"))
+        LossScaler(edgeless)
+
+
+def test_the_rule_of_popart_halves_the_scale_for_gradients_above_its_edge() -> None:
+    scaler = LossScaler(preset("popart", lossScaling=1024.0, binEdgeLocation=0.5))
+    assert scaler.step([f32(0.6 * 65535)]).next_scale == 512.0
+    assert scaler.step([f32(0.4 * 65535)]).next_scale == 1024.0
 
 
 def test_another_systems_rule_runs_even_where_its_scale_reaches_zero() -> None:
@@ -328,8 +336,13 @@ def test_a_state_of_several_scales_is_refused() -> None:
         LossScaler(Dynamic(), ScaleState(scale=f32(1, 2)))
 
 
+def test_a_state_of_another_policy_is_refused() -> None:
+    with pytest.raises(TypeError, match="`state` must be a HeadroomState"):
+        LossScaler(Headroom(), Dynamic().start())
+
+
 def test_what_is_not_a_state_is_refused() -> None:
-    with pytest.raises(TypeError, match="`state` must be a state"):
+    with pytest.raises(TypeError, match="`state` must be a ScaleState"):
         LossScaler(Dynamic(), {"scale": 1.0})  # pyright: ignore[reportArgumentType]
 
 

@@ -44,7 +44,7 @@ class LossScaler:
         check_policy(policy)
         self._policy = policy
         self._state: ScaleState = policy.start() if state is None else state
-        check_state(self._state)
+        check_state(policy, self._state)
         self._losses_finite = True
         self._last: StepResult | None = None
 

@@ -1,5 +1,6 @@
 """Whether another system can follow a policy, asked before its state is written."""
 
+import math
 from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
@@ -83,3 +84,18 @@ def _facts(ladder: Ladder) -> dict[str, Any]:
     facts["backoff_factor"] = ladder.backoff_factor / ladder.backoff_divisor
     facts["refill"] = ladder.refill if ladder.hysteresis > 1 else "growth"
     return facts
+
+
+def one_factor(system: str, ladder: Ladder) -> float:
+    """Returns the factor by which `ladder` both grows and backs off.
+
+    Raises:
+        ValueError: it backs off by another factor than it grows by.
+    """
+    growth, backoff = float(ladder.growth_factor), ladder.backoff_factor / ladder.backoff_divisor
+    if not math.isclose(growth * backoff, 1, rel_tol=2.0**-23):  # either may have been rounded to float32
+        raise ValueError(
+            f"{system} grows and backs off by one factor. "
+            f"Received: growth_factor={growth!r}, backoff_factor={backoff!r}."
+        )
+    return growth

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gradscale.peers._express import expressed, scalars
+from gradscale.peers._express import expressed, one_factor, scalars
 from gradscale.peers._ladder import Ladder, LadderState
 from gradscale.peers._peer import Imported
-from gradscale.peers._reciprocal import one_factor
 from gradscale.peers._saved import Saved
 from gradscale.policy import Policy, Static
 from gradscale.state import ScaleState

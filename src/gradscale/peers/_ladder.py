@@ -121,3 +121,8 @@ class Ladder(Record):
         if self.arithmetic != "mixed":
             return scale * factor
         return xp.asarray(xp.asarray(scale, dtype=xp.float64) * factor, dtype=xp.float32)  # pyright: ignore
+
+
+def reciprocal(factor: float) -> float:
+    """Returns 1 / `factor` as float32 rounds it: what compilers of graphs multiply by where a program divides."""
+    return float(np.float32(1) / np.float32(factor))

@@ -17,7 +17,7 @@ _LOG2_TOP = 16.0
 
 
 @dataclass(frozen=True, slots=True)
-class LogMaxState(ScaleState):
+class LogMaxScalerState(ScaleState):
     """State of a `LogMaxScaler`, under the names of OpenSeq2Seq's variables.
 
     Attributes:
@@ -73,12 +73,12 @@ class LogMaxScaler(Record):
             if not 0 <= value < 1:
                 raise ValueError(f"`{name}` must lie from 0 to below 1. Received: {name}={value!r}.")
 
-    def start(self) -> LogMaxState:
+    def start(self) -> LogMaxScalerState:
         """Returns the state before the first step: a scale of 1, whatever the bounds."""
-        return LogMaxState(scale=np.float32(1))
+        return LogMaxScalerState(scale=np.float32(1))
 
     @np.errstate(all="ignore")
-    def next(self, state: LogMaxState, seen: Seen, xp: Namespace) -> LogMaxState:
+    def next(self, state: LogMaxScalerState, seen: Seen, xp: Namespace) -> LogMaxScalerState:
         """Returns the state after one step. `stuck` says that an overflow could not lower the scale."""
         clean = xp.logical_and(xp.logical_and(seen.finite, seen.loss_finite), xp.isfinite(seen.amax))
         x = xp.where(clean, log2(seen.amax, xp), exp2(self.log_max, xp))

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from gradscale.peers._express import expressed, scalars
-from gradscale.peers._ladder import Ladder
+from gradscale.peers._express import expressed, one_factor, scalars
+from gradscale.peers._ladder import Ladder, reciprocal
 from gradscale.peers._peer import Imported, Peer
-from gradscale.peers._reciprocal import one_factor, reciprocal
 from gradscale.peers._settings import check_float32, check_limit, check_positive
 from gradscale.peers._variables import given, picked
 from gradscale.policy import NoScaling, Policy, Static, check_count

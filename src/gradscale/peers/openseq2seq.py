@@ -7,11 +7,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from gradscale.peers._express import expressed, scalars
-from gradscale.peers._ladder import Ladder
-from gradscale.peers._logmax import LogMaxScaler, LogMaxState
+from gradscale.peers._express import expressed, one_factor, scalars
+from gradscale.peers._ladder import Ladder, reciprocal
+from gradscale.peers._logmax import LogMaxScaler, LogMaxScalerState
 from gradscale.peers._peer import Imported, Peer
-from gradscale.peers._reciprocal import one_factor, reciprocal
 from gradscale.peers._saved import Saved
 from gradscale.peers._settings import check_float32, check_positive
 from gradscale.peers._variables import given, last_name, picked, without_weights
@@ -102,7 +101,7 @@ def _read_log_max(named: Mapping[str, Any]) -> Imported:
     saved = picked("OpenSeq2Seq's LogMaxScaler", named, _LOG_MAX, _LOG_MAX_SETTINGS)
     model = {name: np.float32(saved.number(name)) for name in _MODEL}
     saved.count("iteration")
-    state = LogMaxState(scale=np.float32(saved.scale("scale")), **model)
+    state = LogMaxScalerState(scale=np.float32(saved.scale("scale")), **model)
     return LogMaxScaler(**given(saved, *_LOG_MAX_SETTINGS)), state
 
 

@@ -19,6 +19,8 @@ from gradscale.state import ScaleState, Seen
 _WHAT = "PopART's automatic loss scaling"
 _STATISTICS = "autoLossScaleStats"
 _HIGHEST_IN_FP16 = 2.0**15
+_MAX_IN_FP16 = 65535.0
+"""What PopART takes for the largest FP16 number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,14 @@ class PopartScaling(Record):
         threshold: share of the gradients above the edge that is still too small to matter.
         update_period: steps from one update to the next.
         clips: whether the scale is kept at 2**15 and below, as it is in FP16.
+        edge: where the edge is, as a share of FP16's largest number.
     """
 
     loss_scaling: float = 1.0
     threshold: float = 1e-7
     update_period: int = 1
     clips: bool = True
+    edge: float = 0.0625
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "upper_share"})
 
@@ -68,6 +72,16 @@ class PopartScaling(Record):
                 f"Received: thresholdUpperCountProportion={self.threshold!r}."
             )
         check_count("updatePeriod", self.update_period)
+        check_number("binEdgeLocation", self.edge)
+        if not 0 < self.edge <= 1:
+            raise ValueError(
+                f"`binEdgeLocation` is a share, above 0 and at most 1. Received: binEdgeLocation={self.edge!r}."
+            )
+
+    @property
+    def edge_magnitude(self) -> float:
+        """The edge: scaled gradients above it count towards `Seen.upper_share`."""
+        return self.edge * _MAX_IN_FP16
 
     def start(self) -> PopartState:
         """Returns the state before the first step."""
@@ -111,7 +125,7 @@ def automatic_loss_scaling(
 
     Args:
         enabled: whether the scale moves at all; PopART's default is that it does not.
-        binEdgeLocation: the edge, as a share of the format's maximum. Whoever measures `Seen.upper_share` uses it.
+        binEdgeLocation: the edge, as a share of FP16's maximum.
         thresholdUpperCountProportion: share of the gradients above the edge that halves the scale.
         toTrackTensors: which gradients are counted. Makes no difference here.
         updatePeriod: steps from one update to the next.
@@ -119,10 +133,10 @@ def automatic_loss_scaling(
         lossScaling: the optimizer's loss scale, from which the first step starts.
         clipOutput: whether the loss scale is in FP16, and therefore kept at 2**15 and below.
     """
-    del binEdgeLocation, toTrackTensors, gradientTensorTrackingMethod
+    del toTrackTensors, gradientTensorTrackingMethod
     if not enabled:
         return NoScaling() if lossScaling == 1 else Static(lossScaling)
-    return PopartScaling(lossScaling, thresholdUpperCountProportion, updatePeriod, clipOutput)
+    return PopartScaling(lossScaling, thresholdUpperCountProportion, updatePeriod, clipOutput, binEdgeLocation)
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
@@ -137,7 +151,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
         return policy, policy.start()
     settings = ("counter", "thresholdUpperCountProportion", "updatePeriod", "clipOutput", "binEdgeLocation")
     saved = picked(_WHAT, named, ("lossScaling", "lossScaleUpdateFactor"), settings)
-    keywords = given(saved, "thresholdUpperCountProportion", counts=("updatePeriod",))
+    keywords = given(saved, "thresholdUpperCountProportion", "binEdgeLocation", counts=("updatePeriod",))
     clips = saved.flag("clipOutput") if "clipOutput" in named else True
     rule = automatic_loss_scaling(lossScaling=saved.factor("lossScaling"), clipOutput=clips, **keywords)
     policy = cast("PopartScaling", rule)
@@ -169,6 +183,7 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
         "thresholdUpperCountProportion": float(policy.threshold),
         "updatePeriod": int(policy.update_period),
         "clipOutput": bool(policy.clips),
+        "binEdgeLocation": float(policy.edge),
     }
 
 
