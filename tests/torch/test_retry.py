@@ -85,6 +85,16 @@ def test_gradients_of_other_micro_batches_survive_a_retry_exactly(retry_at: int)
     assert same(run(scaler, model, limits), run(low, expected, [INF] * 3))
 
 
+def test_a_parameter_of_two_modules_is_brought_to_the_new_scale_once() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    scaler = LossScaler([model, nn.Sequential(model)], Dynamic(init_scale=65536.0))
+    scaler.backward(model(torch.ones(1, 1)).sum())
+    scaler.backward(narrow(model(torch.ones(1, 1)).sum()), retries=10)
+    scaler.step(torch.optim.SGD(model.parameters()))
+    assert model.weight.grad is not None
+    assert model.weight.grad.item() == 2.0
+
+
 def test_a_loss_scaled_before_the_retry_is_brought_to_the_new_scale() -> None:
     model, optimizer, scaler = setup()
     early = scaler.scale(loss_of(model, 1))

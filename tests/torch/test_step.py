@@ -224,6 +224,7 @@ def test_a_histogram_sees_the_share_of_scaled_elements_above_its_edge() -> None:
     policy = Histogram(init_scale=2.0**10, edge=2.0**-4, threshold=0.3, period=1)
     for above, next_scale in ((1, 2.0**11), (2, 2.0**9)):
         scaler = LossScaler(policy=policy)
-        elements = [policy.edge_magnitude * 1.01] * above + [policy.edge_magnitude] * (3 - above)
-        give(scaler, [weight, narrow], [torch.tensor(elements), torch.ones(1, dtype=torch.bfloat16)])
+        elements = [policy.edge_magnitude] * (4 - above) + [4096.0] * above
+        # 4096, the edge as BF16 would round it, is above the edge itself, 4094.
+        give(scaler, [weight, narrow], [torch.tensor(elements[:3]), torch.tensor([elements[3]]).bfloat16()])
         assert scaler.step(torch.optim.SGD([weight, narrow])).next_scale.item() == next_scale

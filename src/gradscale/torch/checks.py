@@ -1,15 +1,28 @@
 """What `LossScaler` refuses, and how it says so."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradscale.torch.gradients import Gradient, Names, placed_parameters
 from gradscale.torch.window import Window
 
 Optimizer = torch.optim.Optimizer
+
+
+def check_modules(model: Any) -> list[nn.Module]:
+    """Returns the modules that `model` stands for: itself, several or none."""
+    found: list[Any] = [] if model is None else [model]
+    if isinstance(model, Iterable) and not isinstance(model, nn.Module):
+        found = list(model)
+    if not all(isinstance(module, nn.Module) for module in found):
+        raise TypeError(
+            f"`model` must be a module or a list of modules. Received: {model!r}. Pass a policy as `policy=...`."
+        )
+    return found
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

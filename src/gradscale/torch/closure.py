@@ -3,12 +3,19 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradscale.torch.result import StepResult
 
 RETRIES = 8
 """Lower scales tried per evaluation. These optimizers wait for the loss anyway, and need the gradient of this batch."""
+
+
+def holder_of(modules: Sequence[nn.Module]) -> torch.optim.Optimizer:
+    """Returns something that holds the modules' parameters as an optimizer does, and is never stepped."""
+    if not modules:
+        raise ValueError("`closure` needs parameters. Build the scaler as `LossScaler(model)` or pass the optimizer.")
+    return torch.optim.SGD(parameter for module in modules for parameter in module.parameters())
 
 
 def make_closure(

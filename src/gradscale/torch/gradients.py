@@ -64,17 +64,20 @@ class Names:
     """What parameters are called: as in their module, else by their place in the optimizer.
 
     Looked up when somebody asks, which is seldom, so that modules whose parameters were replaced are no trouble.
+
+    Attributes:
+        modules: those that give the names.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+        self.modules = modules
 
     def of(self, parameters: Iterable[tuple[Tensor | None, str]]) -> list[str]:
         """Returns the names of parameters that come with their place; with several modules, they start with which."""
-        several = len(self._modules) > 1
+        several = len(self.modules) > 1
         known = {
             id(parameter): f"{index}.{name}" if several else name
-            for index, module in enumerate(self._modules)
+            for index, module in enumerate(self.modules)
             for name, parameter in module.named_parameters()
         }
         return [known.get(id(parameter), place) for parameter, place in parameters]

@@ -40,6 +40,13 @@ class Rule:
             self.state = place(self.state, lambda array: torch.as_tensor(array, device=device))
         return self._device
 
+    def load(self, policy: Policy, state: ScaleState) -> None:
+        """Takes over another policy and its state, to where the present one lives."""
+        self.policy, self.state = policy, state
+        device, self._device = self._device, None
+        if device is not None:
+            self.settle(device)
+
     def decide(self, seen: Seen, unit: Tensor, clip_norm: float | None) -> Outcome:
         """Returns what follows from `seen`. Does not wait for the device, and changes nothing: `state` is yours to set.
 

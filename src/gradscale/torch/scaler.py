@@ -1,6 +1,6 @@
 """`LossScaler`: loss scaling for a PyTorch loop with no order to get wrong."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -14,18 +14,10 @@ from gradscale.saved import write_saved
 from gradscale.torch import apply
 from gradscale.torch.agree import Agreement
 from gradscale.torch.buffers import BufferGuard
-from gradscale.torch.checks import (
-    check_optimizers,
-    check_order,
-    refuse_some_unscaled,
-    refuse_stale,
-    refuse_strangers,
-    warn_of_half,
-)
-from gradscale.torch.closure import RETRIES, make_closure
+from gradscale.torch.checks import check_modules, check_optimizers, warn_of_half
+from gradscale.torch.closure import RETRIES, holder_of, make_closure
 from gradscale.torch.gradients import Names, collect, parameters_of
 from gradscale.torch.guard import Guard, OnSkip
-from gradscale.torch.leftovers import Leftovers
 from gradscale.torch.measure import measure
 from gradscale.torch.plain import step_plainly
 from gradscale.torch.remember import Memory, OnStuck
@@ -33,8 +25,9 @@ from gradscale.torch.result import StepResult
 from gradscale.torch.retry import Retry, check_retries, retriable_parameters, synchronising
 from gradscale.torch.rule import Rule
 from gradscale.torch.saved import read_saved
-from gradscale.torch.step import Step, look
-from gradscale.torch.window import Window, map_losses
+from gradscale.torch.step import Step, decided
+from gradscale.torch.window import map_losses
+from gradscale.torch.windows import Windows
 
 Optimizer = torch.optim.Optimizer
 
@@ -72,19 +65,18 @@ class LossScaler:
         max_consecutive_skips: int = 50,
         on_stuck: OnStuck = "raise",
     ) -> None:
-        self._modules = _as_modules(model)
+        self._modules = check_modules(model)
         self._names = Names(self._modules)
         self._rule = Rule(_as_policy(policy), device=None if device is None else torch.device(device))
         self._agreement = Agreement(group)
         self._memory = Memory(max_consecutive_skips, on_stuck)
-        self._leftovers = Leftovers(self._modules)
+        self._windows = Windows(self._rule, self._names)
         self._buffers: list[BufferGuard] = []
-        self._window: Window | None = None
         self._warned_of_half = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy or a pickle holds: everything but the results and the gradients of past steps."""
-        if self._window is not None:
+        if self._windows.open is not None:
             raise RuntimeError(
                 "A LossScaler can be copied or pickled between steps only, and a loss has been scaled since the last. "
                 "Do it after `scaler.step(...)`, or save `scaler.state_dict()`."
@@ -99,7 +91,8 @@ class LossScaler:
     @property
     def loss_scale(self) -> Tensor:
         """What the next loss will be multiplied by: for losses that other code injects. Does not wait."""
-        return torch.as_tensor(self._rule.state.scale if self._window is None else self._window.scale)
+        source = self._rule.state if self._windows.open is None else self._windows.open
+        return torch.as_tensor(source.scale)
 
     @property
     def last(self) -> StepResult | None:
@@ -114,7 +107,7 @@ class LossScaler:
         """
         if not self.policy.needs:
             return outputs
-        return map_losses(lambda output: self._open_window(output.device).scaled(output), outputs)
+        return map_losses(lambda output: self._windows.get(output.device).scaled(output), outputs)
 
     def backward(self, loss: Tensor, retries: int = 0, **kwargs: Any) -> None:
         """Scales `loss` and runs its backward pass.
@@ -131,8 +124,8 @@ class LossScaler:
         """
         check_retries(retries, kwargs)
         if retries and self.policy.needs:
-            window = self._open_window(loss.device)
-            self._retry(retriable_parameters(self._modules)).backward(loss, window, retries, kwargs)
+            retry = self._retry(retriable_parameters(self._modules))
+            retry.backward(loss, self._windows.get(loss.device), retries, kwargs)
         else:
             self.scale(loss).backward(**kwargs)
 
@@ -168,12 +161,14 @@ class LossScaler:
             result = step_plainly(self._rule, optimizers, self._names, clip_norm, clip_value, norm=wants_norm)
             self._memory.last = result
             return result
-        step = self._decided(optimizers, self._ready_window(optimizers), clip_norm, norm=wants_norm)
+        step = decided(
+            self._rule, self._agreement, optimizers, self._windows.ready(optimizers), clip_norm, norm=wants_norm
+        )
         self._warned_of_half = self._warned_of_half or warn_of_half(step.gradients, self._names)
         try:
             apply.apply_all(optimizers, step.gradients, step.outcome.applied, step.outcome.factor, clip_value)
         except BaseException:
-            self._drop_window(optimizers)
+            self._windows.close(optimizers)
             raise
         return self._close(step, norm=wants_norm)
 
@@ -190,7 +185,7 @@ class LossScaler:
         """
         check_optimizers(optimizers)
         if self.policy.needs:
-            window = self._ready_window(optimizers)
+            window = self._windows.ready(optimizers)
             scaled = [optimizer for optimizer in optimizers if id(optimizer) not in window.true_units]
             gradients = collect(scaled)
             measured = measure([gradient.values for gradient in gradients], window.scale.device, norm=False)
@@ -212,7 +207,7 @@ class LossScaler:
         """
         if not self.policy.needs:
             return torch.autograd.grad(loss, inputs, **kwargs)
-        window = self._open_window(loss.device)
+        window = self._windows.get(loss.device)
         grads = torch.autograd.grad(window.scaled(loss), inputs, **kwargs)
         true = tuple(None if grad is None else window.true(grad) for grad in grads)
         present = [grad.detach() for grad in true if grad is not None]
@@ -220,29 +215,31 @@ class LossScaler:
         return true
 
     def closure(self, evaluate: Callable[[], Tensor], optimizer: Optimizer | None = None) -> Callable[[], Any]:
-        """Returns a closure for optimizers that evaluate the loss themselves, such as LBFGS.
+        """Returns a closure for optimizers that evaluate the loss themselves, such as LBFGS and SAM.
 
             optimizer.step(scaler.closure(lambda: loss_fn(model(x), y), optimizer))
 
         Each call clears the gradients, runs `evaluate` and its backward pass, and leaves true gradients in `.grad`. An
         overflow lowers the scale and runs the backward pass again; if no scale helps, the gradients are zero, and LBFGS
-        stays where it is. `scaler.last` tells. Waits for the device, as these optimizers do.
+        stays where it is (an optimizer with momentum does not). `scaler.last` tells. Waits for the device, as these
+        optimizers do.
 
         Args:
             evaluate: runs the forward pass and returns the loss: neither scaled nor differentiated.
             optimizer: whose parameters get the gradients; by default all of the model's.
         """
-        owner = self._holder() if optimizer is None else optimizer
+        owner = holder_of(self._modules) if optimizer is None else optimizer
         parameters = list(parameters_of([owner]))
         once = not self.policy.needs or any(map(synchronising, self._modules))
 
         def backward(loss: Tensor) -> None:
-            self._window = None
-            window = self._open_window(loss.device)
+            self._windows.open = None
+            window = self._windows.get(loss.device)
             self._retry(parameters).backward(loss, window, 0 if once else RETRIES, {})
 
         def settle() -> StepResult:
-            step = self._decided([owner], self._open_window(parameters[0].device), None, norm=True)
+            window = self._windows.get(parameters[0].device)
+            step = decided(self._rule, self._agreement, [owner], window, norm=True)
             apply.multiply(step.gradients, torch.where(step.outcome.applied, step.outcome.factor, 1.0))
             return self._close(step, norm=True)
 
@@ -287,57 +284,12 @@ class LossScaler:
             system: whose dict it is, as in `gradscale.import_state`, where it is neither of the first two.
         """
         policy, state = read_saved(mapping, system)
-        self._rule = Rule(_as_policy(policy), state, self._rule.device)
+        self._rule.load(_as_policy(policy), state)
         self._memory.forget()
-        self._drop_window(())
-
-    def _holder(self) -> Optimizer:
-        """Returns something that holds the model's parameters as an optimizer does, and is never stepped."""
-        if not self._modules:
-            raise ValueError(
-                "`closure` needs parameters. Build the scaler as `LossScaler(model)` or pass the optimizer."
-            )
-        return torch.optim.SGD(p for module in self._modules for p in module.parameters())
-
-    def _open_window(self, device: torch.device) -> Window:
-        if self._window is None:
-            self._rule.settle(device)
-            self._window = Window(
-                self._rule.state.scale, self._leftovers.uncleared, current=lambda: self._open_window(device)
-            )
-        return self._window
-
-    def _ready_window(self, optimizers: Sequence[Optimizer]) -> Window:
-        """Returns the window whose gradients are to be used, or says what is wrong with the order of calls."""
-        window = check_order(self._window)
-        refuse_some_unscaled(window, optimizers)
-        try:
-            refuse_stale(window, optimizers, self._names)
-            refuse_strangers(window, optimizers, self._names)
-        except RuntimeError:
-            self._drop_window(optimizers)
-            raise
-        return window
-
-    def _drop_window(self, optimizers: Sequence[Optimizer]) -> None:
-        """Ends the window without a step; gradients that are there now must be cleared before the next one."""
-        self._window = None
-        self._leftovers.remember(optimizers)
+        self._windows.close()
 
     def _retry(self, parameters: Sequence[Tensor]) -> Retry:
         return Retry(parameters, self._rule, self._agreement.any_rank)
-
-    def _decided(self, optimizers: Sequence[Optimizer], window: Window, clip_norm: float | None, *, norm: bool) -> Step:
-        """Returns the step, its gradients measured and every rank agreed on what to do. Changes nothing yet."""
-        gradients = collect(optimizers)
-        unit = window.unit(optimizers)
-        measured, seen = look(self.policy, gradients, window, unit, norm=norm)
-        seen = self._agreement.over_ranks(seen)
-        if gradients or self._agreement.ranks > 1:
-            outcome = self._rule.decide(seen, unit, clip_norm)
-        else:
-            outcome = self._rule.hold()
-        return Step(optimizers, window, gradients, measured, seen, outcome)
 
     def _close(self, step: Step, *, norm: bool) -> StepResult:
         """Ends the window: moves the scale, settles buffers, remembers what was left, and returns the result."""
@@ -345,20 +297,9 @@ class LossScaler:
         for guard in self._buffers:
             guard.settle(step.outcome.applied)
         result = step.result(self._names, norm=norm)
-        self._drop_window(step.optimizers)
+        self._windows.close(step.optimizers)
         self._memory.keep(result, step.outcome.state, step.seen.amax)
         return result
-
-
-def _as_modules(model: Any) -> list[nn.Module]:
-    found: list[Any] = [] if model is None else [model]
-    if isinstance(model, Iterable) and not isinstance(model, nn.Module):
-        found = list(model)
-    if not all(isinstance(module, nn.Module) for module in found):
-        raise TypeError(
-            f"`model` must be a module or a list of modules. Received: {model!r}. Pass a policy as `policy=...`."
-        )
-    return found
 
 
 def _as_policy(policy: Policy | Literal["auto"]) -> Policy:

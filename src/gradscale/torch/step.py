@@ -8,9 +8,11 @@ from torch import Tensor
 
 from gradscale.policy import Policy
 from gradscale.state import Outcome, Seen
-from gradscale.torch.gradients import Gradient, Names
+from gradscale.torch.agree import Agreement
+from gradscale.torch.gradients import Gradient, Names, collect
 from gradscale.torch.measure import Measured, measure, share_above
 from gradscale.torch.result import StepResult
+from gradscale.torch.rule import Rule
 from gradscale.torch.window import Window
 
 Optimizer = torch.optim.Optimizer
@@ -50,6 +52,33 @@ class Step:
             grad_norm=self.seen.norm if norm else None,
             retries=self.window.retries,
         )
+
+
+def decided(
+    rule: Rule,
+    agreement: Agreement,
+    optimizers: Sequence[Optimizer],
+    window: Window,
+    clip_norm: float | None = None,
+    *,
+    norm: bool,
+) -> Step:
+    """Returns the step, its gradients measured and every rank agreed on what to do. Changes nothing yet.
+
+    Args:
+        rule: has the policy and its state.
+        agreement: the ranks that decide together.
+        optimizers: those the step is for.
+        window: the window it ends.
+        clip_norm: bound on the norm of all their gradients together, in true units.
+        norm: whether to measure the norm; needed for `clip_norm`.
+    """
+    gradients = collect(optimizers)
+    unit = window.unit(optimizers)
+    measured, seen = look(rule.policy, gradients, window, unit, norm=norm)
+    seen = agreement.over_ranks(seen)
+    outcome = rule.decide(seen, unit, clip_norm) if gradients or agreement.ranks > 1 else rule.hold()
+    return Step(optimizers, window, gradients, measured, seen, outcome)
 
 
 def look(
