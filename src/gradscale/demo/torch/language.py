@@ -9,8 +9,8 @@ from gradscale.demo.torch.gpt import GPT, init_as_gpt2
 from gradscale.demo.torch.task import Losses
 from gradscale.demo.torch.text import VOCABULARY, Text
 
-AHEAD = Score("ahead", ".1f")
 PERPLEXITY = Score("perplexity", ".1f")
+MAIN_HEAD = Score("main head", ".1f")
 
 AHEAD_WEIGHT = 1e-5
 """Weight of the second head's loss, and the cause of the trouble: the gradient of its logits is at most this over the
@@ -44,8 +44,8 @@ class LanguageTask:
     subject = Subject(
         model="gpt",
         loss_title="Loss of the GPT's second head",
-        scores=(AHEAD, PERPLEXITY),
-        caption="perplexity: of the next character; ahead, loss: of the one after it",
+        scores=(PERPLEXITY, MAIN_HEAD),
+        caption="perplexity, loss: of the second head; main head: its perplexity",
     )
     learning_rate = 4e-3
 
@@ -75,8 +75,8 @@ class LanguageTask:
         rows = self._text.test_rows(TEST_SEQUENCES, LENGTH + 2).to(self._device)
         next_logits, ahead_logits = model(rows[:, :-2])
         return {
-            AHEAD.name: float(_loss(ahead_logits, rows[:, 2:]).exp()),
-            PERPLEXITY.name: float(_loss(next_logits, rows[:, 1:-1]).exp()),
+            PERPLEXITY.name: float(_loss(ahead_logits, rows[:, 2:]).exp()),
+            MAIN_HEAD.name: float(_loss(next_logits, rows[:, 1:-1]).exp()),
         }
 
 
