@@ -25,7 +25,7 @@ help: ## show this list (the default)
 	@sed -n -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 14
 
 .PHONY: demo
-demo: $(VENV)/.stage-demo ## train a small network in FP16 with and without loss scaling
+demo: $(VENV)/.stage-demo ## train small networks in FP16 with and without loss scaling
 	@$(VENV)/bin/gradscale demo
 
 .PHONY: test

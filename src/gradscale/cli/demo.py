@@ -33,8 +33,9 @@ def demo(
 ) -> None:
     """Train networks in FP16 with and without loss scaling; show a table and draw a picture.
 
-    With torch, a deep CNN reads digits, and a small GPT learns the next character of Python's own source code and,
-    with a second head at a small weight, the one after it. With numpy, an autoencoder redraws digits and, at a small weight, names them.
+    With torch, a deep CNN reads digits, and a small GPT learns the next character of
+    Python's own source code and, at a small weight, the one after it.
+    With numpy, an autoencoder redraws digits and, at a small weight, names them.
     In FP16 small gradients become zero, and nothing tells. A scale brings them back.
     """
     try:
