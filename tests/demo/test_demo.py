@@ -1,6 +1,7 @@
 """The demo as a whole: the comparison, the table, the picture, and the subcommand."""
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,15 @@ def test_a_mistake_is_told_without_a_traceback(arguments: tuple[Any, ...], text:
     assert told.exit_code == 2
     assert text in told.stderr
     assert isinstance(told.exception, SystemExit)
+
+
+def test_without_torch_the_command_takes_numpy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(demo.__globals__, "find_spec", lambda name: None if name == "torch" else find_spec(name))
+    told = CliRunner().invoke(app, ["--steps", "1", "--out", str(tmp_path)])
+    assert (told.exit_code, "autoencoder" in told.output) == (0, True)
+    asked_for = CliRunner().invoke(app, ["--framework", "torch", "--out", str(tmp_path)])
+    assert asked_for.exit_code == 2
+    assert 'must be installed: pip install "gradscale[torch]". Received: torch.' in asked_for.stderr
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

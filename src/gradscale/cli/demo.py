@@ -22,7 +22,7 @@ def demo(
     framework: Annotated[
         str | None, typer.Option(help="torch or numpy; torch where it is installed, unless said otherwise.")
     ] = None,
-    model: Annotated[str, typer.Option(help="Which model to train: cnn or gpt with torch.")] = "all",
+    model: Annotated[str, typer.Option(help="Which model to train: cnn or gpt, with torch.")] = "all",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the split, the start and the batches.")] = 0,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps that each run trains for, instead of what the model needs.")
@@ -33,8 +33,8 @@ def demo(
 ) -> None:
     """Train networks in FP16 with and without loss scaling; show a table and draw a picture.
 
-    With torch, a deep CNN reads digits, and a small GPT learns the next character of
-    Python's own source code and, at a small weight, the one after it.
+    With torch, a deep CNN reads digits, and a small GPT learns the next
+    character of Python's own source code and, at a small weight, the one after.
     With numpy, an autoencoder redraws digits and, at a small weight, names them.
     In FP16 small gradients become zero, and nothing tells. A scale brings them back.
     """
