@@ -9,6 +9,10 @@ from torch import Tensor, nn
 Optimizer = torch.optim.Optimizer
 
 
+Place = str | tuple[int, int]
+"""A parameter's name in its optimizer, or which of which parameter group it is: put into words when somebody asks."""
+
+
 class Gradient(NamedTuple):
     """One parameter's gradient.
 
@@ -20,20 +24,17 @@ class Gradient(NamedTuple):
 
     parameter: Tensor
     values: Tensor
-    place: str
+    place: Place
 
 
 def collect(optimizers: Sequence[Optimizer]) -> list[Gradient]:
     """Returns every gradient the optimizers hold, each parameter once. Sparse gradients are coalesced in place."""
-    seen: set[int] = set()
-    found: list[Gradient] = []
-    for parameter, place in placed_parameters(optimizers):
-        grad = parameter.grad
-        if grad is None or id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        found.append(Gradient(parameter, values_of(parameter, grad), place))
-    return found
+    found = [
+        Gradient(parameter, values_of(parameter, grad), place)
+        for parameter, place in placed_parameters(optimizers)
+        if (grad := parameter.grad) is not None
+    ]
+    return list({id(gradient.parameter): gradient for gradient in found}.values()) if len(optimizers) > 1 else found
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
@@ -43,13 +44,13 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
             yield from group["params"]
 
 
-def placed_parameters(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, str]]:
+def placed_parameters(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, Place]]:
     """Yields every parameter of the optimizers with the name or the place it has there."""
     for optimizer in optimizers:
         for group_index, group in enumerate(optimizer.param_groups):
             names = group.get("param_names")
             for index, parameter in enumerate(group["params"]):
-                yield parameter, names[index] if names else f"param_groups[{group_index}].params[{index}]"
+                yield parameter, names[index] if names else (group_index, index)
 
 
 def share_parameters(optimizers: Sequence[Optimizer]) -> bool:
@@ -72,7 +73,7 @@ class Names:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
 
-    def of(self, parameters: Iterable[tuple[Tensor | None, str]]) -> list[str]:
+    def of(self, parameters: Iterable[tuple[Tensor | None, Place]]) -> list[str]:
         """Returns the names of parameters that come with their place; with several modules, they start with which."""
         several = len(self.modules) > 1
         known = {
@@ -80,7 +81,11 @@ class Names:
             for index, module in enumerate(self.modules)
             for name, parameter in module.named_parameters()
         }
-        return [known.get(id(parameter), place) for parameter, place in parameters]
+        return [known.get(id(parameter)) or _in_words(place) for parameter, place in parameters]
+
+
+def _in_words(place: Place) -> str:
+    return place if isinstance(place, str) else f"param_groups[{place[0]}].params[{place[1]}]"
 
 
 def values_of(parameter: Tensor, grad: Tensor) -> Tensor:

@@ -27,6 +27,11 @@ class Measured:
     half: Tensor | None
 
     @property
+    def told_sizes(self) -> bool:
+        """Whether the sizes are known, and not only that every gradient is finite."""
+        return self.sizes.numel() > 0
+
+    @property
     def amax(self) -> Tensor:
         """Largest magnitude of any gradient; where only norms were read, a bound: the largest norm of a tensor."""
         return self.sizes.amax() if self.sizes.numel() else self.total

@@ -17,7 +17,7 @@ from gradscale.torch.stuck import ScaleStuck, diagnose
 OnStuck = Literal["raise", "warn"] | Callable[[ScaleStuck], None]
 
 LOOK_EVERY = 16
-"""Steps between two looks at the skip counter on an accelerator: seldom enough to cost nothing."""
+"""Steps between two looks at what nobody waits for, the skip counter or the headroom: seldom enough to cost nothing."""
 
 
 class Memory:
@@ -52,12 +52,18 @@ class Memory:
         self._sent_metrics: Letter | None = None
         self._metrics: dict[str, float] = {}
 
-    def keep(self, result: StepResult, state: ScaleState, amax: Tensor) -> None:
+    @property
+    def wants_amax(self) -> bool:
+        """Whether the next step shall measure its largest gradient for the metrics."""
+        return self._steps % LOOK_EVERY == 0
+
+    def keep(self, result: StepResult, state: ScaleState, amax: Tensor | None) -> None:
         """Keeps the result, and raises or warns if the run has been stuck for too long. Does not wait.
 
-        On an accelerator the counters are looked at a few steps late.
+        On an accelerator the counters are looked at a few steps late. Where `amax` is None, the last one is kept.
         """
-        self.last, self._amax = result, amax
+        self.last = result
+        self._amax = self._amax if amax is None else amax
         self._steps += 1
         if self._sent is None and (state.scale.is_cpu or self._steps % LOOK_EVERY == 0):
             self._sent = Letter(state.consecutive_skips, state.stuck, result.loss_finite)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradscale.state import Status
-from gradscale.torch.gradients import Gradient, Names
+from gradscale.torch.gradients import Gradient, Names, Place
 from gradscale.torch.letter import Letter
 
 
@@ -134,7 +134,7 @@ class StepResult:
         return self._sent().read()
 
 
-Trace = tuple["weakref.ref[Tensor]", "weakref.ref[Tensor]", int, str]
+Trace = tuple["weakref.ref[Tensor]", "weakref.ref[Tensor]", int, Place]
 """A parameter, its gradient, the gradient's version after the step, and the parameter's place in its optimizer."""
 
 

@@ -161,9 +161,8 @@ class LossScaler:
             result = step_plainly(self._rule, optimizers, self._names, clip_norm, clip_value, norm=wants_norm)
             self._memory.last = result
             return result
-        step = decided(
-            self._rule, self._agreement, optimizers, self._windows.ready(optimizers), clip_norm, norm=wants_norm
-        )
+        window, sizes = self._windows.ready(optimizers), self._memory.wants_amax
+        step = decided(self._rule, self._agreement, optimizers, window, clip_norm, norm=wants_norm, sizes=sizes)
         self._warned_of_half = self._warned_of_half or warn_of_half(step.gradients, self._names)
         try:
             apply.apply_all(optimizers, step.gradients, step.outcome.applied, step.outcome.factor, clip_value)
@@ -253,7 +252,7 @@ class LossScaler:
         """
         if not (modules or self._modules):
             raise ValueError("`protect_buffers` needs modules. Build the scaler as `LossScaler(model)` or pass them.")
-        self._buffers.append(BufferGuard(modules or self._modules))
+        self._buffers.append(BufferGuard(check_modules(modules) or self._modules))
 
     def guard(self, *targets: Any, on_skip: OnSkip = "hold") -> Guard:
         """Returns an object whose `step()` advances schedulers and averages, or holds them when a step was skipped.
@@ -298,7 +297,7 @@ class LossScaler:
             guard.settle(step.outcome.applied)
         result = step.result(self._names, norm=norm)
         self._windows.close(step.optimizers)
-        self._memory.keep(result, step.outcome.state, step.seen.amax)
+        self._memory.keep(result, step.outcome.state, step.seen.amax if step.measured.told_sizes else None)
         return result
 
 

@@ -1,5 +1,6 @@
 """One step on its way through the rooms: what it works on, what it found, and what was decided."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,9 +11,11 @@ from gradscale.policy import Policy
 from gradscale.state import Outcome, Seen
 from gradscale.torch.agree import Agreement
 from gradscale.torch.gradients import Gradient, Names, collect
+from gradscale.torch.letter import on_host
 from gradscale.torch.measure import Measured, measure, share_above
 from gradscale.torch.result import StepResult
 from gradscale.torch.rule import Rule
+from gradscale.torch.unscale import measure_if_overflowed
 from gradscale.torch.window import Window
 
 Optimizer = torch.optim.Optimizer
@@ -40,14 +43,17 @@ class Step:
 
     def result(self, names: Names, *, norm: bool) -> StepResult:
         """Returns what the user gets to see, with the norm if that was asked for."""
+        # On the CPU a look is free, and gradients that are all finite need not be traced.
+        total = on_host(self.measured.total)
+        innocent = total is not None and math.isfinite(total)
         return StepResult(
             applied=self.outcome.applied,
             scale=self.window.scale,
             next_scale=self.outcome.state.scale,
             loss_finite=self.seen.loss_finite,
             attempted=bool(self.gradients),
-            sizes=self.measured.sizes,
-            gradients=self.gradients,
+            sizes=self.measured.sizes[:0] if innocent else self.measured.sizes,
+            gradients=() if innocent else self.gradients,
             names=names,
             grad_norm=self.seen.norm if norm else None,
             retries=self.window.retries,
@@ -62,6 +68,7 @@ def decided(
     clip_norm: float | None = None,
     *,
     norm: bool,
+    sizes: bool = True,
 ) -> Step:
     """Returns the step, its gradients measured and every rank agreed on what to do. Changes nothing yet.
 
@@ -72,17 +79,19 @@ def decided(
         window: the window it ends.
         clip_norm: bound on the norm of all their gradients together, in true units.
         norm: whether to measure the norm; needed for `clip_norm`.
+        sizes: whether to measure how large the gradients are although neither the policy nor the norm needs it.
     """
     gradients = collect(optimizers)
     unit = window.unit(optimizers)
-    measured, seen = look(rule.policy, gradients, window, unit, norm=norm)
+    sizes = sizes or norm or "amax" in rule.policy.needs
+    measured, seen = look(rule.policy, gradients, window, unit, norm=norm, sizes=sizes)
     seen = agreement.over_ranks(seen)
     outcome = rule.decide(seen, unit, clip_norm) if gradients or agreement.ranks > 1 else rule.hold()
     return Step(optimizers, window, gradients, measured, seen, outcome)
 
 
 def look(
-    policy: Policy, gradients: Sequence[Gradient], window: Window, unit: Tensor, *, norm: bool
+    policy: Policy, gradients: Sequence[Gradient], window: Window, unit: Tensor, *, norm: bool, sizes: bool
 ) -> tuple[Measured, Seen]:
     """Returns what one read of the gradients found, and what that means on this rank, in true units.
 
@@ -94,9 +103,10 @@ def look(
         window: says how the losses were.
         unit: what the gradients must be divided by to be true.
         norm: whether the norm was asked for. Largest magnitudes are read otherwise.
+        sizes: whether sizes are needed. Without, the CPU may only look whether all gradients are finite.
     """
     values, device = [gradient.values for gradient in gradients], window.scale.device
-    measured = measure(values, device, norm=norm)
+    measured = measure(values, device, norm=norm) if sizes else measure_if_overflowed(values, unit)
     finite = measured.finite(unit) & ~window.overflowed
     # Edits inside `unscaled`, such as clipping, say nothing about what the backward pass has to hold.
     amax = measured.amax / unit if unit is window.scale else window.unscaled_amax

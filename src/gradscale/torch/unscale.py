@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gradscale.torch.checks import some
 from gradscale.torch.gradients import Names, placed_parameters, values_of
+from gradscale.torch.letter import on_host
 from gradscale.torch.measure import DOT_FROM, Measured, measure
 
 Optimizer = torch.optim.Optimizer
@@ -59,9 +60,12 @@ def refuse_divided(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
             )
 
 
-def no_gradients(optimizer: Optimizer) -> AssertionError:
-    """Returns what torch raises for an optimizer without gradients; a note says where to look."""
+def unchecked_gradients(optimizer: Optimizer) -> AssertionError:
+    """Returns what torch raises for an optimizer without gradients to check; a note says where to look."""
     error = AssertionError("No inf checks were recorded for this optimizer.")
+    if gradients_of(optimizer):
+        error.add_note("Its gradients were made after `unscale_`. Call `unscale_` after the backward pass.")
+        return error
     error.add_note(
         f"None of the {sum(1 for _ in placed_parameters([optimizer]))} parameters of this {type(optimizer).__name__} "
         "has a gradient: frozen, unused by the loss, or not the model's (was the model moved or wrapped afterwards?)."
@@ -130,7 +134,7 @@ def check(
     on_cpu = {divisor.device, *(grad.device for grad in gradients)} == {CPU}
     if on_cpu and not (divided or amax):
         overflow = _glanced(gradients, divisor)
-        if not overflow.tolist():
+        if not on_host(overflow):
             return overflow, None
     measured = measure(gradients, divisor.device, norm=not (on_cpu or amax))
     return ~measured.finite(divisor), measured
@@ -140,6 +144,20 @@ def sizes_of(gradients: Sequence[Tensor], device: torch.device) -> Measured:
     """Returns how large the gradients are, each by itself: of a distributed one, the shard that this rank holds."""
     held = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]  # type: ignore[attr-defined]
     return measure(held, device, norm=False)
+
+
+def measure_if_overflowed(gradients: Sequence[Tensor], unit: Tensor) -> Measured:
+    """Returns the sizes of the gradients; on the CPU only if one of them is not finite, and otherwise none.
+
+    Args:
+        gradients: dense tensors.
+        unit: what they will be divided by, one float32.
+    """
+    known = on_host(unit)
+    overflow, measured = check(gradients, unit, divided=known is not None and known < 1.0)
+    if measured is not None:
+        return measured
+    return Measured(torch.zeros(0, device=unit.device), torch.where(overflow, torch.inf, 0.0), None)
 
 
 def _glanced(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
