@@ -25,6 +25,19 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
+class Wrapper:
+    """Steps the optimizer inside, and looks up there what it does not have itself."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.inside = inside
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inside, name)
+
+    def step(self) -> None:
+        self.inside.step()
+
+
 def small_model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))

@@ -172,6 +172,18 @@ def test_a_protected_model_can_be_copied_and_pickled() -> None:
         twin.load_state_dict(model.state_dict())
 
 
+def test_loading_into_a_shallow_copy_of_a_protected_module_is_left_alone() -> None:
+    model, optimizer, scaler = setup()
+    twin = copy.copy(model[1])
+    twin.load_state_dict({name: value + 1 for name, value in twin.state_dict().items()})
+    assert not step(model, optimizer, scaler, torch.randn(8, 4))
+
+
+def test_what_is_no_module_cannot_be_protected() -> None:
+    with pytest.raises(TypeError, match="must be a module"):
+        LossScaler().protect_buffers(3)  # type: ignore[arg-type]
+
+
 def test_modules_can_be_named_and_must_be_known() -> None:
     with pytest.raises(
         ValueError, match=r"`protect_buffers` needs modules\. Build the scaler as `LossScaler\(model\)`"

@@ -106,6 +106,13 @@ def test_the_optimizer_may_be_left_out_if_the_model_is_known() -> None:
     assert loss_of(model).item() < before
 
 
+def test_modules_of_a_closure_may_share_parameters() -> None:
+    model = small_model()
+    before = loss_of(model).item()
+    lbfgs(model).step(LossScaler([model, model[0]]).closure(lambda: loss_of(model)))
+    assert loss_of(model).item() < before
+
+
 def test_a_closure_without_model_and_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`closure` needs parameters\. Build the scaler as `LossScaler\(model\)`"):
         LossScaler().closure(lambda: torch.zeros(()))

@@ -110,6 +110,20 @@ def test_edits_that_raise_leave_true_gradients_that_can_still_be_stepped() -> No
     assert same(weights(model), weights(expected))
 
 
+def test_unscaled_gradients_can_be_cleared_and_the_loop_goes_on() -> None:
+    model, optimizer, scaler = setup()
+    expected, its_optimizer, plain = setup()
+    scaler.backward(loss_of(model, seed=1))
+    with pytest.raises(KeyboardInterrupt), scaler.unscaled(optimizer):
+        raise KeyboardInterrupt
+    optimizer.zero_grad()
+    for each, its, their in ((model, optimizer, scaler), (expected, its_optimizer, plain)):
+        their.backward(loss_of(each))
+        their.backward(loss_of(each, seed=2))
+        assert not their.step(its).skipped()
+    assert same(weights(model), weights(expected))
+
+
 def test_a_backward_pass_after_unscaled_is_refused_before_it_adds_anything() -> None:
     model, optimizer, scaler = setup()
     expected = true_grads(model)

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.helpers import INF, give, loss_of, poison, same, small_model, weights
+from tests.torch.helpers import INF, Wrapper, give, loss_of, poison, same, small_model, weights
 from torch import Tensor, nn
 
-from gradscale import Dynamic, Static
+from gradscale import Dynamic, NoScaling, Policy, Static
 from gradscale.torch import LossScaler
 
 
@@ -52,6 +52,30 @@ def test_a_divisor_that_the_user_set_is_multiplied_in() -> None:
     give(scaler, [weight], [torch.tensor([1.0])])
     scaler.step(optimizer)
     assert optimizer.handed == [(16.0, 0.0)]
+
+
+def test_a_fused_optimizer_inside_a_wrapper_is_stepped_on_true_gradients() -> None:
+    weight = parameter(1.0)
+    wrapper: Any = Wrapper(torch.optim.SGD([weight], lr=1.0, fused=True))
+    scaler = LossScaler(policy=Static(8.0))
+    for grad in (INF, 4.0):
+        give(scaler, [weight], [torch.tensor([grad])])
+        scaler.step(wrapper)
+        wrapper.zero_grad()
+    assert weight.item() == 0.5
+
+
+@pytest.mark.parametrize("policy", [Static(8.0), NoScaling()])
+def test_a_bound_on_elements_is_not_rounded_to_the_default_type(policy: Policy) -> None:
+    weight = parameter()
+    scaler = LossScaler(policy=policy)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        give(scaler, [weight], [torch.tensor([80.0], dtype=torch.float32)])
+        scaler.step(torch.optim.SGD([weight], lr=1.0), clip_value=0.3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert weight.item() == -torch.tensor(0.3).item()
 
 
 def test_an_optimizer_with_a_scaler_argument_is_stepped_on_true_gradients() -> None:

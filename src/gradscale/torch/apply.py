@@ -27,12 +27,22 @@ def folds(optimizer: Optimizer) -> bool:
 
 def takes_gate(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer says that it handles scaling, by the two attributes and not by an argument."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not takes_scaler(optimizer)
+    return _handles_scaling(optimizer) and not _has_argument(type(optimizer), "grad_scaler")
 
 
 def takes_scaler(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer's `step` has a `grad_scaler` argument: torch's older contract."""
-    return _has_argument(type(optimizer), "grad_scaler")
+    """Returns whether the optimizer handles scaling by a `grad_scaler` argument of `step`: torch's older contract."""
+    return _handles_scaling(optimizer) and _has_argument(type(optimizer), "grad_scaler")
+
+
+def _handles_scaling(optimizer: Optimizer) -> bool:
+    """Returns whether the optimizer itself says that it handles scaling.
+
+    A wrapper that looks up on the optimizer inside what it does not have would keep the two attributes to itself, and
+    the kernel would step on gradients that nobody has divided or checked.
+    """
+    flag = "_step_supports_amp_scaling"
+    return getattr(optimizer, flag, False) and (flag in vars(optimizer) or hasattr(type(optimizer), flag))
 
 
 @cache
@@ -56,8 +66,6 @@ def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor, *arg
         skip: 1.0 leaves weights and state alone, 0.0 updates them. No other value: fused kernels test for exactly 1.
         *args: passed on to `optimizer.step`.
         **kwargs: passed on to `optimizer.step`.
-        *args: passed on to the optimizer's `step`.
-        **kwargs: passed on to it too.
     """
     _create_momentum(optimizer)
     users_own = getattr(optimizer, "grad_scale", None)
@@ -96,7 +104,7 @@ def apply_all(
         multiply(gradients, torch.where(applied, factor, 1.0))
         divisor = None
     if clip_value is not None:
-        clamp(gradients, torch.where(applied, clip_value, torch.inf))
+        clamp(gradients, torch.where(applied, torch.full_like(factor, clip_value), torch.inf))
     waiting = [optimizer for optimizer in optimizers if not folds(optimizer)]
     go = bool(waiting) and bool(applied)
     if go and divisor is not None:
@@ -128,7 +136,7 @@ def apply_plainly(
     if factor is not None:
         multiply(gradients, factor)
     if clip_value is not None:
-        clamp(gradients, torch.tensor(clip_value))
+        clamp(gradients, torch.tensor(clip_value, dtype=torch.float32))
     for optimizer in optimizers:
         optimizer.step()
 

@@ -39,8 +39,9 @@ class BufferGuard:
     def _on_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Takes over what `load_state_dict` brought. Called for every part of the module that was loaded."""
         del incompatible_keys
-        index = next(index for index, part in enumerate(self._parts) if part is module)
-        self._copies[index] = _copied(module)
+        for index, part in enumerate(self._parts):
+            if part is module:  # or else a shallow copy of one, which brought the hook along
+                self._copies[index] = _copied(module)
 
 
 def _copied(part: nn.Module) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ def holder_of(modules: Sequence[nn.Module]) -> torch.optim.Optimizer:
     """Returns something that holds the modules' parameters as an optimizer does, and is never stepped."""
     if not modules:
         raise ValueError("`closure` needs parameters. Build the scaler as `LossScaler(model)` or pass the optimizer.")
-    return torch.optim.SGD(parameter for module in modules for parameter in module.parameters())
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    return torch.optim.SGD({id(parameter): parameter for parameter in parameters}.values())
 
 
 def make_closure(

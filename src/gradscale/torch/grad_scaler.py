@@ -32,10 +32,10 @@ from gradscale.torch.unscale import (
     check,
     gradients_of,
     multiply_and_check,
-    no_gradients,
     refuse_divided,
     refuse_half,
     sizes_of,
+    unchecked_gradients,
 )
 
 Optimizer = torch.optim.Optimizer
@@ -220,7 +220,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if getattr(optimizer, "_step_supports_amp_scaling", False) and apply.takes_scaler(optimizer):
+        if apply.takes_scaler(optimizer):
             returned = self._step_with_scaler(optimizer, *args, **kwargs)
         elif apply.folds(optimizer):
             returned = self._step_folded(optimizer, scale, *args, **kwargs)
@@ -247,6 +247,8 @@ class GradScaler(torch.amp.GradScaler):
             self._check_inf_per_device(optimizer)
             divisor = self._get_scale_async()
             self._divided.append(optimizer)
+        elif not state["found_inf_per_device"] and gradients_of(optimizer):
+            raise unchecked_gradients(optimizer)
         overflow = any_overflow(state["found_inf_per_device"].values(), scale.device)
         returned = apply.step_folded(optimizer, divisor, overflow.float(), *args, **kwargs)
         measured = state.get("measured")
@@ -260,7 +262,7 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.READY:
             self._unscale(optimizer, scale, allow_fp16=apply.takes_gate(optimizer))
         if not state["found_inf_per_device"]:
-            raise no_gradients(optimizer)
+            raise unchecked_gradients(optimizer)
         return self._maybe_opt_step(optimizer, state, *args, **kwargs)
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,14 @@
 """The stretch between two steps: one scale, any number of losses and backward passes, and the order they must keep."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+from gradscale.torch.gradients import parameters_of
 
 
 class Window:
@@ -43,6 +45,7 @@ class Window:
         self.rescaled: set[int] | None = None
         self.true_units: set[int] = set()
         self.unscaled_amax = torch.zeros_like(scale)
+        self._unscaled: list[Tensor] = []
         self._find_stale = find_stale
         self._current = current
 
@@ -77,9 +80,10 @@ class Window:
         """
         self.overflowed = self.overflowed | (overflowed.to(self.scale.device) & self.loss_finite)
 
-    def note_unscaled(self, optimizers: Iterable[torch.optim.Optimizer], amax: Tensor) -> None:
+    def note_unscaled(self, optimizers: Sequence[torch.optim.Optimizer], amax: Tensor) -> None:
         """Notes that the gradients of `optimizers` are true from now on, and how large the largest of them is."""
         self.true_units.update(id(optimizer) for optimizer in optimizers)
+        self._unscaled += parameters_of(optimizers)
         self.unscaled_amax = torch.maximum(self.unscaled_amax, amax)
 
     def unit(self, optimizers: Iterable[torch.optim.Optimizer]) -> Tensor:
@@ -89,11 +93,14 @@ class Window:
 
     def begin_backward(self) -> None:
         """Notes that a backward pass begins; raises if its gradients would be added to unscaled ones."""
-        if self.true_units:
+        if any(parameter.grad is not None for parameter in self._unscaled):
             raise RuntimeError(
                 "A backward pass of a scaled loss was begun after `scaler.unscaled(...)`, and would add scaled "
-                "gradients to true ones. Run all backward passes first, then `unscaled`, then `scaler.step(...)`."
+                "gradients to true ones. Run all backward passes first, then `unscaled`, then `scaler.step(...)`; to "
+                "give up what was unscaled, call `optimizer.zero_grad()`."
             )
+        self.true_units.clear()
+        self._unscaled.clear()
         if self.backward_begun:
             self.stale = [parameter for parameter in self.stale if parameter.grad is not None]
         else:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.torch.grad_scaler.helpers import OURS, TORCH, give, nothing_uninitialised, parameter, ready
+from tests.torch.helpers import Wrapper
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -298,3 +299,12 @@ def test_optimizer_that_takes_the_scaler_gets_it_through_a_wrapped_step(kind: An
 def test_string_among_the_outputs_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
         kind("cpu").scale(["loss"])
+
+
+def test_a_fused_optimizer_inside_a_wrapper_is_stepped_on_true_gradients(kind: Any) -> None:
+    owner = parameter()
+    wrapper = Wrapper(torch.optim.SGD([owner], lr=1.0, fused=True))
+    scaler = ready(kind("cpu", init_scale=8.0))
+    give((owner, 4.0))
+    scaler.step(wrapper)
+    assert owner.tolist() == [0.5, 0.5, 0.5]

@@ -282,3 +282,18 @@ def test_two_optimizers_may_share_parameters_once_another_loss_was_scaled() -> N
         scaler.step(optimizer)
     scaler.update()
     assert owner.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_made_after_unscale_are_refused_where_there_were_none_before(fused: bool) -> None:
+    owner = parameter()
+    optimizer = torch.optim.SGD([owner], lr=1.0, fused=fused)
+    scaler = ready(GradScaler("cpu"))
+    scaler.unscale_(optimizer)
+    give((owner, INF))
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer") as caught:
+        scaler.step(optimizer)
+    assert caught.value.__notes__ == [
+        "Its gradients were made after `unscale_`. Call `unscale_` after the backward pass."
+    ]
+    assert owner.tolist() == [1.0, 1.0, 1.0]
