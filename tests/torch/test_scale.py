@@ -1,6 +1,7 @@
 """`LossScaler.scale`: what it multiplies, what it refuses, and how long the scale stays the same."""
 
 from collections import OrderedDict, namedtuple
+from typing import Any
 
 import pytest
 import torch
@@ -136,3 +137,14 @@ def test_backward_passes_its_arguments_on() -> None:
     scaler.backward(loss, gradient=torch.tensor([1.0, 10.0]))
     assert y.grad is not None
     assert y.grad.item() == 42.0
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
+def test_a_loss_inside_a_torch_func_transform_is_refused_and_the_loop_goes_on(transform: Any) -> None:
+    owner = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([owner], lr=1.0)
+    scaler = LossScaler(policy=Static(8.0))
+    with pytest.raises(RuntimeError, match=r"inside a `torch\.func` transform.*scaler\.loss_scale"):
+        transform(lambda row: scaler.scale(row.sum()))(torch.ones(2))
+    scaler.backward(owner.sum())
+    assert not scaler.step(optimizer).skipped()

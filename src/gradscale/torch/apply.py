@@ -21,7 +21,7 @@ def folds(optimizer: Optimizer) -> bool:
     zeros would not be what the first step makes.
     """
     return takes_gate(optimizer) and not any(
-        group.get("fused") is False or _lacks_dampened_momentum(optimizer, group) for group in groups(optimizer)
+        group.get("fused") is False or _lacks_dampened_momentum(optimizer, group) for group in optimizer.param_groups
     )
 
 
@@ -48,11 +48,6 @@ def _handles_scaling(optimizer: Optimizer) -> bool:
 @cache
 def _has_argument(kind: type[Optimizer], name: str) -> bool:
     return name in inspect.signature(kind.step).parameters
-
-
-def groups(optimizer: Optimizer) -> Sequence[dict[str, Any]]:
-    """Returns the optimizer's parameter groups."""
-    return optimizer.param_groups
 
 
 def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +137,7 @@ def apply_plainly(
 
 
 def _owned(gradients: Iterable[Gradient], optimizers: Iterable[Optimizer]) -> list[Gradient]:
-    owned = {id(p) for optimizer in optimizers for group in groups(optimizer) for p in group["params"]}
+    owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     return [gradient for gradient in gradients if id(gradient.parameter) in owned]
 
 
@@ -183,7 +178,7 @@ def _create_momentum(optimizer: Optimizer) -> None:
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return
-    for group in groups(optimizer):
+    for group in optimizer.param_groups:
         if group["fused"] and group["momentum"] and not group["dampening"]:
             for parameter in _without_momentum(optimizer, group):
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

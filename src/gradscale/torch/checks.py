@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradscale.torch.gradients import Gradient, Names, placed_parameters
+from gradscale.torch.gradients import Gradient, Names, Place, placed_parameters
 from gradscale.torch.window import Window
 
 Optimizer = torch.optim.Optimizer
@@ -48,7 +48,8 @@ def check_order(window: Window | None) -> Window:
     if window is None:
         raise RuntimeError(
             "`step` needs gradients of a scaled loss, and none was scaled since the last step. "
-            "Call `scaler.backward(loss)`, or `scaler.scale(loss).backward()`, before every `scaler.step(...)`."
+            "Call `scaler.backward(loss)`, or `scaler.scale(loss).backward()`, before every `scaler.step(...)`; "
+            "optimizers that share a backward pass go into one call, `scaler.step(a, b)`."
         )
     if not window.backward_begun:
         raise RuntimeError(
@@ -60,6 +61,8 @@ def check_order(window: Window | None) -> Window:
 
 def refuse_stale(window: Window, optimizers: Sequence[Optimizer], names: Names) -> None:
     """Raises if gradients from before this window were never cleared: their scale is not this one's."""
+    if not window.stale:
+        return
     stale = {id(parameter) for parameter in window.stale if parameter.grad is not None}
     if found := [placed for placed in placed_parameters(optimizers) if id(placed[0]) in stale]:
         raise RuntimeError(
@@ -102,7 +105,7 @@ def warn_of_half(gradients: Sequence[Gradient], names: Names) -> bool:
     return bool(half)
 
 
-def some(names: Names, found: Sequence[tuple[Tensor, str]]) -> str:
+def some(names: Names, found: Sequence[tuple[Tensor, Place]]) -> str:
     """Returns the names of at most five parameters, and how many more there are."""
     shown = ", ".join(names.of(found[:5]))
     return shown + (f" and {len(found) - 5} more" if len(found) > 5 else "")

@@ -59,7 +59,7 @@ def measure(gradients: Sequence[Tensor], device: torch.device, *, norm: bool) ->
     if not gradients:
         nothing = torch.zeros(0, dtype=torch.float32, device=device)
         return Measured(nothing, nothing.sum(), None)
-    real = [_as_real(grad) if grad.is_complex() else grad for grad in gradients]
+    real = [as_real(grad) if grad.is_complex() else grad for grad in gradients]
     sizes = _gathered(_norms(real), device) if norm else _largest(real, device)
     total = torch.linalg.vector_norm(sizes) if norm else sizes.amax()
     halves = [grad for grad in real if grad.dtype == torch.float16]
@@ -72,7 +72,7 @@ def share_above(gradients: Sequence[Tensor], edge: Tensor, device: torch.device)
 
     Complex elements count as two. Reads each gradient once and makes temporaries as large as the largest of them.
     """
-    real = [_as_real(grad) if grad.is_complex() else grad for grad in gradients]
+    real = [as_real(grad) if grad.is_complex() else grad for grad in gradients]
     # Compared in float32: a narrower type would round the edge.
     wide = (grad.float() if grad.dtype.itemsize < 4 else grad for grad in real)
     above = [(~(grad.abs() <= edge.to(grad.device))).sum().to(device, torch.float32) for grad in wide]
@@ -80,8 +80,11 @@ def share_above(gradients: Sequence[Tensor], edge: Tensor, device: torch.device)
     return torch.stack(above).sum() / max(1, elements) if above else torch.zeros_like(edge)
 
 
-def _as_real(grad: Tensor) -> Tensor:
-    """Returns the parts of a complex gradient, without a copy: its conjugate is as large."""
+def as_real(grad: Tensor) -> Tensor:
+    """Returns the two parts of a complex gradient as one real view; of a conjugate, the parts of what it is a view of.
+
+    Size, finiteness and multiplying by a real number are the same for both.
+    """
     return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
 
 

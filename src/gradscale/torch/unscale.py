@@ -8,7 +8,7 @@ from torch import Tensor
 from gradscale.torch.checks import some
 from gradscale.torch.gradients import Names, placed_parameters, values_of
 from gradscale.torch.letter import on_host
-from gradscale.torch.measure import DOT_FROM, Measured, measure
+from gradscale.torch.measure import DOT_FROM, Measured, as_real, measure
 
 Optimizer = torch.optim.Optimizer
 
@@ -92,16 +92,10 @@ def multiply_and_check(gradients: Iterable[Tensor], factor: Tensor, found_inf: T
         if device not in flags:
             # A copy even where it is on that device already, as torch's callers expect.
             flags[device] = found_inf.to(device, non_blocking=True, copy=True)
-        real = [_parts(grad) for grad in values] if dtype.is_complex else values
+        real = [as_real(grad) for grad in values] if dtype.is_complex else values
         local = factor.to(device, non_blocking=True)
         torch._amp_foreach_non_finite_check_and_unscale_(real, flags[device], local)  # type: ignore[attr-defined]
     return flags
-
-
-def _parts(grad: Tensor) -> Tensor:
-    """Returns the two parts of a complex gradient as one real view. The kernel knows no complex numbers."""
-    # Multiplying by a real number and checking commute with conjugation, so the view may be of the conjugate.
-    return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
 
 
 def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_map
 
 from gradscale.torch.gradients import parameters_of
@@ -122,6 +123,11 @@ def map_losses(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:
     """Returns `outputs` with `function` applied to every loss in a nested structure of containers."""
 
     def visit(output: Any) -> Tensor:
+        if isinstance(output, Tensor) and is_functorch_wrapped_tensor(output):
+            raise RuntimeError(
+                "`scale` watches a loss until the next step, which it cannot inside a `torch.func` transform: what it "
+                "sees there is gone afterwards. Multiply by `scaler.loss_scale` there, and divide the gradients by it."
+            )
         if isinstance(output, Tensor) and (output.is_floating_point() or output.is_complex()):
             return function(output)
         kind = f"a tensor of {output.dtype}" if isinstance(output, Tensor) else type(output).__name__
