@@ -23,7 +23,10 @@ class Leftovers:
         self._modules = modules
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._others: list[weakref.ref[Tensor]] | None = None
-        self._left: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor], int]] = []
+        # Side by side and not in tuples: thousands of containers at every step would keep the garbage collector busy.
+        self._owners: list[weakref.ref[Tensor]] = []
+        self._grads: list[weakref.ref[Tensor]] = []
+        self._versions: list[int] = []
 
     def __reduce__(self) -> tuple[type["Leftovers"], tuple[Sequence[nn.Module]]]:
         """A copy starts afresh: it has seen no gradients."""
@@ -35,17 +38,18 @@ class Leftovers:
             self._known.update(optimizers)
             self._others = self._held_by_modules_alone()
         others = [parameter for reference in self._others if (parameter := reference()) is not None]
-        self._left = [
-            (weakref.ref(parameter), weakref.ref(grad), grad._version)
-            for parameter in (*parameters_of(self._known), *others)
-            if (grad := parameter.grad) is not None
-        ]
+        self._owners, self._grads, self._versions = [], [], []
+        for parameter in (*parameters_of(self._known), *others):
+            if (grad := parameter.grad) is not None:
+                self._owners.append(weakref.ref(parameter))
+                self._grads.append(weakref.ref(grad))
+                self._versions.append(grad._version)
 
     def uncleared(self) -> list[Tensor]:
         """Returns the parameters whose gradients nobody has cleared or replaced since."""
         found: list[Tensor] = []
-        for parameter_reference, grad_reference, version in self._left:
-            grad, parameter = grad_reference(), parameter_reference()
+        for owner, grad_reference, version in zip(self._owners, self._grads, self._versions, strict=True):
+            grad, parameter = grad_reference(), owner()
             if grad is None or parameter is None:
                 continue
             if parameter.grad is grad and grad._version == version:
