@@ -25,7 +25,7 @@ from gradscale.torch.result import StepResult
 from gradscale.torch.retry import Retry, check_retries, retriable_parameters, synchronising
 from gradscale.torch.rule import Rule
 from gradscale.torch.saved import read_saved
-from gradscale.torch.step import Step, decided
+from gradscale.torch.step import Step, decided, upper_share
 from gradscale.torch.window import map_losses
 from gradscale.torch.windows import Windows
 
@@ -187,10 +187,12 @@ class LossScaler:
             window = self._windows.ready(optimizers)
             scaled = [optimizer for optimizer in optimizers if id(optimizer) not in window.true_units]
             gradients = collect(scaled)
-            measured = measure([gradient.values for gradient in gradients], window.scale.device, norm=False)
+            values = [gradient.values for gradient in gradients]
+            measured = measure(values, window.scale.device, norm=False)
+            share = upper_share(self.policy, values, window.scale)
             window.note_overflow(~measured.finite(window.scale))
             apply.multiply(gradients, 1.0 / window.scale)
-            window.note_unscaled(scaled, measured.amax / window.scale)
+            window.note_unscaled(scaled, measured.amax / window.scale, share, sum(map(Tensor.numel, values)))
         yield
 
     def grad(self, loss: Tensor, inputs: Tensor | Sequence[Tensor], **kwargs: Any) -> tuple[Tensor | None, ...]:

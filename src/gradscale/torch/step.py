@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -109,14 +109,26 @@ def look(
     measured = measure(values, device, norm=norm) if sizes else measure_if_overflowed(values, unit)
     finite = measured.finite(unit) & ~window.overflowed
     # Edits inside `unscaled`, such as clipping, say nothing about what the backward pass has to hold.
-    amax = measured.amax / unit if unit is window.scale else window.unscaled_amax
+    edited = unit is not window.scale
     seen = Seen(
         finite=finite,
         loss_finite=window.loss_finite | window.overflowed,
-        amax=torch.where(finite, amax, 0.0),
+        amax=torch.where(finite, window.unscaled_amax if edited else measured.amax / unit, 0.0),
         norm=measured.total / unit,
+        upper_share=window.unscaled_share if edited else upper_share(policy, values, window.scale),
     )
-    if "upper_share" in policy.needs:
-        edge = policy.edge_magnitude * (unit / window.scale)  # type: ignore[attr-defined]
-        seen = replace(seen, upper_share=share_above(values, edge, device))
     return measured, seen
+
+
+def upper_share(policy: Policy, values: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Returns the share of scaled gradient elements above the policy's edge; zero, unread, where it has none.
+
+    Args:
+        policy: says where the edge is, if it needs to know.
+        values: the scaled gradients.
+        like: a 0-d tensor on the scaler's device.
+    """
+    if "upper_share" not in policy.needs:
+        return torch.zeros_like(like)
+    edge = torch.full_like(like, policy.edge_magnitude)  # type: ignore[attr-defined]
+    return share_above(values, edge, like.device)

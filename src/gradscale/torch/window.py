@@ -26,6 +26,7 @@ class Window:
         rescaled: ids of the parameters whose gradients a retry has brought to its scale; None where all kept theirs.
         true_units: ids of the optimizers whose gradients are unscaled already.
         unscaled_amax: largest of those gradients, in true units, before anyone edited them.
+        unscaled_share: share of their elements above the policy's edge, before anyone edited them.
     """
 
     def __init__(self, scale: Tensor, find_stale: Callable[[], list[Tensor]], current: Callable[[], "Window"]) -> None:
@@ -46,6 +47,8 @@ class Window:
         self.rescaled: set[int] | None = None
         self.true_units: set[int] = set()
         self.unscaled_amax = torch.zeros_like(scale)
+        self.unscaled_share = torch.zeros_like(scale)
+        self._unscaled_elements = 0
         self._unscaled: list[Tensor] = []
         self._find_stale = find_stale
         self._current = current
@@ -81,11 +84,23 @@ class Window:
         """
         self.overflowed = self.overflowed | (overflowed.to(self.scale.device) & self.loss_finite)
 
-    def note_unscaled(self, optimizers: Sequence[torch.optim.Optimizer], amax: Tensor) -> None:
-        """Notes that the gradients of `optimizers` are true from now on, and how large the largest of them is."""
+    def note_unscaled(
+        self, optimizers: Sequence[torch.optim.Optimizer], amax: Tensor, upper_share: Tensor, elements: int
+    ) -> None:
+        """Notes that the gradients of `optimizers` are true from now on, and how large they are.
+
+        Args:
+            optimizers: whose gradients they are.
+            amax: the largest of them, in true units.
+            upper_share: share of their elements above the policy's edge.
+            elements: how many elements they have.
+        """
         self.true_units.update(id(optimizer) for optimizer in optimizers)
         self._unscaled += parameters_of(optimizers)
         self.unscaled_amax = torch.maximum(self.unscaled_amax, amax)
+        above = self.unscaled_share * self._unscaled_elements + upper_share * elements
+        self._unscaled_elements += elements
+        self.unscaled_share = above / max(1, self._unscaled_elements)
 
     def unit(self, optimizers: Iterable[torch.optim.Optimizer]) -> Tensor:
         """Returns what the gradients of `optimizers` must be divided by: the scale, or 1 where `unscaled` has been."""
