@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from gradscale.policy import Dynamic, Policy, check_policy
 from gradscale.torch import apply
+from gradscale.torch.glance import check
 from gradscale.torch.grad_scaler_saved import read_scaler, write_extra
 from gradscale.torch.grad_scaler_settings import (
     Bounds,
@@ -29,7 +30,6 @@ from gradscale.torch.result import StepResult
 from gradscale.torch.rule import Rule
 from gradscale.torch.unscale import (
     any_overflow,
-    check,
     gradients_of,
     multiply_and_check,
     refuse_divided,

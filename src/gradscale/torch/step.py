@@ -10,12 +10,12 @@ from torch import Tensor
 from gradscale.policy import Policy
 from gradscale.state import Outcome, Seen
 from gradscale.torch.agree import Agreement
+from gradscale.torch.glance import measure_if_overflowed
 from gradscale.torch.gradients import Gradient, Names, collect
 from gradscale.torch.letter import on_host
 from gradscale.torch.measure import Measured, measure, share_above
 from gradscale.torch.result import StepResult
 from gradscale.torch.rule import Rule
-from gradscale.torch.unscale import measure_if_overflowed
 from gradscale.torch.window import Window
 
 Optimizer = torch.optim.Optimizer

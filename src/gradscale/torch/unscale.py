@@ -7,12 +7,9 @@ from torch import Tensor
 
 from gradscale.torch.checks import some
 from gradscale.torch.gradients import Names, placed_parameters, values_of
-from gradscale.torch.letter import on_host
-from gradscale.torch.measure import DOT_FROM, Measured, as_real, measure
+from gradscale.torch.measure import Measured, as_real, measure
 
 Optimizer = torch.optim.Optimizer
-
-CPU = torch.device("cpu")
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
@@ -106,62 +103,7 @@ def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     return torch.stack(found).ne(0).any() if found else torch.zeros((), dtype=torch.bool, device=device)
 
 
-def check(
-    gradients: Sequence[Tensor], divisor: Tensor, *, divided: bool, amax: bool = False
-) -> tuple[Tensor, Measured | None]:
-    """Returns whether a gradient is not finite, as a 0-d bool, and the sizes of the gradients if they were read.
-
-    Changes no gradient and does not wait for the device. On the CPU, where to look at the outcome is free, sizes are
-    read only if they must be, and the largest finite number is no overflow. Elsewhere norms are read, by one
-    multi-tensor kernel where largest magnitudes would take a launch for each gradient.
-
-    Args:
-        gradients: dense tensors.
-        divisor: what the gradients will be divided by, one float32, on the device of the outcome.
-        divided: whether a gradient that would not be finite once divided counts too. It can only be so where the
-            divisor is below 1.
-        amax: whether the sizes are needed, as largest magnitudes.
-    """
-    if not set(map(type, gradients)) <= {Tensor}:
-        # Distributed tensors: torch's kernel knows how to agree on the flag, and norms of shards are only partial.
-        return _flagged(gradients, divisor), None
-    on_cpu = {divisor.device, *(grad.device for grad in gradients)} == {CPU}
-    if on_cpu and not (divided or amax):
-        overflow = _glanced(gradients, divisor)
-        if not on_host(overflow):
-            return overflow, None
-    measured = measure(gradients, divisor.device, norm=not (on_cpu or amax))
-    return ~measured.finite(divisor), measured
-
-
 def sizes_of(gradients: Sequence[Tensor], device: torch.device) -> Measured:
     """Returns how large the gradients are, each by itself: of a distributed one, the shard that this rank holds."""
     held = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]  # type: ignore[attr-defined]
     return measure(held, device, norm=False)
-
-
-def measure_if_overflowed(gradients: Sequence[Tensor], unit: Tensor) -> Measured:
-    """Returns the sizes of the gradients; on the CPU only if one of them is not finite, and otherwise none.
-
-    Args:
-        gradients: dense tensors.
-        unit: what they will be divided by, one float32.
-    """
-    known = on_host(unit)
-    overflow, measured = check(gradients, unit, divided=known is not None and known < 1.0)
-    if measured is not None:
-        return measured
-    return Measured(torch.zeros(0, device=unit.device), torch.where(overflow, torch.inf, 0.0), None)
-
-
-def _glanced(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
-    """Returns whether a gradient is not finite, or so large that its square is not: the fastest read on the CPU."""
-    if sum(map(Tensor.numel, gradients)) < DOT_FROM * len(gradients):
-        return _flagged(gradients, divisor)
-    return ~measure(gradients, divisor.device, norm=True).finite(divisor)
-
-
-def _flagged(gradients: Iterable[Tensor], divisor: Tensor) -> Tensor:
-    """Returns whether a gradient is not finite, by torch's kernel: the fastest on the CPU for many small tensors."""
-    one = torch.ones((), dtype=torch.float32, device=divisor.device)
-    return any_overflow(multiply_and_check(gradients, one, torch.zeros_like(one)).values(), divisor.device)

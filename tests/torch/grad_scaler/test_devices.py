@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradscale import Headroom
 from gradscale.state import Seen
-from gradscale.torch import GradScaler, unscale
+from gradscale.torch import GradScaler, glance
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
 
@@ -87,7 +87,7 @@ def test_flags_are_noted_for_every_device_that_holds_gradients() -> None:
 @pytest.fixture
 def _as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the check take the CPU for an accelerator, whose outcome it may not look at."""
-    monkeypatch.setattr(unscale, "CPU", torch.device("meta"))
+    monkeypatch.setattr(glance, "CPU", torch.device("meta"))
 
 
 @pytest.mark.usefixtures("_as_on_an_accelerator")

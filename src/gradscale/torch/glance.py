@@ -1,0 +1,67 @@
+"""A quicker look than `measure`, for when nobody needs sizes: is every gradient finite?"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradscale.torch.letter import on_host
+from gradscale.torch.measure import DOT_FROM, Measured, measure
+from gradscale.torch.unscale import any_overflow, multiply_and_check
+
+CPU = torch.device("cpu")
+
+
+def check(
+    gradients: Sequence[Tensor], divisor: Tensor, *, divided: bool, amax: bool = False
+) -> tuple[Tensor, Measured | None]:
+    """Returns whether a gradient is not finite, as a 0-d bool, and the sizes of the gradients if they were read.
+
+    Changes no gradient and does not wait for the device. On the CPU, where to look at the outcome is free, sizes are
+    read only if they must be, and the largest finite number is no overflow. Elsewhere norms are read, by one
+    multi-tensor kernel where largest magnitudes would take a launch for each gradient.
+
+    Args:
+        gradients: dense tensors.
+        divisor: what the gradients will be divided by, one float32, on the device of the outcome.
+        divided: whether a gradient that would not be finite once divided counts too. It can only be so where the
+            divisor is below 1.
+        amax: whether the sizes are needed, as largest magnitudes.
+    """
+    if not set(map(type, gradients)) <= {Tensor}:
+        # Distributed tensors: torch's kernel knows how to agree on the flag, and norms of shards are only partial.
+        return _flagged(gradients, divisor), None
+    on_cpu = {divisor.device, *(grad.device for grad in gradients)} == {CPU}
+    if on_cpu and not (divided or amax):
+        overflow = _glanced(gradients, divisor)
+        if not on_host(overflow):
+            return overflow, None
+    measured = measure(gradients, divisor.device, norm=not (on_cpu or amax))
+    return ~measured.finite(divisor), measured
+
+
+def measure_if_overflowed(gradients: Sequence[Tensor], unit: Tensor) -> Measured:
+    """Returns the sizes of the gradients; on the CPU only if one of them is not finite, and otherwise none.
+
+    Args:
+        gradients: dense tensors.
+        unit: what they will be divided by, one float32.
+    """
+    known = on_host(unit)
+    overflow, measured = check(gradients, unit, divided=known is not None and known < 1.0)
+    if measured is not None:
+        return measured
+    return Measured(torch.zeros(0, device=unit.device), torch.where(overflow, torch.inf, 0.0), None)
+
+
+def _glanced(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
+    """Returns whether a gradient is not finite, or so large that its square is not: the fastest read on the CPU."""
+    if sum(map(Tensor.numel, gradients)) < DOT_FROM * len(gradients):
+        return _flagged(gradients, divisor)
+    return ~measure(gradients, divisor.device, norm=True).finite(divisor)
+
+
+def _flagged(gradients: Iterable[Tensor], divisor: Tensor) -> Tensor:
+    """Returns whether a gradient is not finite, by torch's kernel: the fastest on the CPU for many small tensors."""
+    one = torch.ones((), dtype=torch.float32, device=divisor.device)
+    return any_overflow(multiply_and_check(gradients, one, torch.zeros_like(one)).values(), divisor.device)
