@@ -1,0 +1,60 @@
+"""Timing several ways to do one thing in one run: they take turns, so that a busy moment falls on all of them."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+WARM_UP = 2
+"""Turns that are not counted: the first calls allocate, and fill caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One way to do it.
+
+    Attributes:
+        run: what is timed.
+        prepare: what must be done before, outside of the clock.
+        wait: returns once the device has done all it was given; called before the clock starts and before it stops.
+    """
+
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+    wait: Callable[[], object] = lambda: None
+
+    def turn(self) -> float:
+        """Returns how many seconds one run took."""
+        self.prepare()
+        self.wait()
+        start = time.perf_counter()
+        self.run()
+        self.wait()
+        return time.perf_counter() - start
+
+
+def take_turns(sides: Mapping[str, Side], repeats: int) -> dict[str, list[float]]:
+    """Returns the seconds of every run of every side. Each round begins with another side.
+
+    Args:
+        sides: the ways to do it, by name.
+        repeats: rounds that count.
+    """
+    names = list(sides)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for round_index in range(WARM_UP + repeats):
+        first = round_index % len(names)
+        for name in names[first:] + names[:first]:
+            taken = sides[name].turn()
+            if round_index >= WARM_UP:
+                seconds[name].append(taken)
+    return seconds
+
+
+def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> float:
+    """Returns the ratio of the medians.
+
+    >>> ratio([1.0, 2.0, 9.0], [4.0, 4.0, 4.0])
+    0.5
+    """
+    return statistics.median(seconds) / statistics.median(baseline)
