@@ -5,6 +5,8 @@ from importlib.util import find_spec
 NEEDS = {
     "torch": "torch",
     "demo/torch": "torch",
+    "bench/steps.py": "torch",
+    "bench/traffic.py": "torch",
     "jax": "jax",
     "keras": "keras",
     "mxnet": "mxnet",

@@ -1,0 +1,150 @@
+"""The ways to make one optimizer step: without scaling, with torch's scaler or the drop-in, and with `LossScaler`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gradscale.bench.turns import Side
+from gradscale.policy import Dynamic, Policy
+from gradscale.torch import LossScaler
+
+Optimizer = torch.optim.Optimizer
+
+SCALE = 2.0**16
+NEVER = 10**6
+"""A growth interval that no benchmark reaches: every repeat has the same scale."""
+
+STEADY = Dynamic(init_scale=SCALE, growth_interval=NEVER)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is stepped, how, and whether its gradients are clipped.
+
+    Attributes:
+        name: what a table calls it.
+        shapes: of the parameters, which are float32.
+        make_optimizer: returns the optimizer of the parameters it is given.
+        clip: bound on the norm of the gradients; None does not clip.
+        device: where the parameters live.
+    """
+
+    name: str
+    shapes: Sequence[tuple[int, ...]]
+    make_optimizer: Callable[[list[Tensor]], Optimizer]
+    clip: float | None
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSide(Side):
+    """One way to make a step, on parameters of its own. `prepare` gives them new gradients, scaled as it needs them.
+
+    Attributes:
+        parameters: what is stepped.
+    """
+
+    parameters: Sequence[Tensor]
+
+
+def bare(case: Case) -> StepSide:
+    """Returns the side that does not scale: clips, where the case does, and steps."""
+    parameters, optimizer = _own(case)
+
+    def run() -> None:
+        if case.clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, case.clip)
+        optimizer.step()
+
+    return _side(case, parameters, run, lambda: torch.ones((), device=case.device))
+
+
+def grad_scaler(case: Case, kind: type[torch.amp.GradScaler] = torch.amp.GradScaler) -> StepSide:
+    """Returns the side of torch's scaler, or of the drop-in, called in torch's order.
+
+    Args:
+        case: what is stepped.
+        kind: the class of the scaler.
+    """
+    parameters, optimizer = _own(case)
+    scaler = kind(torch.device(case.device).type, init_scale=SCALE, growth_interval=NEVER)
+
+    def run() -> None:
+        if case.clip is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(parameters, case.clip)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return _side(case, parameters, run, lambda: scaler.scale(torch.ones((), device=case.device)))
+
+
+def loss_scaler(case: Case, policy: Policy = STEADY) -> StepSide:
+    """Returns the side of `LossScaler`.
+
+    Args:
+        case: what is stepped.
+        policy: the rule for its scale.
+    """
+    parameters, optimizer = _own(case)
+    scaler = LossScaler(policy=policy, device=case.device)
+
+    def scale() -> Tensor:
+        scaler.backward(torch.ones((), device=case.device, requires_grad=True))
+        return scaler.loss_scale
+
+    return _side(case, parameters, lambda: scaler.step(optimizer, clip_norm=case.clip), scale)
+
+
+def _own(case: Case) -> tuple[list[Tensor], Optimizer]:
+    """Returns parameters and an optimizer that no other side shares."""
+    parameters: list[Tensor] = [
+        torch.nn.Parameter(values) for values in _random(case.shapes, case.device, seed=0, size=0.02)
+    ]
+    return parameters, case.make_optimizer(parameters)
+
+
+def _side(case: Case, parameters: Sequence[Tensor], run: Callable[[], object], begin: Callable[[], Tensor]) -> StepSide:
+    """Returns a side whose gradients are made anew for every run.
+
+    The same gradients stepped again and again would be unscaled and clipped again and again, and end as subnormals,
+    which some processors are slow at.
+
+    Args:
+        case: what is stepped.
+        parameters: the side's own.
+        run: makes the step.
+        begin: opens the step, and returns what its gradients are multiplied by.
+    """
+    true = _true_gradients(tuple(map(tuple, case.shapes)), case.device)
+
+    def prepare() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        scale = begin()
+        for parameter, gradient in zip(parameters, true, strict=True):
+            parameter.grad = gradient * scale
+
+    return StepSide(run, prepare, _wait_for(case.device), parameters=parameters)
+
+
+@lru_cache(maxsize=1)  # the sides of one case share them: one set of gradients less for each
+def _true_gradients(shapes: tuple[tuple[int, ...], ...], device: str) -> list[Tensor]:
+    return _random(shapes, device, seed=1, size=1e-3)
+
+
+def _random(shapes: Sequence[tuple[int, ...]], device: str, *, seed: int, size: float) -> list[Tensor]:
+    """Returns the same random numbers on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(shape, generator=generator) * size).to(device) for shape in shapes]
+
+
+def _wait_for(device: str) -> Callable[[], object]:
+    """Returns what waits until `device` has done its work; the CPU always has."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != torch.device(device).type:
+        return lambda: None
+    return lambda: torch.accelerator.synchronize(device)
