@@ -78,10 +78,10 @@ def test_culprits_are_named_with_their_kind_and_count(bad: float, kind: str) -> 
 
 def test_a_gradient_with_both_counts_as_nan() -> None:
     weight = nn.Parameter(torch.zeros(4))
-    scaler = LossScaler(policy=Dynamic())
+    scaler, optimizer = LossScaler(policy=Dynamic()), torch.optim.SGD([("w", weight)])
     give(scaler, [weight], [torch.tensor([INF, NAN, 1.0, -INF])])
     for norm in (True, False):
-        result = scaler.step(torch.optim.SGD([("w", weight)]), norm=norm)
+        result = scaler.step(optimizer, norm=norm)
         assert result.culprits() == [Culprit("w", "nan", 3)]
         weight.grad = None
         give(scaler, [weight], [torch.tensor([INF, NAN, 1.0, -INF])])
@@ -120,6 +120,16 @@ def test_a_result_keeps_no_gradient_alive() -> None:
     gc.collect()
     assert gradient() is None
     assert result.culprits()[0].name == "2.weight"
+
+
+def test_a_culprit_that_is_gone_is_said_to_be() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    scaler, optimizer = LossScaler(policy=Dynamic()), torch.optim.SGD([weight])
+    give(scaler, [weight], [torch.tensor([INF])])
+    result = scaler.step(optimizer)
+    del weight, optimizer
+    gc.collect()
+    assert result.culprits() == [Culprit("(a parameter that is gone)", "inf", None)]
 
 
 def test_culprits_of_several_models_are_told_apart() -> None:

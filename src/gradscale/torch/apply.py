@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscale.torch.gradients import Gradient, share_parameters
+from gradscale.torch.alike import alike
+from gradscale.torch.gradients import Gradients, share_parameters
+from gradscale.torch.letter import on_host
 
 Optimizer = torch.optim.Optimizer
+
+UNGATED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Fused optimizers that take a `grad_scale` without a `found_inf`."""
 
 
 def folds(optimizer: Optimizer) -> bool:
@@ -67,7 +72,7 @@ def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor, *arg
     if users_own is not None:
         divisor = users_own if divisor is None else divisor * users_own
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    optimizer.found_inf = None if _known_to_go_ahead(optimizer, skip) else skip  # type: ignore[attr-defined]
     try:
         return optimizer.step(*args, **kwargs)
     finally:
@@ -75,9 +80,18 @@ def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor, *arg
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
+def _known_to_go_ahead(optimizer: Optimizer, skip: Tensor) -> bool:
+    """Returns whether the kernel needs no gate, because the host knows already, on the CPU, that it is open.
+
+    A gate makes Adam and Adagrad take back the step they have counted, for every parameter: with many small ones that
+    costs as much as to read the gradients. Only torch's own classes are known to do without one.
+    """
+    return type(optimizer) in UNGATED and on_host(skip) == 0.0
+
+
 def apply_all(
     optimizers: Sequence[Optimizer],
-    gradients: Sequence[Gradient],
+    gradients: Gradients,
     applied: Tensor,
     factor: Tensor,
     clip_value: float | None = None,
@@ -96,14 +110,14 @@ def apply_all(
     divisor: Tensor | None = torch.where(applied, 1.0 / factor, 1.0)
     if clip_value is not None or share_parameters(optimizers):
         # Two kernels that share a parameter would each divide its gradient.
-        multiply(gradients, torch.where(applied, factor, 1.0))
+        multiply(gradients.values, torch.where(applied, factor, 1.0))
         divisor = None
     if clip_value is not None:
-        clamp(gradients, torch.where(applied, torch.full_like(factor, clip_value), torch.inf))
+        clamp(gradients.values, torch.where(applied, torch.full_like(factor, clip_value), torch.inf))
     waiting = [optimizer for optimizer in optimizers if not folds(optimizer)]
     go = bool(waiting) and bool(applied)
     if go and divisor is not None:
-        multiply(_owned(gradients, waiting), factor)
+        multiply(gradients.owned_by(waiting).values, factor)
     skip = (~applied).float()
     for optimizer in optimizers:
         if optimizer not in waiting:
@@ -116,7 +130,7 @@ def apply_all(
 
 def apply_plainly(
     optimizers: Sequence[Optimizer],
-    gradients: Sequence[Gradient],
+    gradients: Gradients,
     factor: Tensor | None = None,
     clip_value: float | None = None,
 ) -> None:
@@ -129,16 +143,11 @@ def apply_plainly(
         clip_value: bound on every element once multiplied.
     """
     if factor is not None:
-        multiply(gradients, factor)
+        multiply(gradients.values, factor)
     if clip_value is not None:
-        clamp(gradients, torch.tensor(clip_value, dtype=torch.float32))
+        clamp(gradients.values, torch.tensor(clip_value, dtype=torch.float32))
     for optimizer in optimizers:
         optimizer.step()
-
-
-def _owned(gradients: Iterable[Gradient], optimizers: Iterable[Optimizer]) -> list[Gradient]:
-    owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    return [gradient for gradient in gradients if id(gradient.parameter) in owned]
 
 
 def hold(optimizer: Optimizer) -> None:
@@ -147,27 +156,20 @@ def hold(optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def multiply(gradients: Iterable[Gradient], factor: Tensor) -> None:
+def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies every gradient in place by `factor`: one pass. FP16 gradients go through float32 arithmetic."""
-    for device, values in _by_device(gradients).items():
-        torch._foreach_mul_(values, factor.to(device, non_blocking=True))  # pyright: ignore[reportPrivateImportUsage]
+    for group in alike(gradients):
+        local = factor.to(group.device, non_blocking=True)
+        torch._foreach_mul_(group.tensors, local)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @torch.no_grad()
-def clamp(gradients: Iterable[Gradient], bound: Tensor) -> None:
+def clamp(gradients: Sequence[Tensor], bound: Tensor) -> None:
     """Clamps every gradient element in place to [-bound, bound]; the two parts of a complex one each for itself."""
-    for device, values in _by_device(gradients).items():
-        local = bound.to(device, non_blocking=True)
-        for value in values:
-            for part in (value.real, value.imag) if value.is_complex() else (value,):
-                part.clamp_(-local.to(part.dtype), local.to(part.dtype))
-
-
-def _by_device(gradients: Iterable[Gradient]) -> dict[torch.device, list[Tensor]]:
-    found: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        found.setdefault(gradient.values.device, []).append(gradient.values)
-    return found
+    for group in alike(gradients):
+        local = bound.to(group.device, group.dtype, non_blocking=True)
+        for grad in group.tensors:
+            grad.clamp_(-local, local)
 
 
 def _create_momentum(optimizer: Optimizer) -> None:

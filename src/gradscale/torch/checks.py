@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradscale.torch.gradients import Gradient, Names, Place, placed_parameters
+from gradscale.torch.gradients import Gradients, Names, parameters_of
 from gradscale.torch.window import Window
 
 Optimizer = torch.optim.Optimizer
@@ -64,10 +64,10 @@ def refuse_stale(window: Window, optimizers: Sequence[Optimizer], names: Names) 
     if not window.stale:
         return
     stale = {id(parameter) for parameter in window.stale if parameter.grad is not None}
-    if found := [placed for placed in placed_parameters(optimizers) if id(placed[0]) in stale]:
+    if found := [parameter for parameter in parameters_of(optimizers) if id(parameter) in stale]:
         raise RuntimeError(
             "Gradients from before the last step are still there, and this backward pass was added to them. "
-            f"Parameters: {some(names, found)}. Call `optimizer.zero_grad()` after every step, skipped ones too."
+            f"Parameters: {some(names, found, optimizers)}. Call `optimizer.zero_grad()` after every step, skipped ones too."
         )
 
 
@@ -75,11 +75,11 @@ def refuse_strangers(window: Window, optimizers: Sequence[Optimizer], names: Nam
     """Raises if a backward pass was run again and may have left a gradient at the scale of its first attempt."""
     if window.rescaled is None:
         return
-    held = [placed for placed in placed_parameters(optimizers) if placed[0].grad is not None]
-    if strangers := [placed for placed in held if id(placed[0]) not in window.rescaled]:
+    held = [parameter for parameter in parameters_of(optimizers) if parameter.grad is not None]
+    if strangers := [parameter for parameter in held if id(parameter) not in window.rescaled]:
         raise RuntimeError(
             "`retries` ran a backward pass again that also made gradients of parameters the scaler was not told of: "
-            f"{some(names, strangers)}. Build it as `LossScaler([model, other])`, and clear these gradients."
+            f"{some(names, strangers, optimizers)}. Build it as `LossScaler([model, other])`, and clear these gradients."
         )
 
 
@@ -93,19 +93,19 @@ def refuse_some_unscaled(window: Window, optimizers: Sequence[Optimizer]) -> Non
         )
 
 
-def warn_of_half(gradients: Sequence[Gradient], names: Names) -> bool:
+def warn_of_half(gradients: Gradients, names: Names) -> bool:
     """Warns of FP16 parameters, which lose updates smaller than half a unit in their last place; returns whether."""
-    half = [(g.parameter, g.place) for g in gradients if g.parameter.dtype == torch.float16]
+    half = [parameter for parameter in gradients.parameters if parameter.dtype is torch.float16]
     if half:
         warnings.warn(
-            f"These parameters are FP16: {some(names, half)}. Unscaled gradients and updates too small for FP16 are "
+            f"These parameters are FP16: {some(names, half, gradients.optimizers)}. Unscaled gradients and updates too small for FP16 are "
             "lost there. Keep the parameters in float32 under `torch.autocast`, or keep float32 master weights.",
             stacklevel=3,
         )
     return bool(half)
 
 
-def some(names: Names, found: Sequence[tuple[Tensor, Place]]) -> str:
-    """Returns the names of at most five parameters, and how many more there are."""
-    shown = ", ".join(names.of(found[:5]))
+def some(names: Names, found: Sequence[Tensor], optimizers: Iterable[Optimizer]) -> str:
+    """Returns the names of at most five parameters of `optimizers`, and how many more there are."""
+    shown = ", ".join(names.of(found[:5], optimizers))
     return shown + (f" and {len(found) - 5} more" if len(found) > 5 else "")

@@ -1,6 +1,6 @@
 """A quicker look than `measure`, for when nobody needs sizes: is every gradient finite?"""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,8 +8,6 @@ from torch import Tensor
 from gradscale.torch.letter import on_host
 from gradscale.torch.measure import DOT_FROM, Measured, measure
 from gradscale.torch.unscale import any_overflow, multiply_and_check
-
-CPU = torch.device("cpu")
 
 
 def check(
@@ -31,7 +29,7 @@ def check(
     if not set(map(type, gradients)) <= {Tensor}:
         # Distributed tensors: torch's kernel knows how to agree on the flag, and norms of shards are only partial.
         return _flagged(gradients, divisor), None
-    on_cpu = {divisor.device, *(grad.device for grad in gradients)} == {CPU}
+    on_cpu = _all_on_cpu([divisor, *gradients])
     if on_cpu and not (divided or amax):
         overflow = _glanced(gradients, divisor)
         if not on_host(overflow):
@@ -54,14 +52,18 @@ def measure_if_overflowed(gradients: Sequence[Tensor], unit: Tensor) -> Measured
     return Measured(torch.zeros(0, device=unit.device), torch.where(overflow, torch.inf, 0.0), None)
 
 
+def _all_on_cpu(tensors: Sequence[Tensor]) -> bool:
+    return all([tensor.is_cpu for tensor in tensors])  # a list: a generator takes three times as long
+
+
 def _glanced(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
     """Returns whether a gradient is not finite, or so large that its square is not: the fastest read on the CPU."""
-    if sum(map(Tensor.numel, gradients)) < DOT_FROM * len(gradients):
+    if sum([grad.numel() for grad in gradients]) < DOT_FROM * len(gradients):
         return _flagged(gradients, divisor)
     return ~measure(gradients, divisor.device, norm=True).finite(divisor)
 
 
-def _flagged(gradients: Iterable[Tensor], divisor: Tensor) -> Tensor:
+def _flagged(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
     """Returns whether a gradient is not finite, by torch's kernel: the fastest on the CPU for many small tensors."""
     one = torch.ones((), dtype=torch.float32, device=divisor.device)
     return any_overflow(multiply_and_check(gradients, one, torch.zeros_like(one)).values(), divisor.device)

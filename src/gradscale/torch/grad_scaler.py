@@ -286,7 +286,7 @@ class GradScaler(torch.amp.GradScaler):
             loss_finite=torch.ones_like(overflow),
             attempted=bool(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]),
             sizes=NO_SIZES if measured is None else measured.sizes,
-            gradients=() if measured is None else collect([optimizer]),
+            gradients=None if measured is None else collect([optimizer]),
             names=Names(()),
         )
 

@@ -1,7 +1,7 @@
 """The gradients of one or more optimizers: which tensors to read and multiply, and what to call them."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -9,32 +9,40 @@ from torch import Tensor, nn
 Optimizer = torch.optim.Optimizer
 
 
-Place = str | tuple[int, int]
-"""A parameter's name in its optimizer, or which of which parameter group it is: put into words when somebody asks."""
-
-
-class Gradient(NamedTuple):
-    """One parameter's gradient.
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients, each parameter's once. In lists side by side: an object for each would cost more than its arithmetic.
 
     Attributes:
-        parameter: who owns the gradient.
-        values: the dense tensor that holds the numbers: `.grad` itself, or the values of a sparse one.
-        place: what to call the parameter where no module names it.
+        parameters: who owns the gradients.
+        values: the dense tensors that hold the numbers: `.grad` itself, or the values of a sparse one.
+        optimizers: those that hold the parameters.
     """
 
-    parameter: Tensor
-    values: Tensor
-    place: Place
+    parameters: Sequence[Tensor]
+    values: Sequence[Tensor]
+    optimizers: Sequence[Optimizer]
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    def owned_by(self, optimizers: Iterable[Optimizer]) -> "Gradients":
+        """Returns those that belong to parameters of `optimizers`."""
+        owned = {id(parameter) for parameter in parameters_of(optimizers)}
+        pairs = zip(self.parameters, self.values, strict=True)
+        found = [(parameter, values) for parameter, values in pairs if id(parameter) in owned]
+        return Gradients([parameter for parameter, _ in found], [values for _, values in found], self.optimizers)
 
 
-def collect(optimizers: Sequence[Optimizer]) -> list[Gradient]:
-    """Returns every gradient the optimizers hold, each parameter once. Sparse gradients are coalesced in place."""
-    found = [
-        Gradient(parameter, values_of(parameter, grad), place)
-        for parameter, place in placed_parameters(optimizers)
-        if (grad := parameter.grad) is not None
-    ]
-    return list({id(gradient.parameter): gradient for gradient in found}.values()) if len(optimizers) > 1 else found
+def collect(optimizers: Sequence[Optimizer]) -> Gradients:
+    """Returns every gradient the optimizers hold. Sparse gradients are coalesced in place."""
+    parameters = [parameter for parameter in parameters_of(optimizers) if parameter.grad is not None]
+    if len(optimizers) > 1:
+        parameters = list({id(parameter): parameter for parameter in parameters}.values())
+    values = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    if any(grad.layout is not torch.strided for grad in values):
+        values = [values_of(parameter, grad) for parameter, grad in zip(parameters, values, strict=True)]
+    return Gradients(parameters, values, optimizers)
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
@@ -42,15 +50,6 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             yield from group["params"]
-
-
-def placed_parameters(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, Place]]:
-    """Yields every parameter of the optimizers with the name or the place it has there."""
-    for optimizer in optimizers:
-        for group_index, group in enumerate(optimizer.param_groups):
-            names = group.get("param_names")
-            for index, parameter in enumerate(group["params"]):
-                yield parameter, names[index] if names else (group_index, index)
 
 
 def share_parameters(optimizers: Sequence[Optimizer]) -> bool:
@@ -61,8 +60,20 @@ def share_parameters(optimizers: Sequence[Optimizer]) -> bool:
     return len(set(owned)) < len(owned)
 
 
+def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
+    """Returns the dense tensor that holds the numbers of `parameter.grad`. A sparse one is coalesced in place."""
+    if grad.layout is torch.strided:
+        return grad
+    if grad.layout is not torch.sparse_coo:
+        return grad.values()
+    if not grad.is_coalesced():
+        # Duplicate entries would be checked one by one, and their sum could overflow unseen.
+        grad = parameter.grad = grad.coalesce()
+    return grad._values()
+
+
 class Names:
-    """What parameters are called: as in their module, else by their place in the optimizer.
+    """What parameters are called: as in their module, else as in their optimizer, else by their place in it.
 
     Looked up when somebody asks, which is seldom, so that modules whose parameters were replaced are no trouble.
 
@@ -73,32 +84,24 @@ class Names:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
 
-    def of(self, parameters: Iterable[tuple[Tensor | None, Place]]) -> list[str]:
-        """Returns the names of parameters that come with their place; with several modules, they start with which."""
+    def of(self, parameters: Iterable[Tensor | None], optimizers: Iterable[Optimizer]) -> list[str]:
+        """Returns the names of parameters of `optimizers`; with several modules, they start with which.
+
+        None stands for a parameter that is gone, and so does one that neither a module nor an optimizer holds.
+        """
         several = len(self.modules) > 1
-        known = {
+        known = {id(parameter): place for parameter, place in _placed(optimizers)} | {
             id(parameter): f"{index}.{name}" if several else name
             for index, module in enumerate(self.modules)
             for name, parameter in module.named_parameters()
         }
-        return [known.get(id(parameter)) or _in_words(place) for parameter, place in parameters]
+        return [known.get(id(parameter), "(a parameter that is gone)") for parameter in parameters]
 
 
-def _in_words(place: Place) -> str:
-    return place if isinstance(place, str) else f"param_groups[{place[0]}].params[{place[1]}]"
-
-
-def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
-    """Returns the dense tensor that holds the numbers of `parameter.grad`. A sparse one is coalesced in place.
-
-    For a view of a conjugate that is what it is a view of: multi-tensor kernels refuse such views, and neither its size
-    nor multiplying by a real number makes a difference between the two.
-    """
-    if grad.layout is torch.strided:
-        return grad.conj() if grad.is_conj() else grad
-    if grad.layout is not torch.sparse_coo:
-        return grad.values()
-    if not grad.is_coalesced():
-        # Duplicate entries would be checked one by one, and their sum could overflow unseen.
-        grad = parameter.grad = grad.coalesce()
-    return grad._values()
+def _placed(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, str]]:
+    """Yields every parameter of the optimizers with the name it has there, or with which of which group it is."""
+    for optimizer in optimizers:
+        for group_index, group in enumerate(optimizer.param_groups):
+            names = group.get("param_names")
+            for index, parameter in enumerate(group["params"]):
+                yield parameter, names[index] if names else f"param_groups[{group_index}].params[{index}]"

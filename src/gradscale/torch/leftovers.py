@@ -1,7 +1,7 @@
 """Gradients that an earlier step left behind, told apart from those that somebody has cleared since."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ class Leftovers:
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._others: list[weakref.ref[Tensor]] | None = None
         # Side by side and not in tuples: thousands of containers at every step would keep the garbage collector busy.
-        self._owners: list[weakref.ref[Tensor]] = []
         self._grads: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
 
@@ -37,24 +36,25 @@ class Leftovers:
         if self._others is None or any(optimizer not in self._known for optimizer in optimizers):
             self._known.update(optimizers)
             self._others = self._held_by_modules_alone()
-        others = [parameter for reference in self._others if (parameter := reference()) is not None]
-        self._owners, self._grads, self._versions = [], [], []
-        for parameter in (*parameters_of(self._known), *others):
-            if (grad := parameter.grad) is not None:
-                self._owners.append(weakref.ref(parameter))
-                self._grads.append(weakref.ref(grad))
-                self._versions.append(grad._version)
+        grads = [grad for parameter in self._watched() if (grad := parameter.grad) is not None]
+        self._grads = list(map(weakref.ref, grads))
+        self._versions = [grad._version for grad in grads]
 
     def uncleared(self) -> list[Tensor]:
         """Returns the parameters whose gradients nobody has cleared or replaced since."""
-        found: list[Tensor] = []
-        for owner, grad_reference, version in zip(self._owners, self._grads, self._versions, strict=True):
-            grad, parameter = grad_reference(), owner()
-            if grad is None or parameter is None:
-                continue
-            if parameter.grad is grad and grad._version == version:
-                found.append(parameter)
-        return found
+        present = [parameter for parameter in self._watched() if parameter.grad is not None]
+        if not present:
+            return []
+        noted = zip(self._grads, self._versions, strict=True)
+        left = {id(grad): version for reference, version in noted if (grad := reference()) is not None}
+        return [parameter for parameter in present if left.get(id(parameter.grad)) == parameter.grad._version]
+
+    def _watched(self) -> Iterator[Tensor]:
+        """Yields the parameters of the known optimizers, then those that only the modules hold."""
+        yield from parameters_of(self._known)
+        for reference in self._others or ():
+            if (parameter := reference()) is not None:
+                yield parameter
 
     def _held_by_modules_alone(self) -> list[weakref.ref[Tensor]]:
         """Returns the modules' parameters that no known optimizer holds. Slow: not for every step."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradscale.formats import FP16
+from gradscale.torch.alike import Alike, alike
 
 DOT_FROM = 32_768
 """Elements from which `dot` beats the multi-tensor norm on CPU: below, its call costs more than its loop saves."""
@@ -59,11 +60,11 @@ def measure(gradients: Sequence[Tensor], device: torch.device, *, norm: bool) ->
     if not gradients:
         nothing = torch.zeros(0, dtype=torch.float32, device=device)
         return Measured(nothing, nothing.sum(), None)
-    real = [as_real(grad) if grad.is_complex() else grad for grad in gradients]
-    sizes = _gathered(_norms(real), device) if norm else _largest(real, device)
+    groups = alike(gradients)
+    sizes = _in_order(groups, [(_norms if norm else _largest)(group).to(device, torch.float32) for group in groups])
     total = torch.linalg.vector_norm(sizes) if norm else sizes.amax()
-    halves = [grad for grad in real if grad.dtype == torch.float16]
-    return Measured(sizes, total, _largest(halves, device).amax() if halves else None)
+    halves = [_largest(group).amax().to(device) for group in groups if group.dtype is torch.float16]
+    return Measured(sizes, total, torch.stack(halves).amax().float() if halves else None)
 
 
 @torch.no_grad()
@@ -72,7 +73,7 @@ def share_above(gradients: Sequence[Tensor], edge: Tensor, device: torch.device)
 
     Complex elements count as two. Reads each gradient once and makes temporaries as large as the largest of them.
     """
-    real = [as_real(grad) if grad.is_complex() else grad for grad in gradients]
+    real = [tensor for group in alike(gradients) for tensor in group.tensors]
     # Compared in float32: a narrower type would round the edge.
     wide = (grad.float() if grad.dtype.itemsize < 4 else grad for grad in real)
     above = [(~(grad.abs() <= edge.to(grad.device))).sum().to(device, torch.float32) for grad in wide]
@@ -80,48 +81,40 @@ def share_above(gradients: Sequence[Tensor], edge: Tensor, device: torch.device)
     return torch.stack(above).sum() / max(1, elements) if above else torch.zeros_like(edge)
 
 
-def as_real(grad: Tensor) -> Tensor:
-    """Returns the two parts of a complex gradient as one real view; of a conjugate, the parts of what it is a view of.
+def _in_order(groups: Sequence[Alike], sizes: Sequence[Tensor]) -> Tensor:
+    """Returns the sizes of all groups as one vector, in the order in which the gradients were given."""
+    if len(groups) == 1:
+        return sizes[0]
+    placed = {
+        position: size
+        for group, vector in zip(groups, sizes, strict=True)
+        for position, size in zip(group.positions, vector.unbind(), strict=True)
+    }
+    return torch.stack([placed[position] for position in range(len(placed))])
 
-    Size, finiteness and multiplying by a real number are the same for both.
-    """
-    return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
 
-
-def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+def _norms(group: Alike) -> Tensor:
     """Returns the norm of each gradient: a `dot` for a large flat float32 tensor, a multi-tensor norm for the rest."""
-    norms: list[Tensor | None] = [None] * len(gradients)
-    rest: dict[torch.device, list[int]] = {}
-    for index, grad in enumerate(gradients):
-        if grad.dtype == torch.float64:
-            norms[index] = torch.linalg.vector_norm(grad)
-        elif grad.numel() >= DOT_FROM and grad.dtype == torch.float32 and grad.is_contiguous() and grad.is_cpu:
-            flat = grad.view(-1)
-            norms[index] = torch.dot(flat, flat).sqrt_()
-        else:
-            rest.setdefault(grad.device, []).append(index)
-    for indices in rest.values():
-        together = torch._foreach_norm([gradients[index] for index in indices], 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-        for index, value in zip(indices, together, strict=True):
-            norms[index] = value
-    return [value for value in norms if value is not None]
+    wide = torch.float64 if group.dtype is torch.float64 else torch.float32
+    dotted = [False] * len(group.tensors)
+    if group.device.type == "cpu" and group.dtype is torch.float32:
+        dotted = [grad.numel() >= DOT_FROM and grad.is_contiguous() for grad in group.tensors]
+    rest = [grad for grad, is_dotted in zip(group.tensors, dotted, strict=True) if not is_dotted]
+    norms = iter(torch._foreach_norm(rest, 2, dtype=wide) if rest else ())  # pyright: ignore[reportPrivateImportUsage]
+    pairs = zip(group.tensors, dotted, strict=True)
+    return torch.stack([_norm_by_dot(grad) if is_dotted else next(norms) for grad, is_dotted in pairs])
 
 
-def _largest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns the largest magnitude in each gradient, as one float32 vector on `device`; NaN where there is one."""
-    lows, highs = zip(*map(_extremes, gradients), strict=True)
-    return torch.maximum(_gathered(highs, device).abs(), _gathered(lows, device).abs())
+def _norm_by_dot(grad: Tensor) -> Tensor:
+    flat = grad.view(-1)
+    return torch.dot(flat, flat).sqrt_()
 
 
-def _extremes(grad: Tensor) -> tuple[Tensor, Tensor]:
-    if grad.numel() == 0:
-        nothing = torch.zeros((), device=grad.device)
-        return nothing, nothing
-    low, high = torch.aminmax(grad)
-    return low, high
+def _largest(group: Alike) -> Tensor:
+    """Returns the largest magnitude in each gradient; NaN where there is one."""
+    extremes = [extreme for grad in group.tensors for extreme in _extremes(grad)]
+    return torch.stack(extremes).abs_().view(-1, 2).amax(1)
 
 
-def _gathered(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns 0-d tensors of any type and device as one float32 vector on `device`, in order."""
-    same = all(value.device == device and value.dtype == torch.float32 for value in values)
-    return torch.stack(list(values) if same else [value.to(device, torch.float32) for value in values])
+def _extremes(grad: Tensor) -> Sequence[Tensor]:
+    return torch.aminmax(grad) if grad.numel() else (grad.new_zeros(()), grad.new_zeros(()))

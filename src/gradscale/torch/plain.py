@@ -35,9 +35,9 @@ def step_plainly(
         clip_value: bound on the magnitude of every element.
         norm: whether to measure the norm; needed for `clip_norm`.
     """
-    gradients = collect(optimizers) if norm or clip_value is not None else []
+    gradients = collect(optimizers if norm or clip_value is not None else ())
     device = rule.settle(next(parameters_of(optimizers)).device)
-    measured = measure([gradient.values for gradient in gradients if norm], device, norm=True)
+    measured = measure(gradients.values if norm else (), device, norm=True)
     yes = torch.ones((), dtype=torch.bool, device=device)
     scale = rule.state.scale
     outcome = rule.decide(Seen(finite=yes, loss_finite=yes, norm=measured.total), scale, clip_norm)
@@ -50,7 +50,7 @@ def step_plainly(
         loss_finite=yes,
         attempted=True,
         sizes=measured.sizes,
-        gradients=gradients if norm else [],
+        gradients=gradients if norm else None,
         names=names,
         grad_norm=measured.total if norm else None,
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradscale.state import Status
-from gradscale.torch.gradients import Gradient, Names, Place
+from gradscale.torch.gradients import Gradients, Names
 from gradscale.torch.letter import Letter
 
 
@@ -68,7 +68,7 @@ class StepResult:
         loss_finite: Tensor,
         attempted: bool,
         sizes: Tensor,
-        gradients: Sequence[Gradient],
+        gradients: Gradients | None,
         names: Names,
         grad_norm: Tensor | None = None,
         retries: int = 0,
@@ -82,7 +82,7 @@ class StepResult:
         self.loss_finite = loss_finite
         self._sizes = sizes
         self._names = names
-        self._traces = [_trace(gradient) for gradient in gradients]
+        self._traces = None if gradients is None else _Traces(gradients)
         self._letter: Letter | None = None
 
     def __repr__(self) -> str:
@@ -109,7 +109,7 @@ class StepResult:
     @property
     def parameters(self) -> int:
         """How many gradients the step looked at."""
-        return len(self._traces)
+        return 0 if self._traces is None else len(self._traces.parameters)
 
     def culprits(self) -> list[Culprit]:
         """Returns the parameters whose gradients were not finite, in the optimizers' order. Waits for the device.
@@ -117,12 +117,13 @@ class StepResult:
         Costs no further pass over the gradients: the sizes were kept from the step. Elements are counted only where
         the gradient is still as the step left it.
         """
-        sizes = self._sizes.tolist()
-        bad = [(trace, size) for trace, size in zip(self._traces, sizes, strict=True) if not math.isfinite(size)]
-        names = self._names.of((parameter(), place) for (parameter, _, _, place), _ in bad)
+        if self._traces is None:
+            return []
+        bad = [(index, size) for index, size in enumerate(self._sizes.tolist()) if not math.isfinite(size)]
+        names = self._traces.names([index for index, _ in bad], self._names)
         return [
-            Culprit(name, "nan" if math.isnan(size) else "inf", _count(grad(), version))
-            for name, ((_, grad, version, _), size) in zip(names, bad, strict=True)
+            Culprit(name, "nan" if math.isnan(size) else "inf", self._traces.count(index))
+            for name, (index, size) in zip(names, bad, strict=True)
         ]
 
     def _sent(self) -> Letter:
@@ -134,21 +135,34 @@ class StepResult:
         return self._sent().read()
 
 
-Trace = tuple["weakref.ref[Tensor]", "weakref.ref[Tensor]", int, Place]
-"""A parameter, its gradient, the gradient's version after the step, and the parameter's place in its optimizer."""
+class _Traces:
+    """Weak references to the gradients of a step, for when somebody asks which of them was not finite.
 
+    Attributes:
+        parameters: who owned the gradients.
+    """
 
-def _trace(gradient: Gradient) -> Trace:
-    parameter, values, place = gradient
-    grad = values if parameter.grad is None else parameter.grad
-    return weakref.ref(parameter), weakref.ref(grad), grad._version, place
+    __slots__ = ("_grads", "_optimizers", "_versions", "parameters")
 
+    def __init__(self, gradients: Gradients) -> None:
+        pairs = zip(gradients.parameters, gradients.values, strict=True)
+        grads = [values if (grad := parameter.grad) is None else grad for parameter, values in pairs]
+        self.parameters = list(map(weakref.ref, gradients.parameters))
+        self._grads = list(map(weakref.ref, grads))
+        self._versions = [grad._version for grad in grads]
+        self._optimizers = list(map(weakref.ref, gradients.optimizers))
 
-def _count(grad: Tensor | None, version: int) -> int | None:
-    """Returns the non-finite elements of a gradient that nobody has touched since; None where it is gone."""
-    if grad is None or grad._version != version:
-        return None
-    # Of a distributed gradient the shard held here: to count in all of it would wait for every other rank.
-    held = grad.to_local() if hasattr(grad, "to_local") else grad  # type: ignore[attr-defined]
-    values = held if held.layout is torch.strided else held.values()
-    return int((~torch.isfinite(values)).sum())
+    def names(self, indices: Sequence[int], names: Names) -> list[str]:
+        """Returns what the parameters at `indices` are called."""
+        optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        return names.of([self.parameters[index]() for index in indices], optimizers)
+
+    def count(self, index: int) -> int | None:
+        """Returns the non-finite elements of a gradient that nobody has touched since; None where it is gone."""
+        grad = self._grads[index]()
+        if grad is None or grad._version != self._versions[index]:
+            return None
+        # Of a distributed gradient the shard held here: to count in all of it would wait for every other rank.
+        held = grad.to_local() if hasattr(grad, "to_local") else grad  # type: ignore[attr-defined]
+        values = held if held.layout is torch.strided else held.values()
+        return int((~torch.isfinite(values)).sum())

@@ -163,7 +163,8 @@ class LossScaler:
             return result
         window, sizes = self._windows.ready(optimizers), self._memory.wants_amax
         step = decided(self._rule, self._agreement, optimizers, window, clip_norm, norm=wants_norm, sizes=sizes)
-        self._warned_of_half = self._warned_of_half or warn_of_half(step.gradients, self._names)
+        if sizes and not self._warned_of_half:
+            self._warned_of_half = warn_of_half(step.gradients, self._names)
         try:
             apply.apply_all(optimizers, step.gradients, step.outcome.applied, step.outcome.factor, clip_value)
         except BaseException:
@@ -186,12 +187,11 @@ class LossScaler:
         if self.policy.needs:
             window = self._windows.ready(optimizers)
             scaled = [optimizer for optimizer in optimizers if id(optimizer) not in window.true_units]
-            gradients = collect(scaled)
-            values = [gradient.values for gradient in gradients]
+            values = collect(scaled).values
             measured = measure(values, window.scale.device, norm=False)
             share = upper_share(self.policy, values, window.scale)
             window.note_overflow(~measured.finite(window.scale))
-            apply.multiply(gradients, 1.0 / window.scale)
+            apply.multiply(values, 1.0 / window.scale)
             window.note_unscaled(scaled, measured.amax / window.scale, share, sum(map(Tensor.numel, values)))
         yield
 
@@ -241,7 +241,7 @@ class LossScaler:
         def settle() -> StepResult:
             window = self._windows.get(parameters[0].device)
             step = decided(self._rule, self._agreement, [owner], window, norm=True)
-            apply.multiply(step.gradients, torch.where(step.outcome.applied, step.outcome.factor, 1.0))
+            apply.multiply(step.gradients.values, torch.where(step.outcome.applied, step.outcome.factor, 1.0))
             return self._close(step, norm=True)
 
         return make_closure(evaluate, parameters, backward, settle)

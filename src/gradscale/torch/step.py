@@ -11,7 +11,7 @@ from gradscale.policy import Policy
 from gradscale.state import Outcome, Seen
 from gradscale.torch.agree import Agreement
 from gradscale.torch.glance import measure_if_overflowed
-from gradscale.torch.gradients import Gradient, Names, collect
+from gradscale.torch.gradients import Gradients, Names, collect
 from gradscale.torch.letter import on_host
 from gradscale.torch.measure import Measured, measure, share_above
 from gradscale.torch.result import StepResult
@@ -36,7 +36,7 @@ class Step:
 
     optimizers: Sequence[Optimizer]
     window: Window
-    gradients: Sequence[Gradient]
+    gradients: Gradients
     measured: Measured
     seen: Seen
     outcome: Outcome
@@ -53,7 +53,7 @@ class Step:
             loss_finite=self.seen.loss_finite,
             attempted=bool(self.gradients),
             sizes=self.measured.sizes[:0] if innocent else self.measured.sizes,
-            gradients=() if innocent else self.gradients,
+            gradients=None if innocent else self.gradients,
             names=names,
             grad_norm=self.seen.norm if norm else None,
             retries=self.window.retries,
@@ -91,7 +91,7 @@ def decided(
 
 
 def look(
-    policy: Policy, gradients: Sequence[Gradient], window: Window, unit: Tensor, *, norm: bool, sizes: bool
+    policy: Policy, gradients: Gradients, window: Window, unit: Tensor, *, norm: bool, sizes: bool
 ) -> tuple[Measured, Seen]:
     """Returns what one read of the gradients found, and what that means on this rank, in true units.
 
@@ -105,7 +105,7 @@ def look(
         norm: whether the norm was asked for. Largest magnitudes are read otherwise.
         sizes: whether sizes are needed. Without, the CPU may only look whether all gradients are finite.
     """
-    values, device = [gradient.values for gradient in gradients], window.scale.device
+    values, device = gradients.values, window.scale.device
     measured = measure(values, device, norm=norm) if sizes else measure_if_overflowed(values, unit)
     finite = measured.finite(unit) & ~window.overflowed
     # Edits inside `unscaled`, such as clipping, say nothing about what the backward pass has to hold.

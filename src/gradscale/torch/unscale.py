@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from gradscale.torch.checks import some
-from gradscale.torch.gradients import Names, placed_parameters, values_of
-from gradscale.torch.measure import Measured, as_real, measure
+from gradscale.torch.alike import alike
+from gradscale.torch.gradients import Names, parameters_of, values_of
+from gradscale.torch.measure import Measured, measure
 
 Optimizer = torch.optim.Optimizer
 
@@ -34,10 +35,10 @@ def refuse_half(optimizer: Optimizer, gradients: Iterable[Tensor]) -> None:
     """Raises what torch raises for FP16 gradients outside of a fused kernel; a note names the parameters."""
     if not any(grad.dtype is torch.float16 for grad in gradients):
         return
-    half = [pair for pair in placed_parameters([optimizer]) if getattr(pair[0].grad, "dtype", None) is torch.float16]
+    half = [each for each in parameters_of([optimizer]) if getattr(each.grad, "dtype", None) is torch.float16]
     error = ValueError("Attempting to unscale FP16 gradients.")
     error.add_note(
-        f"FP16 parameters: {some(Names(()), half)}. "
+        f"FP16 parameters: {some(Names(()), half, [optimizer])}. "
         "Keep parameters in float32 and compute under `torch.autocast`, or use `gradscale.torch.LossScaler`."
     )
     raise error
@@ -48,11 +49,11 @@ def refuse_divided(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
     for other in others:
         if other is optimizer:
             continue
-        theirs = {id(parameter) for parameter, _ in placed_parameters([other]) if parameter.grad is not None}
-        if shared := [pair for pair in placed_parameters([optimizer]) if id(pair[0]) in theirs]:
+        theirs = {id(parameter) for parameter in parameters_of([other]) if parameter.grad is not None}
+        if shared := [parameter for parameter in parameters_of([optimizer]) if id(parameter) in theirs]:
             raise RuntimeError(
                 "A parameter may belong to one optimizer of a backward pass only: each divides its gradient by the "
-                f"scale. Shared with another {type(other).__name__}: {some(Names(()), shared)}. Take them out of one "
+                f"scale. Shared with another {type(other).__name__}: {some(Names(()), shared, [optimizer])}. Take them out of one "
                 "of the two, or give both to one `gradscale.torch.LossScaler.step`, which divides once."
             )
 
@@ -64,14 +65,14 @@ def unchecked_gradients(optimizer: Optimizer) -> AssertionError:
         error.add_note("Its gradients were made after `unscale_`. Call `unscale_` after the backward pass.")
         return error
     error.add_note(
-        f"None of the {sum(1 for _ in placed_parameters([optimizer]))} parameters of this {type(optimizer).__name__} "
+        f"None of the {sum(1 for _ in parameters_of([optimizer]))} parameters of this {type(optimizer).__name__} "
         "has a gradient: frozen, unused by the loss, or not the model's (was the model moved or wrapped afterwards?)."
     )
     return error
 
 
 @torch.no_grad()
-def multiply_and_check(gradients: Iterable[Tensor], factor: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
+def multiply_and_check(gradients: Sequence[Tensor], factor: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
     """Multiplies `gradients` in place and returns, per device, whether one was not finite before: torch's own kernel.
 
     One read and one write of the gradients. Does not wait for the device.
@@ -81,17 +82,13 @@ def multiply_and_check(gradients: Iterable[Tensor], factor: Tensor, found_inf: T
         factor: what to multiply by, one float32.
         found_inf: one float32, to be copied to every device and set to 1 there if something was not finite.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in gradients:
-        groups.setdefault((grad.device, grad.dtype), []).append(grad)
     flags: dict[torch.device, Tensor] = {}
-    for (device, dtype), values in groups.items():
-        if device not in flags:
+    for group in alike(gradients):
+        if group.device not in flags:
             # A copy even where it is on that device already, as torch's callers expect.
-            flags[device] = found_inf.to(device, non_blocking=True, copy=True)
-        real = [as_real(grad) for grad in values] if dtype.is_complex else values
-        local = factor.to(device, non_blocking=True)
-        torch._amp_foreach_non_finite_check_and_unscale_(real, flags[device], local)  # type: ignore[attr-defined]
+            flags[group.device] = found_inf.to(group.device, non_blocking=True, copy=True)
+        local = factor.to(group.device, non_blocking=True)
+        torch._amp_foreach_non_finite_check_and_unscale_(group.tensors, flags[group.device], local)  # type: ignore[attr-defined]
     return flags
 
 
