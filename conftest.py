@@ -5,7 +5,9 @@ from importlib.util import find_spec
 NEEDS = {
     "torch": "torch",
     "demo/torch": "torch",
+    "bench/compare.py": "torch",
     "bench/steps.py": "torch",
+    "bench/targets.py": "torch",
     "bench/traffic.py": "torch",
     "jax": "jax",
     "keras": "keras",

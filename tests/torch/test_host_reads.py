@@ -8,56 +8,41 @@ import pytest
 import torch
 from tests.torch.helpers import INF, OPTIMIZERS, loss_of, poison, small_model
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscale import Dynamic, NoScaling, Policy, Static
+from gradscale.bench.traffic import Traffic
 from gradscale.predictive import Headroom, Histogram, LogMax
 from gradscale.torch import LossScaler, letter
 
-READS = {"_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero", "masked_select", "unique2"}
-"""Operators whose outcome the host has to know before it can go on."""
+pytestmark = pytest.mark.usefixtures("looking_would_wait")
 
 ESCAPES = ("tolist", "numpy", "cpu", "__array__")
 """Ways to the host that no dispatcher sees. On the CPU a `Letter` may use the first: it waits for nothing there."""
 
 
-class HostReads(TorchDispatchMode):
-    """Counts the reads of tensors by the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in READS:
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Counts every read except those of letters."""
-    with monkeypatch.context() as patched, HostReads() as reads:
+    with monkeypatch.context() as patched, Traffic() as traffic:
         for name in ESCAPES:
             original = getattr(Tensor, name)
 
             def counted(self: Tensor, *args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
-                reads.seen.append(name)
+                traffic.host_reads.append(name)
                 return original(self, *args, **kwargs)
 
             patched.setattr(Tensor, name, counted)
-        patched.setattr(letter.Letter, "read", _read_uncounted(reads))
-        yield reads.seen
+        patched.setattr(letter.Letter, "read", _read_uncounted(traffic.host_reads))
+        yield traffic.host_reads
 
 
-def _read_uncounted(reads: HostReads) -> Any:
+def _read_uncounted(reads: list[str]) -> Any:
     read = letter.Letter.read
 
     def uncounted(self: letter.Letter) -> list[float]:
-        before = len(reads.seen)
+        before = len(reads)
         numbers = read(self)
-        del reads.seen[before:]
+        del reads[before:]
         return numbers
 
     return uncounted

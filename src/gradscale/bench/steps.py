@@ -9,13 +9,15 @@ from torch import Tensor
 
 from gradscale.bench.turns import Side
 from gradscale.policy import Dynamic, Policy
-from gradscale.torch import LossScaler
+from gradscale.torch import GradScaler, LossScaler
 
 Optimizer = torch.optim.Optimizer
 
 SCALE = 2.0**16
 NEVER = 10**6
 """A growth interval that no benchmark reaches: every repeat has the same scale."""
+
+TORCH, BARE = "torch GradScaler", "no scaling"
 
 STEADY = Dynamic(init_scale=SCALE, growth_interval=NEVER)
 
@@ -48,6 +50,21 @@ class StepSide(Side):
     """
 
     parameters: Sequence[Tensor]
+
+
+def all_sides(case: Case, policy: Policy = STEADY) -> dict[str, StepSide]:
+    """Returns every way to make the step, by name. Torch's scaler is the first.
+
+    Args:
+        case: what is stepped.
+        policy: the rule for the scale of `LossScaler`.
+    """
+    return {
+        TORCH: grad_scaler(case),
+        "LossScaler": loss_scaler(case, policy),
+        "drop-in GradScaler": grad_scaler(case, GradScaler),
+        BARE: bare(case),
+    }
 
 
 def bare(case: Case) -> StepSide:

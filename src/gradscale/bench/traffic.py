@@ -16,15 +16,15 @@ OVERWRITES = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
 """Operators that write their first argument without reading it."""
 
 SHAPE_ONLY = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
-"""Operators that take the shape of an argument and leave its memory alone."""
+"""Operators that look at the shape of an argument and leave its memory alone."""
 
-READS = {"_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero", "masked_select", "unique2"}
+HOST_READS = {"_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero", "masked_select", "unique2"}
 """Operators whose outcome the host has to know before it can go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Gradient memory that was read, and written."""
+    """How much gradient memory was read, and written."""
 
     read: int = 0
     written: int = 0
@@ -34,35 +34,36 @@ class Bytes:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts what the code inside does to the memory of `gradients`.
+    """Counts what the code inside does to the memory of the gradients, and what it allocates.
 
         with Traffic([parameter.grad for parameter in parameters]) as traffic:
             optimizer.step()
         print(traffic.passes_read, traffic.passes_written)
 
-    An operator is taken to go over each of its arguments once, however often it is named there, and to write those that
-    its schema says it changes. Views cost nothing. What an operator does inside is not seen, nor whether a fused kernel
-    was told to skip: that is counted as if it had been applied.
+    An operator is taken to go over each of its arguments once, however often it is given the same one, and to change
+    those that its schema says it changes. Views cost nothing. What happens inside of an operator is not seen: the
+    temporaries of its kernel, or that a fused optimizer was told to skip. Such a step counts as one that was applied.
 
     Args:
-        gradients: dense tensors; whatever shares their storage is gradient memory.
+        gradients: dense tensors. Whatever shares their storage is gradient memory.
 
     Attributes:
         gradient_bytes: what one pass over the gradients is.
         by_operator: the bytes read and written by each operator.
-        host_reads: the operators whose outcome the host had to wait for, in order.
+        host_reads: the operators that the host had to wait for, in order.
         peak_allocated: the most bytes that tensors made inside took at one time.
     """
 
     def __init__(self, gradients: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        # Held on to, so that no other tensor can be given their memory.
-        self._storages = {gradient.untyped_storage().data_ptr(): gradient.untyped_storage() for gradient in gradients}
-        self.gradient_bytes = sum(storage.nbytes() for storage in self._storages.values())
+        held = list(gradients)
+        self.gradient_bytes = sum(gradient.nbytes for gradient in held)
         self.by_operator: dict[str, Bytes] = defaultdict(Bytes)
         self.host_reads: list[str] = []
         self.peak_allocated = 0
         self._allocated = 0
+        # Storages, not only addresses: none can be freed, and its address given to another tensor.
+        self._storages = {_address(gradient): gradient.untyped_storage() for gradient in held}
 
     @property
     def total(self) -> Bytes:
@@ -82,34 +83,38 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Runs one operator, and counts it."""
         del types
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if name in READS:
-            self.host_reads.append(name)
-        given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, tuple(kwargs.values())))}
-        made = [tensor for tensor in _tensors(result) if tensor.untyped_storage().data_ptr() not in given]
-        self._note_made(made)
-        is_view = not func._schema.is_mutable and len(made) < len(list(_tensors(result)))
-        if not is_view and name not in SHAPE_ONLY:
-            self._note_touched(name, _uses(func, args, kwargs))
+        named = kwargs or {}
+        result = func(*args, **named)
+        if _name(func) in HOST_READS:
+            self.host_reads.append(_name(func))
+        given = set(map(_address, _tensors((args, *named.values()))))
+        returned = {_address(tensor): tensor for tensor in _tensors(result)}
+        self._note_made(tensor for address, tensor in returned.items() if address not in given)
+        # Looked up in what was returned, because not every schema says so: `_unsafe_view` is one that does not.
+        is_view = not func._schema.is_mutable and not given.isdisjoint(returned)
+        if not is_view and _name(func) not in SHAPE_ONLY:
+            self._note_touched(func, args, named)
         return result
 
-    def _note_touched(self, name: str, uses: Iterable[tuple[Tensor, bool]]) -> None:
+    def _note_touched(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Adds what one operator reads and writes of the gradients."""
-        touched: dict[tuple[int, int], bool] = {}
-        for tensor, is_written in uses:
-            if tensor.untyped_storage().data_ptr() in self._storages:
-                place = (tensor.data_ptr(), tensor.nbytes)
-                touched[place] = touched.get(place, False) or is_written
-        for (_, size), is_written in touched.items():
-            is_read = not (is_written and name in OVERWRITES)
-            self.by_operator[name] += Bytes(size * is_read, size * is_written)
+        is_read: dict[tuple[int, int], bool] = defaultdict(bool)
+        is_written: dict[tuple[int, int], bool] = defaultdict(bool)
+        for tensor, reads, writes in _uses(func, args, kwargs):
+            if _address(tensor) in self._storages:
+                place = tensor.data_ptr(), tensor.nbytes
+                is_read[place] |= reads
+                is_written[place] |= writes
+        for place in is_read:
+            size = place[1]
+            self.by_operator[_name(func)] += Bytes(size * is_read[place], size * is_written[place])
 
     def _note_made(self, tensors: Iterable[Tensor]) -> None:
         """Adds the memory of new tensors, until it is given back."""
-        for storage in {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values():
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
             self._allocated += storage.nbytes()
             weakref.finalize(storage, self._note_freed, storage.nbytes()).atexit = False
         self.peak_allocated = max(self.peak_allocated, self._allocated)
@@ -119,7 +124,7 @@ class Traffic(TorchDispatchMode):
 
 
 def count(side: StepSide) -> Traffic:
-    """Returns what one step of `side` does, once an earlier step has made the state of its optimizer."""
+    """Returns the traffic of one step, made after another that leaves the optimizer with its state."""
     side.turn()
     side.prepare()
     with Traffic([parameter.grad for parameter in side.parameters if parameter.grad is not None]) as traffic:
@@ -127,21 +132,31 @@ def count(side: StepSide) -> Traffic:
     return traffic
 
 
-def _uses(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, bool]]:
-    """Yields the tensors an operator is given, each with whether it writes there."""
-    # Fused optimizers declare that they write gradients, but do so only where they divide them by a scale.
-    spares_gradients = func.overloadpacket.__name__.startswith("_fused_") and kwargs.get("grad_scale") is None
+def _uses(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, bool, bool]]:
+    """Yields the tensors that an operator is given, each with whether it is read and whether it is written."""
+    # Fused optimizers say that they write gradients, and do so only where they divide them by a scale.
+    spares_gradients = _name(func).startswith("_fused_") and kwargs.get("grad_scale") is None
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        writes = argument.is_write and not (spares_gradients and argument.name == "grads")
+        reads = not (writes and (argument.is_out or _name(func) in OVERWRITES))
         for tensor in _tensors(value):
-            yield tensor, is_written and not (spares_gradients and argument.name == "grads")
+            yield tensor, reads, writes
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the dense tensors in an argument or a result: one, a list, or a tuple of lists."""
-    if isinstance(value, Tensor) and value.layout == torch.strided:
-        yield value
+    """Yields the dense tensors in an argument or a result that have memory: one, or those in nested lists."""
+    if isinstance(value, Tensor):
+        if value.layout == torch.strided and value.numel():
+            yield value
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _name(func: Any) -> str:
+    return func.overloadpacket.__name__

@@ -58,3 +58,16 @@ def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> float:
     0.5
     """
     return statistics.median(seconds) / statistics.median(baseline)
+
+
+def ratio_quartiles(seconds: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
+    """Returns the first and the third quartile of the ratios, each of two turns in the same round.
+
+    A busy moment falls on both turns of a round, so these lie closer together than the quartiles of the seconds.
+
+    >>> ratio_quartiles([1.0, 2.0, 3.0], [2.0, 2.0, 2.0])
+    (0.75, 1.25)
+    """
+    by_round = [own / other for own, other in zip(seconds, baseline, strict=True)]
+    low, _, high = statistics.quantiles(by_round, n=4, method="inclusive")
+    return low, high

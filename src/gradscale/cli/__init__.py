@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from gradscale import __version__
+from gradscale.cli.bench import bench
 from gradscale.cli.demo import demo
 from gradscale.cli.doctor import doctor
 from gradscale.cli.formats import formats
@@ -18,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, formats, policies, replay, doctor):
+for command in (demo, formats, policies, replay, bench, doctor):
     app.command()(command)
 
 
