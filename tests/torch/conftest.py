@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from gradscale.torch import letter
+
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
@@ -17,3 +19,16 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=[True, False], ids=["looking is free", "looking would wait"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test twice: as on the CPU, and as on an accelerator, where the host may not look at any number."""
+    if not request.param:
+        monkeypatch.setattr(letter, "free_to_look", lambda device: False)
+
+
+@pytest.fixture
+def looking_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the scaler take the CPU for an accelerator, whose numbers the host may not look at."""
+    monkeypatch.setattr(letter, "free_to_look", lambda device: False)

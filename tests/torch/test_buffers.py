@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from gradscale import Dynamic, NoScaling
 from gradscale.torch import LossScaler
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 def setup(fused: bool = True) -> tuple[Any, torch.optim.Optimizer, LossScaler]:
     torch.manual_seed(0)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from gradscale import Dynamic, NoScaling, Policy, Static
 from gradscale.torch import LossScaler
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 class SAM(torch.optim.Optimizer):
     """Sharpness-aware minimisation: a step uphill, and from there the gradient for the step down."""

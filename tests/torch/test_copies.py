@@ -12,6 +12,8 @@ from tests.torch.helpers import INF, loss_of, poison, same, small_model, train_s
 from gradscale import Dynamic
 from gradscale.torch import LossScaler
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from gradscale import Dynamic, NoScaling, Policy, Static
 from gradscale.torch import LossScaler
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 def setup(policy: Policy | None = None) -> tuple[Any, torch.optim.Optimizer, LossScaler]:
     model = small_model()

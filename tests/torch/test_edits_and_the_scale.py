@@ -1,10 +1,13 @@
 """What a user does to true gradients inside `unscaled` must not be mistaken for what the backward pass makes."""
 
+import pytest
 import torch
 from torch import nn
 
 from gradscale import Headroom, Histogram, Policy
 from gradscale.torch import LossScaler
+
+pytestmark = pytest.mark.usefixtures("either_way")
 
 
 def scales(edit_factor: float, policy: Policy | None = None) -> list[float]:

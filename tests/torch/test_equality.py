@@ -13,6 +13,8 @@ from gradscale import Dynamic, Policy, Static
 from gradscale.predictive import Headroom
 from gradscale.torch import LossScaler
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 STEPS = 10
 CLIP = 0.05
 

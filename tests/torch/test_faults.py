@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from gradscale.torch import LossScaler
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 STEPS = 300
 PROBABILITY = 0.05
 

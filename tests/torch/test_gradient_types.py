@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from gradscale import Static
 from gradscale.torch import LossScaler, StepResult
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "float32": lambda x: x,
     "float64": lambda x: x.double(),

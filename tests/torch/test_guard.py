@@ -13,6 +13,8 @@ from torch.optim.swa_utils import AveragedModel
 from gradscale import Dynamic
 from gradscale.torch import LossScaler
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 SKIPPED = (0, 3, 4)
 
 

@@ -10,6 +10,8 @@ from torch import nn
 from gradscale import Dynamic, NoScaling, Static
 from gradscale.torch import LossScaler
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 KEYS = {"scale", "applied", "skipped", "skip_rate", "grad_norm", "headroom_bits"}
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from gradscale import Dynamic, NoScaling, Policy, Static
 from gradscale.torch import LossScaler
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 class Recorder(torch.optim.SGD):
     """Says that its kernel takes the gate, and writes down what it is handed."""

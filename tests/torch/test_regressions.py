@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradscale import Dynamic
 from gradscale.torch import LossScaler
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 both = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 fused_or_not = pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 

@@ -12,6 +12,8 @@ from gradscale import Dynamic, NoScaling, Static, Status
 from gradscale.torch import Culprit, LossScaler, StepResult
 from gradscale.torch.letter import Letter
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 def stepped(*, bad: float | None = None, loss: float = 1.0, fused: bool = True) -> tuple[nn.Sequential, StepResult]:
     model = small_model()

@@ -15,6 +15,8 @@ from gradscale import Dynamic, Policy, Static
 from gradscale.predictive import Headroom
 from gradscale.torch import LossScaler
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 class OverflowAbove(torch.autograd.Function):
     """Passes values through; its gradient is inf once it is larger than `limit`, as in FP16."""

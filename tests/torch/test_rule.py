@@ -17,6 +17,8 @@ from gradscale.policy import backed_off
 from gradscale.predictive import Headroom, Histogram, LogMax
 from gradscale.torch.rule import Rule
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 POLICIES: dict[str, Policy] = {
     "Dynamic": Dynamic(growth_interval=3),
     "Dynamic, hysteresis": Dynamic(init_scale=8.0, growth_interval=2, hysteresis=3, refill="clean", max_scale=64.0),
@@ -70,7 +72,7 @@ def test_states_and_gates_are_the_same_to_the_last_bit(name: str, events: list[t
     policy = POLICIES[name]
     rule, state = Rule(policy, device=torch.device("cpu")), policy.start()
     for event in events:
-        found = rule.decide(seen_by(event, in_torch), rule.state.scale, 1.0)
+        found = rule.decide(seen_by(event, in_torch), rule.scale, 1.0)
         expected = decide(policy, state, seen_by(event, in_numpy), np, 1.0)  # type: ignore[arg-type]
         rule.state, state = found.state, expected.state
         assert rule.state.to_dict() == state.to_dict()

@@ -14,6 +14,8 @@ from gradscale import Dynamic, NoScaling, Policy, Static, export_state, preset
 from gradscale.predictive import Headroom, Histogram, LogMax
 from gradscale.torch import LossScaler
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 POLICIES: dict[str, Policy] = {
     "Dynamic": Dynamic(init_scale=256.0, growth_interval=3, hysteresis=3),
     "Dynamic, odd factors": Dynamic(init_scale=300.0, growth_factor=1.7, backoff_factor=0.3, growth_interval=2),

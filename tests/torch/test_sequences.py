@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from gradscale import Dynamic
 from gradscale.torch import LossScaler
+
+pytestmark = pytest.mark.usefixtures("either_way")
 
 LR = 0.5
 NAMES = ("a", "b")

@@ -11,6 +11,8 @@ from gradscale import Dynamic, Policy, Static
 from gradscale.predictive import Headroom, Histogram, LogMax
 from gradscale.torch import LossScaler
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 def one_parameter(values: list[float]) -> nn.Parameter:
     return nn.Parameter(torch.tensor(values))

@@ -8,6 +8,8 @@ from torch import nn
 from gradscale import Dynamic, Static
 from gradscale.torch import LossScaler
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 NOT_SCALED = r"none was scaled since the last step\. Call `scaler\.backward\(loss\)`"
 NOT_RUN = r"no backward pass has been run since the loss was scaled\. Call"
 LEFT_OVER = r"Gradients from before the last step are still there.*Call `optimizer\.zero_grad\(\)` after every step"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradscale.record import Array
+from gradscale.scalars import SCALARS
 
 _LOG2_E = float(np.float32(1) / np.float32(math.log(2)))
 """What TensorFlow multiplies by where a program divides by the logarithm of 2."""
@@ -17,15 +18,15 @@ _LOG2_E = float(np.float32(1) / np.float32(math.log(2)))
 def log2(x: Array, xp: Any) -> Array:
     """Returns the base-2 logarithm of float32 numbers: natural logarithm, then a rounded constant.
 
-    To the bit as TensorFlow has it where `xp` is numpy; elsewhere the framework's own logarithm, which may be off by
+    To the bit as TensorFlow has it where numpy runs it; elsewhere the framework's own logarithm, which may be off by
     a unit in the last place.
     """
-    return (_on_each(_c_function("logf", 1), x) if xp is np else xp.log(x)) * _LOG2_E
+    return (_on_each(_c_function("logf", 1), x) if xp in (np, SCALARS) else xp.log(x)) * _LOG2_E
 
 
 def exp2(x: Array, xp: Any) -> Array:
     """Returns 2 to the power of float32 numbers, as exactly as `log2` does."""
-    return _on_each(functools.partial(_c_function("powf", 2), 2.0), x) if xp is np else 2.0**x
+    return _on_each(functools.partial(_c_function("powf", 2), 2.0), x) if xp in (np, SCALARS) else 2.0**x
 
 
 @np.errstate(all="ignore")

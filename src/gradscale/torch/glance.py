@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradscale.torch import letter
 from gradscale.torch.letter import on_host
 from gradscale.torch.measure import DOT_FROM, Measured, measure
 from gradscale.torch.unscale import any_overflow, multiply_and_check
@@ -53,7 +54,8 @@ def measure_if_overflowed(gradients: Sequence[Tensor], unit: Tensor) -> Measured
 
 
 def _all_on_cpu(tensors: Sequence[Tensor]) -> bool:
-    return all([tensor.is_cpu for tensor in tensors])  # a list: a generator takes three times as long
+    # A list: a generator takes three times as long.
+    return letter.free_to_look(tensors[0].device) and all([tensor.is_cpu for tensor in tensors])
 
 
 def _glanced(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:

@@ -321,8 +321,7 @@ class GradScaler(torch.amp.GradScaler):
             move_by_kernel(scale, tracker, overflow, *numbers, self._bounds)
         else:
             seen = seen_in([state["sizes"] for state in states if "sizes" in state], overflow, scale)
-            rule = self._rule
-            rule.state = move_by_policy(rule.policy, rule.state, scale, tracker, seen, self._bounds)
+            move_by_policy(self._rule, scale, tracker, seen, self._bounds)
         backs_off = self._rule is None or isinstance(self._rule.policy, Dynamic)
         self._known.moved(scale, fell_to=self._backoff_factor if backs_off else 0.0)
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from gradscale.policy import Policy
-from gradscale.state import ScaleState, Seen
+from gradscale.state import Seen
 from gradscale.torch.grad_scaler_settings import Bounds
 from gradscale.torch.measure import Measured, measure, share_above
+from gradscale.torch.rule import Rule
 
 LARGEST_TRACKER = 2**31 - 1
 
@@ -34,16 +35,13 @@ def move_by_kernel(
     scale.clamp_(bounds.min_scale, bounds.max_scale)
 
 
-def move_by_policy(
-    policy: Policy, state: ScaleState, scale: Tensor, tracker: Tensor, seen: Seen, bounds: Bounds
-) -> ScaleState:
-    """Moves `scale` and `tracker` as `policy` says, and returns its next state. Does not wait for the device."""
+def move_by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bounds: Bounds) -> None:
+    """Moves `rule`, and with it `scale` and `tracker`. Does not wait for the device."""
     # These two count: others may have set them since the state was made.
-    present = replace(state, scale=scale.clone(), clean_steps=tracker.clone())
-    after = policy.next(present, seen, torch)  # type: ignore[arg-type]
-    scale.copy_(after.scale).clamp_(bounds.min_scale, bounds.max_scale)
-    tracker.copy_(after.clean_steps)
-    return after
+    present = replace(rule.state, scale=rule.leaf(scale), clean_steps=rule.leaf(tracker))
+    rule.state = rule.after(present, seen)
+    scale.copy_(rule.scale).clamp_(bounds.min_scale, bounds.max_scale)
+    tracker.copy_(rule.tensor(rule.state.clean_steps))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def step_plainly(
     device = rule.settle(next(parameters_of(optimizers)).device)
     measured = measure(gradients.values if norm else (), device, norm=True)
     yes = torch.ones((), dtype=torch.bool, device=device)
-    scale = rule.state.scale
+    scale = rule.scale
     outcome = rule.decide(Seen(finite=yes, loss_finite=yes, norm=measured.total), scale, clip_norm)
     apply_plainly(optimizers, gradients, None if clip_norm is None else outcome.factor, clip_value)
     rule.state = outcome.state

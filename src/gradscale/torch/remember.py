@@ -65,15 +65,21 @@ class Memory:
         self.last = result
         self._amax = self._amax if amax is None else amax
         self._steps += 1
-        if self._sent is None and (state.scale.is_cpu or self._steps % LOOK_EVERY == 0):
+        if not isinstance(state.scale, Tensor):
+            self._watch(result, int(state.consecutive_skips), lambda: state.stuck or not result.loss_finite)
+            return
+        if self._sent is None and self._steps % LOOK_EVERY == 0:
             self._sent = Letter(state.consecutive_skips, state.stuck, result.loss_finite)
         if self._sent is not None and self._sent.arrived:
             skips, stuck, loss_finite = self._sent.read()
             self._sent = None
-            if skips < self._max_consecutive_skips:
-                self._told = False
-            elif stuck or not loss_finite:
-                self._report(result, int(skips))
+            self._watch(result, int(skips), lambda: stuck or not loss_finite)
+
+    def _watch(self, result: StepResult, skips: int, is_stuck: Callable[[], Any]) -> None:
+        if skips < self._max_consecutive_skips:
+            self._told = False
+        elif is_stuck():
+            self._report(result, skips)
 
     def metrics(self, state: ScaleState) -> dict[str, float]:
         """Returns the newest numbers known on the host, and sends for newer ones. Does not wait for the device."""
@@ -102,7 +108,7 @@ class Memory:
             return
         self._told = True
         if self._on_stuck == "warn":
-            warnings.warn(str(diagnose(result, skips)), stacklevel=5)
+            warnings.warn(str(diagnose(result, skips)), stacklevel=6)
         elif callable(self._on_stuck):
             self._on_stuck(diagnose(result, skips))
 

@@ -112,7 +112,7 @@ class Retry:
         if float(self.rule.lower()) >= 1:
             self.rule.state = before
             return False
-        window.scale = self.rule.state.scale
+        window.scale = self.rule.scale
         return True
 
 

@@ -1,44 +1,74 @@
-"""Room three, decide: the core's decision, run on the scaler's device."""
+"""Room three, decide: the core's decision, run where the scale lives."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradscale.decide import decide
 from gradscale.policy import Policy, backed_off
 from gradscale.record import place
+from gradscale.scalars import EXACT, SCALARS
 from gradscale.state import Outcome, ScaleState, Seen
+from gradscale.torch import letter
+from gradscale.torch.letter import peek
+
+OVERFLOW = Seen(finite=np.bool_(False))
+SINGLE = np.float32
 
 
 class Rule:
-    """A policy and its present state, on the device once that is known. The state is replaced, never changed.
+    """A policy and its present state: in the host's memory if the scale lives on the CPU, else on the device.
+
+    There the rule runs on 0-d tensors, for nothing may wait. Here it runs on numpy scalars, ten times as fast: a small
+    model's step is over sooner than fifty tiny tensor operations. Both give the same bits. The state is replaced, never
+    changed.
 
     Attributes:
         policy: the rule for the scale.
         state: the state before the next step.
     """
 
-    __slots__ = ("_device", "policy", "state")
+    __slots__ = ("_device", "_hosted", "policy", "state")
 
     def __init__(self, policy: Policy, state: ScaleState | None = None, device: torch.device | None = None) -> None:
         self.policy = policy
         self.state = policy.start() if state is None else state
         self._device: torch.device | None = None
+        self._hosted = False
         if device is not None:
             self.settle(device)
 
     @property
     def device(self) -> torch.device | None:
-        """Where the state lives; None until the first loss has shown which device it is."""
+        """Where the scale lives; None until the first loss has shown which device it is."""
         return self._device
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale of the next step, a 0-d float32 tensor."""
+        return self.tensor(self.state.scale)
+
+    def tensor(self, leaf: Any) -> Tensor:
+        """Returns a leaf of the state as a 0-d tensor on the device."""
+        return torch.as_tensor(leaf, device=self._device)
+
+    def leaf(self, value: Tensor) -> Any:
+        """Returns a copy of a 0-d tensor as a leaf of the state."""
+        return np.asarray(peek(value)).astype(_NUMPY[value.dtype])[()] if self._hosted else value.detach().clone()
 
     def settle(self, device: torch.device) -> torch.device:
         """Moves the state to `device` unless it lives somewhere already, and returns where it lives."""
         if self._device is None:
             self._device = device
-            self.state = place(self.state, lambda array: torch.as_tensor(array, device=device))
+            self._hosted = EXACT and letter.free_to_look(device)
+            self.state = place(self.state, self._put)
         return self._device
+
+    def _put(self, array: Any) -> Any:
+        return array[()] if self._hosted else torch.as_tensor(array, device=self._device)
 
     def load(self, policy: Policy, state: ScaleState) -> None:
         """Takes over another policy and its state, to where the present one lives."""
@@ -47,6 +77,7 @@ class Rule:
         if device is not None:
             self.settle(device)
 
+    @np.errstate(all="ignore")
     def decide(self, seen: Seen, unit: Tensor, clip_norm: float | None) -> Outcome:
         """Returns what follows from `seen`. Does not wait for the device, and changes nothing: `state` is yours to set.
 
@@ -56,18 +87,41 @@ class Rule:
                 a backward pass was run again at a lower scale and overflowed there too.
             clip_norm: bound on the norm of all gradients together.
         """
-        outcome = decide(self.policy, self.state, seen, torch, clip_norm)  # type: ignore[arg-type]
-        return replace(outcome, factor=outcome.factor * (self.state.scale / unit))
+        outcome = self._run(lambda seen, xp: decide(self.policy, self.state, seen, xp, clip_norm), seen)
+        ratio = self.state.scale / (SINGLE(peek(unit)) if self._hosted else unit)
+        return Outcome(outcome.state, self.tensor(outcome.applied), self.tensor(outcome.factor * ratio))
+
+    @np.errstate(all="ignore")
+    def after(self, state: ScaleState, seen: Seen) -> ScaleState:
+        """Returns the state that follows `state` once `seen` was seen. Does not wait for the device."""
+        return self._run(lambda seen, xp: self.policy.next(state, seen, xp), seen)
 
     def hold(self) -> Outcome:
         """Returns the decision to do nothing at all: neither step nor count."""
         no = torch.zeros((), dtype=torch.bool, device=self._device)
-        return Outcome(self.state, no, torch.ones_like(self.state.scale))
+        return Outcome(self.state, no, torch.ones_like(self.scale))
 
+    @np.errstate(all="ignore")
     def lower(self) -> Tensor:
         """Backs the scale off once, whatever the hysteresis says, and returns the new scale over the old one."""
         before = self.state.scale
-        zero = torch.zeros_like(before)
-        overflow = Seen(finite=zero > 0, loss_finite=zero == 0, amax=zero, norm=zero, upper_share=zero)
-        self.state = backed_off(self.policy, self.state, overflow, torch)  # type: ignore[arg-type]
-        return self.state.scale / before
+        seen = place(OVERFLOW, lambda array: torch.as_tensor(array, device=self._device))
+        self.state = self._run(lambda seen, xp: backed_off(self.policy, self.state, seen, xp), seen)
+        return self.tensor(self.state.scale / before)
+
+    def _run(self, rule: Callable[[Seen, Any], Any], seen: Seen) -> Any:
+        """Returns what `rule` makes of `seen`, whose leaves are tensors, and of the namespace that fits the state."""
+        return rule(_on_host(seen), SCALARS) if self._hosted else rule(seen, torch)
+
+
+def _on_host(seen: Seen) -> Seen:
+    return Seen(
+        finite=np.bool_(peek(seen.finite)),
+        loss_finite=np.bool_(peek(seen.loss_finite)),
+        amax=SINGLE(peek(seen.amax)),
+        norm=SINGLE(peek(seen.norm)),
+        upper_share=SINGLE(peek(seen.upper_share)),
+    )
+
+
+_NUMPY = {torch.float32: np.float32, torch.int32: np.int32, torch.bool: np.bool_}

@@ -91,8 +91,7 @@ class LossScaler:
     @property
     def loss_scale(self) -> Tensor:
         """What the next loss will be multiplied by: for losses that other code injects. Does not wait."""
-        source = self._rule.state if self._windows.open is None else self._windows.open
-        return torch.as_tensor(source.scale)
+        return self._rule.scale if self._windows.open is None else self._windows.open.scale
 
     @property
     def last(self) -> StepResult | None:
@@ -297,7 +296,7 @@ class LossScaler:
         self._rule.state = step.outcome.state
         for guard in self._buffers:
             guard.settle(step.outcome.applied)
-        result = step.result(self._names, norm=norm)
+        result = step.result(self._rule.scale, self._names, norm=norm)
         self._windows.close(step.optimizers)
         self._memory.keep(result, step.outcome.state, step.seen.amax if step.measured.told_sizes else None)
         return result

@@ -41,15 +41,21 @@ class Step:
     seen: Seen
     outcome: Outcome
 
-    def result(self, names: Names, *, norm: bool) -> StepResult:
-        """Returns what the user gets to see, with the norm if that was asked for."""
+    def result(self, next_scale: Tensor, names: Names, *, norm: bool) -> StepResult:
+        """Returns what the user gets to see, with the norm if that was asked for.
+
+        Args:
+            next_scale: the scale of the next step.
+            names: what parameters are called.
+            norm: whether the norm was asked for.
+        """
         # On the CPU a look is free, and gradients that are all finite need not be traced.
         total = on_host(self.measured.total)
         innocent = total is not None and math.isfinite(total)
         return StepResult(
             applied=self.outcome.applied,
             scale=self.window.scale,
-            next_scale=self.outcome.state.scale,
+            next_scale=next_scale,
             loss_finite=self.seen.loss_finite,
             attempted=bool(self.gradients),
             sizes=self.measured.sizes[:0] if innocent else self.measured.sizes,

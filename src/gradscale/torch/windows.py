@@ -30,7 +30,7 @@ class Windows:
         """Returns the open window; opens one, on `device` if none is settled yet, where there is none."""
         if self.open is None:
             self._rule.settle(device)
-            self.open = Window(self._rule.state.scale, self._leftovers.uncleared, current=lambda: self.get(device))
+            self.open = Window(self._rule.scale, self._leftovers.uncleared, current=lambda: self.get(device))
         return self.open
 
     def ready(self, optimizers: Sequence[Optimizer]) -> Window:

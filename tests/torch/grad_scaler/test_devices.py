@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradscale import Headroom
 from gradscale.state import Seen
-from gradscale.torch import GradScaler, glance
+from gradscale.torch import GradScaler, letter
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
 
@@ -87,7 +87,7 @@ def test_flags_are_noted_for_every_device_that_holds_gradients() -> None:
 @pytest.fixture
 def _as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the check take the CPU for an accelerator, whose outcome it may not look at."""
-    monkeypatch.setattr(glance, "_all_on_cpu", lambda _: False)
+    monkeypatch.setattr(letter, "free_to_look", lambda _: False)
 
 
 @pytest.mark.usefixtures("_as_on_an_accelerator")
