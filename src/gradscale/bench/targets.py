@@ -67,12 +67,15 @@ def made_up_shapes(parameters: int, tensors: int) -> Shapes:
     return [(size + (index < rest),) for index in range(tensors)]
 
 
-def optimizer_of(name: str, implementation: str | None) -> tuple[str, Callable[[list[Tensor]], Optimizer]]:
+def optimizer_of(
+    name: str, implementation: str | None, device: str = "cpu"
+) -> tuple[str, Callable[[list[Tensor]], Optimizer]]:
     """Returns what the optimizer is called, and what makes it.
 
     Args:
         name: one of `OPTIMIZERS`, or the `module:function` of one that takes parameters.
         implementation: one of `IMPLEMENTATIONS`, for the first; by default the fused one.
+        device: where it will step.
     """
     if name not in OPTIMIZERS:
         if implementation is not None:
@@ -84,16 +87,20 @@ def optimizer_of(name: str, implementation: str | None) -> tuple[str, Callable[[
     implementation = implementation or "fused"
     if implementation not in IMPLEMENTATIONS:
         raise BadTarget(f"`--implementation` must be one of {', '.join(IMPLEMENTATIONS)}. Received: {implementation}.")
-    return f"{name} {implementation}", partial(_make_known, name, implementation)
+    make = partial(OPTIMIZERS[name], lr=1e-3, **IMPLEMENTATIONS[implementation])
+    _check_kernels(f"{name} {implementation}", make, device)
+    return f"{name} {implementation}", make
 
 
-def _make_known(name: str, implementation: str, parameters: list[Tensor]) -> Optimizer:
+def _check_kernels(called: str, make: Callable[[list[Tensor]], Optimizer], device: str) -> None:
+    """Raises if torch has no such optimizer for a device, which it tells only at the first step."""
+    parameter = nn.Parameter(torch.zeros(1, device=device))
+    parameter.grad = torch.zeros_like(parameter)
     try:
-        return OPTIMIZERS[name](parameters, lr=1e-3, **IMPLEMENTATIONS[implementation])
-    except RuntimeError as error:  # not every device has every kernel
+        make([parameter]).step()
+    except RuntimeError as error:
         raise BadTarget(
-            f"`--implementation` must be one that torch has for {name} on {parameters[0].device}. "
-            f"Received: {implementation}: {error}"
+            f"`--implementation` must be one that torch has for the optimizer on {device}. Received: {called}: {error}"
         ) from error
 
 

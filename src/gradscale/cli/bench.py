@@ -123,7 +123,7 @@ def _cases(
     from gradscale.bench.targets import device_of, made_up_shapes, optimizer_of, shapes_of
 
     place = device_of(device)
-    called, make = optimizer_of(optimizer, implementation)
+    called, make = optimizer_of(optimizer, implementation, place)
     shapes = shapes_of(model) if isinstance(model, str) else made_up_shapes(*model)
     names = [f"{called}, {'no clip' if clip is None else f'clip {clip:g}'}" for clip in clips]
     return [Case(name, shapes, make, clip, place) for name, clip in zip(names, clips, strict=True)]
