@@ -11,15 +11,21 @@ Caveats:  the streams are made up (see `streams.py`), and a skipped step changes
 """
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
+from alone import QUICK
+from rows import Row
 from streams import CHANGES, Matrix, named, side_by_side, simulate
+from table import print_table
 
 from gradscale import FP16, Dynamic, Policy, Seen
 from gradscale.arithmetic import bounded, larger, pow2_floor
 from gradscale.predictive import Headroom, HeadroomState, Histogram, LogMax
+
+GOAL = 0.5
 
 FAR = 10
 """Bits below the best scale from which a step counts as far too low."""
@@ -63,21 +69,49 @@ def counts(policy: Policy, steps: int, runs: int) -> tuple[Matrix, Matrix, Matri
     return skips, far, np.median(run.bits_low.reshape(shape), axis=(0, 2))
 
 
-def main() -> None:
-    """Prints one table row for each stream: skips / steps far too low / median of bits too low."""
-    parser = argparse.ArgumentParser(description="Skips and scales of the policies on synthetic streams")
-    parser.add_argument("--quick", action="store_true", help="fewer steps and runs: a check that it runs")
-    steps, runs = (600, 2) if parser.parse_args().quick else (6000, 8)
-    results = {name: counts(policy, steps, runs) for name, policy in POLICIES.items()}
-    print(f"{steps} steps, mean of {runs} runs: skips / steps more than {FAR} bits too low / median of bits too low\n")
-    print(f"| stream | {' | '.join(results)} |\n|---|{'---|' * len(results)}")
+Counts = Mapping[str, tuple[Matrix, Matrix, Matrix]]
+
+
+def length(quick: bool) -> tuple[int, int]:
+    """Returns how many steps and runs are simulated."""
+    return (3000, 4) if quick else (6000, 8)
+
+
+def counted(quick: bool) -> Counts:
+    """Returns the counts of every policy."""
+    return {name: counts(policy, *length(quick)) for name, policy in POLICIES.items()}
+
+
+def rows(quick: bool) -> list[Row]:
+    """Returns the row of the claim."""
+    return [_claim(counted(quick))]
+
+
+def _claim(results: Counts) -> Row:
+    skips, baseline_skips = (float(results[name][0].sum()) for name in ("Headroom", "Dynamic"))
+    return Row("steps skipped: Headroom", "Dynamic", skips / baseline_skips, GOAL, unit="times as many")
+
+
+def markdown(results: Counts) -> str:
+    """Returns a table row for each stream: skips / steps far too low / median of bits too low."""
+    lines = [f"| stream | {' | '.join(results)} |", f"|---|{'---|' * len(results)}"]
     for index, stream in enumerate(CHANGES):
         cells = (f"{s[index]:.1f} / {f[index]:.0f} / {m[index]:.1f}" for s, f, m in results.values())
-        print(f"| {stream} | {' | '.join(cells)} |")
+        lines.append(f"| {stream} | {' | '.join(cells)} |")
     total = (f"{s.sum():.0f} / {f.sum():.0f}" for s, f, _ in results.values())
-    print(f"| sum | {' | '.join(total)} |")
-    ratio = results["Headroom"][0].sum() / results["Dynamic"][0].sum()
-    print(f"\nHeadroom skips {ratio:.2f} times as many steps as Dynamic.")
+    return "\n".join([*lines, f"| sum | {' | '.join(total)} |"])
+
+
+def main() -> None:
+    """Prints the table of all streams, and the claim."""
+    parser = argparse.ArgumentParser(description="Skips and scales of the policies on synthetic streams")
+    parser.add_argument("--quick", action="store_true", help=QUICK)
+    quick = parser.parse_args().quick
+    steps, runs = length(quick)
+    results = counted(quick)
+    print(f"{steps} steps, mean of {runs} runs: skips / steps more than {FAR} bits too low / median of bits too low\n")
+    print(markdown(results))
+    print_table([_claim(results)], "The claim")
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ Caveats:  the baseline steps two of the policies over part of the flags, since s
           thread at work, so that other processes disturb less; on an idle machine that is the time on the clock.
 """
 
-import argparse
-import platform
 import time
 from collections.abc import Callable
 
 import numpy as np
+from alone import run_alone
+from rows import Row
 
 from gradscale import Dynamic, Seen
 from gradscale.replay import replay
@@ -82,20 +82,23 @@ def check_equal(steps: int = 300) -> None:
                 raise SystemExit(f"replay differs from stepping: {policy}, step {step}")
 
 
-def main() -> None:
-    """Measures, and prints one line for each number of policies."""
-    parser = argparse.ArgumentParser(description="Speed of gradscale.replay")
-    parser.add_argument("--quick", action="store_true", help="fewer steps and rounds: a check that it runs")
-    quick = parser.parse_args().quick
+def rows(quick: bool) -> list[Row]:
+    """Returns a row for each number of policies; only one of them has a goal."""
     check_equal()
-    print(f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}, one core")
-    print(f"{'policies':>8} {'replay, M policy-steps/s':>25} {'one at a time':>14} {'ratio':>7}")
-    for size in SIZES:
-        fast, slow = measure(size, steps=200 if quick else 2_000, rounds=1 if quick else 5)
-        print(f"{size:>8,} {fast / 1e6:>25.3f} {slow / 1e6:>14.3f} {fast / slow:>7.1f}")
-        if size == CLAIMED_SIZE and not quick:
-            print(f"{'':8} the claim of {CLAIM / 1e6:.0f} is {'met' if fast >= CLAIM else 'MISSED'}")
+    return [_row(size, *measure(size, steps=200 if quick else 2_000, rounds=1 if quick else 5)) for size in SIZES]
+
+
+def _row(size: int, fast: float, slow: float) -> Row:
+    return Row(
+        f"replay, policies: {size:,}",
+        "one at a time",
+        measured=fast / 1e6,
+        goal=CLAIM / 1e6 if size == CLAIMED_SIZE else None,
+        unit="M policy-steps/s",
+        at_least=True,
+        baseline_measured=slow / 1e6,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_alone("Speed of replay", rows)
