@@ -1,0 +1,48 @@
+"""What the PyTorch benchmarks step: two kinds of models, a few optimizers, and the way sides are timed."""
+
+import gc
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from machine import THREADS
+from torch import Tensor
+
+from gradscale.bench.steps import Case
+from gradscale.bench.turns import Side, take_turns
+
+CLIP = 1.0
+
+ELEMENTS = 156_250
+"""Elements of a large tensor: 160 of them are 25 million."""
+
+QUICK_SHARE = 4
+"""By how much `--quick` makes models of large tensors smaller. The tensors keep their size: the same kernels run."""
+
+MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
+adamw_fused: MakeOptimizer = partial(torch.optim.AdamW, fused=True)
+adamw_foreach: MakeOptimizer = partial(torch.optim.AdamW, foreach=True)
+sgd_fused: MakeOptimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+adagrad_fused: MakeOptimizer = partial(torch.optim.Adagrad, fused=True)
+
+
+def large_case(optimizer: str, make: MakeOptimizer, clip: float | None, tensors: int) -> Case:
+    """Returns the case of a model whose tensors are large: the arithmetic is what takes time."""
+    size = f"{tensors * ELEMENTS / 1e6:g}M in {tensors}"
+    return Case(f"{_verb(clip)}, {optimizer}, {size}", [(ELEMENTS,)] * tensors, make, clip)
+
+
+def small_case(optimizer: str, make: MakeOptimizer, clip: float | None, tensors: int) -> Case:
+    """Returns the case of a model whose tensors are small: Python's loops over them weigh as much."""
+    return Case(f"{_verb(clip)}, {optimizer}, {tensors:,} of 64x64", [(64, 64)] * tensors, make, clip)
+
+
+def timed(make_sides: Callable[[], Mapping[str, Side]], repeats: int) -> dict[str, list[float]]:
+    """Returns the seconds of the sides, which take turns; they are made here, and their memory is free afterwards."""
+    torch.set_num_threads(THREADS)
+    gc.collect()
+    return take_turns(make_sides(), repeats)
+
+
+def _verb(clip: float | None) -> str:
+    return "step" if clip is None else "step + clip"
