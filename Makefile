@@ -53,10 +53,13 @@ docs: $(VENV)/.stage-docs ## build the documentation into site/
 	@echo 'docs: open site/index.html'
 
 .PHONY: bench
-bench: $(VENV)/.stage-test ## run every benchmark, benchmarks/bench_*.py
-	@shopt -s nullglob; files=(benchmarks/bench_*.py); \
-	[ $${#files[@]} -gt 0 ] || echo 'bench: there are no benchmarks yet'; \
-	for file in "$${files[@]}"; do echo "== $$file"; $(PY) "$$file"; done
+bench: $(VENV)/.stage-test ## run the benchmarks; write their figures and plots (minutes, 7 GB of memory)
+	@$(PY) benchmarks/run.py --json benchmarks/results.json --markdown benchmarks/README.md \
+	  --plot docs/images/benchmarks.png --growth docs/images/step_growth.png $(ARGS)
+
+.PHONY: bench-quick
+bench-quick: $(VENV)/.stage-test ## run the benchmarks in under a minute, roughly; write nothing
+	@$(PY) benchmarks/run.py --quick $(ARGS)
 
 .PHONY: pins
 pins: $(VENV)/.stage-lint $(VENV)/.stage-docs ## write the versions installed in .venv to constraints/main.txt
