@@ -11,6 +11,8 @@ from typer.testing import CliRunner, Result
 
 from gradscale.cli import app
 
+torch = pytest.importorskip("torch")
+
 BENCH = sys.modules["gradscale.cli.bench"]
 QUICK = ("--parameters", "70k", "--tensors", "2", "--repeats", "2", "--device", "cpu", "--threads", "1")
 SIDES = ["torch GradScaler", "LossScaler", "drop-in GradScaler", "no scaling"]
@@ -41,8 +43,6 @@ def measured(*arguments: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    import torch
-
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -78,8 +78,6 @@ def test_the_table_tells_times_passes_and_waits() -> None:
 
 
 def test_json_holds_what_was_measured_and_on_what() -> None:
-    import torch
-
     run = measured(*QUICK, "--policy", "static:8")
     assert {name: value for name, value in run.items() if name not in ("cases", "machine")} == {
         "policy": "static:8",
