@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 
+CPU = torch.device("cpu")
+
+
 class Alike(NamedTuple):
     """Tensors of one device and type.
 
@@ -25,7 +28,8 @@ class Alike(NamedTuple):
 
 def alike(tensors: Sequence[Tensor]) -> list[Alike]:
     """Returns the tensors by device and type. Nearly always all have the same, and that is quick to see."""
-    devices, dtypes = {tensor.device for tensor in tensors}, {tensor.dtype for tensor in tensors}
+    devices = {CPU} if all_on_cpu(tensors) else {tensor.device for tensor in tensors}
+    dtypes = {tensor.dtype for tensor in tensors}
     if len(devices) == len(dtypes) == 1 and not (dtype := dtypes.pop()).is_complex:
         return [Alike(devices.pop(), dtype, range(len(tensors)), tensors)]
     return list(_sorted([as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]))
@@ -37,6 +41,11 @@ def _sorted(tensors: Sequence[Tensor]) -> Iterator[Alike]:
         found.setdefault((tensor.device, tensor.dtype), []).append(position)
     for (device, dtype), positions in found.items():
         yield Alike(device, dtype, positions, [tensors[position] for position in positions])
+
+
+def all_on_cpu(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether every tensor is in the host's memory."""
+    return all([tensor.is_cpu for tensor in tensors])  # a list: a generator takes twice as long
 
 
 def as_real(tensor: Tensor) -> Tensor:

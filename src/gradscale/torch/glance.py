@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gradscale.torch import letter
+from gradscale.torch.alike import all_on_cpu
 from gradscale.torch.letter import on_host
 from gradscale.torch.measure import DOT_FROM, Measured, measure
 from gradscale.torch.unscale import any_overflow, multiply_and_check
@@ -30,7 +31,7 @@ def check(
     if not set(map(type, gradients)) <= {Tensor}:
         # Distributed tensors: torch's kernel knows how to agree on the flag, and norms of shards are only partial.
         return _flagged(gradients, divisor), None
-    on_cpu = _all_on_cpu([divisor, *gradients])
+    on_cpu = letter.free_to_look(divisor.device) and all_on_cpu(gradients)
     if on_cpu and not (divided or amax):
         overflow = _glanced(gradients, divisor)
         if not on_host(overflow):
@@ -51,11 +52,6 @@ def measure_if_overflowed(gradients: Sequence[Tensor], unit: Tensor) -> Measured
     if measured is not None:
         return measured
     return Measured(torch.zeros(0, device=unit.device), torch.where(overflow, torch.inf, 0.0), None)
-
-
-def _all_on_cpu(tensors: Sequence[Tensor]) -> bool:
-    # A list: a generator takes three times as long.
-    return letter.free_to_look(tensors[0].device) and all([tensor.is_cpu for tensor in tensors])
 
 
 def _glanced(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:

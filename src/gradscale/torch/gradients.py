@@ -36,11 +36,14 @@ class Gradients:
 
 def collect(optimizers: Sequence[Optimizer]) -> Gradients:
     """Returns every gradient the optimizers hold. Sparse gradients are coalesced in place."""
-    parameters = [parameter for parameter in parameters_of(optimizers) if parameter.grad is not None]
+    parameters = list(parameters_of(optimizers))
     if len(optimizers) > 1:
         parameters = list({id(parameter): parameter for parameter in parameters}.values())
-    values = [grad for parameter in parameters if (grad := parameter.grad) is not None]
-    if any(grad.layout is not torch.strided for grad in values):
+    grads = [parameter.grad for parameter in parameters]
+    values = [grad for grad in grads if grad is not None]
+    if len(values) < len(grads):
+        parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
+    if [grad for grad in values if grad.layout is not torch.strided]:
         values = [values_of(parameter, grad) for parameter, grad in zip(parameters, values, strict=True)]
     return Gradients(parameters, values, optimizers)
 

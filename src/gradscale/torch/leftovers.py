@@ -1,7 +1,7 @@
 """Gradients that an earlier step left behind, told apart from those that somebody has cleared since."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,8 @@ class Leftovers:
         if self._others is None or any(optimizer not in self._known for optimizer in optimizers):
             self._known.update(optimizers)
             self._others = self._held_by_modules_alone()
-        grads = [grad for parameter in self._watched() if (grad := parameter.grad) is not None]
-        self._grads = list(map(weakref.ref, grads))
+        grads = [grad for grad in [parameter.grad for parameter in self._watched()] if grad is not None]
+        self._grads = [weakref.ref(grad) for grad in grads]
         self._versions = [grad._version for grad in grads]
 
     def uncleared(self) -> list[Tensor]:
@@ -49,12 +49,10 @@ class Leftovers:
         left = {id(grad): version for reference, version in noted if (grad := reference()) is not None}
         return [parameter for parameter in present if left.get(id(parameter.grad)) == parameter.grad._version]
 
-    def _watched(self) -> Iterator[Tensor]:
-        """Yields the parameters of the known optimizers, then those that only the modules hold."""
-        yield from parameters_of(self._known)
-        for reference in self._others or ():
-            if (parameter := reference()) is not None:
-                yield parameter
+    def _watched(self) -> list[Tensor]:
+        """Returns the parameters of the known optimizers, then those that only the modules hold."""
+        others = [parameter for reference in self._others or () if (parameter := reference()) is not None]
+        return [*parameters_of(self._known), *others]
 
     def _held_by_modules_alone(self) -> list[weakref.ref[Tensor]]:
         """Returns the modules' parameters that no known optimizer holds. Slow: not for every step."""
