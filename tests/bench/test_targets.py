@@ -31,11 +31,10 @@ def model():
     return nn.Sequential(nn.Linear(WIDTH, 2), tied, tied, frozen)
 
 def parameters():
-    yield nn.Parameter(torch.zeros(4, 5))
+    twice = nn.Parameter(torch.zeros(4, 5))
+    yield twice
+    yield twice
     yield nn.Parameter(torch.zeros(()))
-
-def one_parameter():
-    return nn.Parameter(torch.zeros(2))
 
 def groups():
     return [{"params": list(model().parameters())}]
@@ -72,7 +71,7 @@ def test_a_model_gives_the_shapes_that_it_trains_each_once(own: str) -> None:
     assert shapes_of(f"{own}:model") == [(2, 3), (2,), (3, 3), (3,)]
 
 
-def test_parameters_may_be_given_instead_of_a_module(own: str) -> None:
+def test_parameters_may_be_given_instead_of_a_module_and_count_once(own: str) -> None:
     assert shapes_of(f"{own}:parameters") == [(4, 5), ()]
 
 

@@ -120,6 +120,16 @@ def test_the_users_own_model_and_optimizer_are_measured(own: str) -> None:
     assert run["cases"][0]["case"] == "users_bench:optimizer, no clip"
 
 
+def test_threads_are_set_only_if_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    quick = [argument for argument in QUICK if argument != "--threads"][:-1]
+    measured(*quick, "--no-clip")
+    assert given == []
+    measured(*quick, "--no-clip", "--threads", "3")
+    assert given == [3]
+
+
 def test_the_policy_is_that_of_the_loss_scaler() -> None:
     reads = [
         {side["side"]: side["passes_read"] for side in measured(*QUICK, "--no-clip", "-p", policy)["cases"][0]["sides"]}
