@@ -51,7 +51,7 @@ def sides(sizes: Sequence[int]) -> dict[str, Side]:
 def rows(quick: bool) -> list[Row]:
     """Returns a row for each size, and rows that compare the largest with the smaller ones."""
     sizes = MILLIONS[:3] if quick else MILLIONS
-    seconds = timed(partial(sides, sizes), 3 if quick else 15)
+    seconds = timed(partial(sides, sizes), 3 if quick else 15, quick)
     *smaller, largest = sizes
     return [
         *(cost(millions, seconds) for millions in sizes),

@@ -41,7 +41,7 @@ def rows(quick: bool) -> list[Row]:
     found: list[Row] = []
     for full, elements in SIZES:
         tensors = full // QUICK_SHARE if quick else full
-        seconds = timed(partial(sides, tensors, elements), 10 if quick else 100)
+        seconds = timed(partial(sides, tensors, elements), 10 if quick else 100, quick)
         size = f"{tensors * elements / 1e6:g}M in {tensors}"
         found.append(compared(f"{OURS}: {size}", FLAT, seconds[OURS], seconds[FLAT], GOAL))
         found.append(compared(f"{EACH}: {size}", FLAT, seconds[EACH], seconds[FLAT]))

@@ -12,9 +12,10 @@ Caveats:  a scaler looks at some things once in sixteen steps, so sixteen steps 
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from statistics import fmean
 
 from alone import run_alone
-from cases import CLIP, QUICK_SHARE, adamw_fused, large_case, small_case, timed
+from cases import CLIP, QUICK_SHARE, adamw_fused, large_case, timed
 from rows import Row, compared
 
 from gradscale import NoScaling, Static
@@ -24,6 +25,7 @@ from gradscale.predictive import Headroom
 from gradscale.torch.remember import LOOK_EVERY
 
 PREDICTIVE_GOAL, OFF_GOAL = 1.10, 1.01
+FEWEST = 2 * LOOK_EVERY
 DYNAMIC, HEADROOM, STATIC, OFF, BARE = "Dynamic", "Headroom", "Static", "NoScaling", "optimizer.step()"
 
 
@@ -39,28 +41,25 @@ def constant_sides(case: Case) -> dict[str, Side]:
 
 def in_blocks(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Returns the mean seconds of a step over each block of turns in which a scaler looks once at everything."""
-    starts = range(0, len(next(iter(seconds.values()))), LOOK_EVERY)
+    blocks = range(len(next(iter(seconds.values()))) // LOOK_EVERY)
     return {
-        name: [sum(turns[start : start + LOOK_EVERY]) / LOOK_EVERY for start in starts]
+        name: [fmean(turns[block * LOOK_EVERY : (block + 1) * LOOK_EVERY]) for block in blocks]
         for name, turns in seconds.items()
     }
 
 
 def rows(quick: bool) -> list[Row]:
     """Returns a row for each policy and case."""
-    tensors, repeats = (160 // QUICK_SHARE, 2 * LOOK_EVERY) if quick else (160, 6 * LOOK_EVERY)
+    tensors, repeats = (160 // QUICK_SHARE, FEWEST) if quick else (160, 6 * LOOK_EVERY)
     found: list[Row] = []
     for clip in (CLIP, None):
         case = large_case("AdamW fused", adamw_fused, clip, tensors)
-        seconds = in_blocks(timed(partial(predictive_sides, case), repeats))
+        seconds = in_blocks(timed(partial(predictive_sides, case), repeats, quick, FEWEST))
         found.append(_row(HEADROOM, case, DYNAMIC, seconds, PREDICTIVE_GOAL))
-    for case in (
-        large_case("AdamW fused", adamw_fused, None, tensors),
-        small_case("AdamW fused", adamw_fused, None, 1_000),
-    ):
-        seconds = in_blocks(timed(partial(constant_sides, case), repeats))
-        found.append(_row(OFF, case, BARE, seconds, OFF_GOAL))
-        found.append(_row(STATIC, case, BARE, seconds, None))
+    case = large_case("AdamW fused", adamw_fused, None, tensors)
+    seconds = in_blocks(timed(partial(constant_sides, case), repeats, quick, FEWEST))
+    found.append(_row(OFF, case, BARE, seconds, OFF_GOAL))
+    found.append(_row(STATIC, case, BARE, seconds, None))
     return found
 
 

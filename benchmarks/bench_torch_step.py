@@ -71,7 +71,7 @@ def rows(quick: bool) -> list[Row]:
     """Returns a row for each case and baseline, and one for the drop-in."""
     found: list[Row] = []
     for case, goals in cases(quick):
-        seconds = timed(partial(sides, case), 5 if quick else 2 * LOOK_EVERY)
+        seconds = timed(partial(sides, case), 5 if quick else 2 * LOOK_EVERY, quick)
         for baseline, goal in goals.items():
             found.append(compared(f"{OURS}: {case.name}", baseline, seconds[OURS], seconds[baseline], goal))
         found.append(compared(f"{DROP_IN}: {case.name}", TORCH, seconds[DROP_IN], seconds[TORCH], DROP_IN_GOAL))

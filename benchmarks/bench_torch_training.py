@@ -137,7 +137,7 @@ def rows(quick: bool) -> list[Row]:
     text = load_text()
     found: list[Row] = []
     for training in TRAININGS:
-        seconds = timed(partial(sides, training, text), 8 if quick else 96)
+        seconds = timed(partial(sides, training, text), 8 if quick else 96, quick)
         found.append(compared(f"training step: {training.name}", BARE, seconds[OURS], seconds[BARE], GOAL))
     return found
 

@@ -1,6 +1,7 @@
 """What the PyTorch benchmarks step: two kinds of models, a few optimizers, and the way sides are timed."""
 
 import gc
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -18,6 +19,13 @@ ELEMENTS = 156_250
 
 QUICK_SHARE = 4
 """By how much `--quick` makes models of large tensors smaller. The tensors keep their size: the same kernels run."""
+
+QUICK_S, FULL_S = 5.0, 60.0
+"""Seconds that the rounds of a comparison may take together. Where a core is taken away, threads that wait for each other
+make a step of many tensors up to a hundred times slower."""
+
+FEWEST = 3
+"""Rounds that a comparison gets however slow they are."""
 
 MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 adamw_fused: MakeOptimizer = partial(torch.optim.AdamW, fused=True)
@@ -37,11 +45,30 @@ def small_case(optimizer: str, make: MakeOptimizer, clip: float | None, tensors:
     return Case(f"{_verb(clip)}, {optimizer}, {tensors:,} of 64x64", [(64, 64)] * tensors, make, clip)
 
 
-def timed(make_sides: Callable[[], Mapping[str, Side]], repeats: int) -> dict[str, list[float]]:
-    """Returns the seconds of the sides, which take turns; they are made here, and their memory is free afterwards."""
+def timed(
+    make_sides: Callable[[], Mapping[str, Side]], repeats: int, quick: bool, fewest: int = FEWEST
+) -> dict[str, list[float]]:
+    """Returns the seconds of the sides, which take turns; they are made here, and their memory is free afterwards.
+
+    Args:
+        make_sides: makes the sides.
+        repeats: rounds that count, if the machine is not too busy for them.
+        quick: whether to give up sooner on them.
+        fewest: rounds that count, however long they take.
+    """
     torch.set_num_threads(THREADS)
     gc.collect()
-    return take_turns(make_sides(), repeats)
+    sides = make_sides()
+    affordable = (QUICK_S if quick else FULL_S) / _round_s(sides)
+    return take_turns(sides, max(fewest, min(repeats, int(affordable))))
+
+
+def _round_s(sides: Mapping[str, Side]) -> float:
+    """Returns how many seconds it takes until every side has had its turn, preparations included."""
+    start = time.perf_counter()
+    for side in sides.values():
+        side.turn()
+    return time.perf_counter() - start
 
 
 def _verb(clip: float | None) -> str:

@@ -24,6 +24,7 @@ class Row:
         quartiles: of timed sides, of their ratios within each round.
         mean: of timed sides, the ratio of their means: it counts what happens only now and then, and a median hides.
         seconds: of timed sides, the median of this one and that of the baseline.
+        rounds: of timed sides, how many turns each of them had.
         baseline_measured: the baseline's own figure, where it is not the unit.
         parameters: the size of the model, in rows that differ only in that.
     """
@@ -37,6 +38,7 @@ class Row:
     quartiles: tuple[float, float] | None = None
     mean: float | None = None
     seconds: tuple[float, float] | None = None
+    rounds: int | None = None
     baseline_measured: float | None = None
     parameters: int | None = None
 
@@ -71,5 +73,6 @@ def compared(
         goal=goal,
         quartiles=ratio_quartiles(seconds, baseline_seconds),
         mean=statistics.fmean(seconds) / statistics.fmean(baseline_seconds),
+        rounds=len(seconds),
         seconds=(statistics.median(seconds), statistics.median(baseline_seconds)),
     )

@@ -96,6 +96,7 @@ def test_json_holds_every_row_with_its_verdict_and_the_machine(made_up: Path, tm
         "quartiles": [0.75, 1.125],
         "mean": 1.0,
         "seconds": [3.0, 4.0],
+        "rounds": 3,
         "baseline_measured": None,
         "parameters": None,
         "met": False,
