@@ -21,7 +21,7 @@ QUICK_SHARE = 4
 """By how much `--quick` makes models of large tensors smaller. The tensors keep their size: the same kernels run."""
 
 QUICK_S, FULL_S = 5.0, 60.0
-"""Seconds that the rounds of a comparison may take together. Where a core is taken away, threads that wait for each other
+"""Seconds that the rounds of a comparison may take together. With a core taken away, threads that wait for each other
 make a step of many tensors up to a hundred times slower."""
 
 FEWEST = 3
