@@ -26,9 +26,8 @@ class Scalars:
     def where(condition: Array, x: Array, y: Array, /) -> Array:
         """Returns `x` or `y`. A Python number takes the type of the other, as it would in an array."""
         chosen, other = (x, y) if condition else (y, x)
-        if isinstance(other, np.generic) and not isinstance(chosen, np.generic):
-            return other.dtype.type(chosen)
-        return chosen
+        is_python, into = not isinstance(chosen, np.generic), type(other)
+        return into(chosen) if is_python and isinstance(other, np.generic) else chosen
 
     @staticmethod
     def logical_and(x: Array, y: Array, /) -> Array:

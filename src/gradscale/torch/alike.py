@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 CPU = torch.device("cpu")
 
 
@@ -23,7 +22,7 @@ class Alike(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     positions: Sequence[int]
-    tensors: Sequence[Tensor]
+    tensors: list[Tensor]
 
 
 def alike(tensors: Sequence[Tensor]) -> list[Alike]:
@@ -31,7 +30,7 @@ def alike(tensors: Sequence[Tensor]) -> list[Alike]:
     devices = {CPU} if all_on_cpu(tensors) else {tensor.device for tensor in tensors}
     dtypes = {tensor.dtype for tensor in tensors}
     if len(devices) == len(dtypes) == 1 and not (dtype := dtypes.pop()).is_complex:
-        return [Alike(devices.pop(), dtype, range(len(tensors)), tensors)]
+        return [Alike(devices.pop(), dtype, range(len(tensors)), list(tensors))]
     return list(_sorted([as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]))
 
 

@@ -1,7 +1,7 @@
 """Room four, apply: hands the decided factor and gate to the optimizers, inside their own kernels where they can."""
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -95,10 +95,13 @@ def apply_all(
     applied: Tensor,
     factor: Tensor,
     clip_value: float | None = None,
-) -> None:
+    *,
+    divided: bool = False,
+) -> bool | None:
     """Updates every optimizer with its gradients times `factor`, or none, as `applied` says.
 
-    Waits for the device only if one of the optimizers does not fold, and then once for all of them.
+    Waits for the device only if one of the optimizers does not fold, and then once for all of them. Returns whether
+    they were updated where that is known by then, and else None.
 
     Args:
         optimizers: those to update.
@@ -106,16 +109,17 @@ def apply_all(
         applied: the gate, a 0-d bool.
         factor: what unscales and clips, a 0-d float32.
         clip_value: bound on every element once multiplied; costs a pass of its own.
+        divided: whether the gradients have been multiplied by `factor` already.
     """
-    divisor: Tensor | None = torch.where(applied, 1.0 / factor, 1.0)
-    if clip_value is not None or share_parameters(optimizers):
+    divisor = None if divided else torch.where(applied, 1.0 / factor, 1.0)
+    if divisor is not None and (clip_value is not None or share_parameters(optimizers)):
         # Two kernels that share a parameter would each divide its gradient.
         multiply(gradients.values, torch.where(applied, factor, 1.0))
         divisor = None
     if clip_value is not None:
         clamp(gradients.values, torch.where(applied, torch.full_like(factor, clip_value), torch.inf))
     waiting = [optimizer for optimizer in optimizers if not folds(optimizer)]
-    go = bool(waiting) and bool(applied)
+    go = bool(applied) if waiting else None
     if go and divisor is not None:
         multiply(gradients.owned_by(waiting).values, factor)
     skip = (~applied).float()
@@ -126,6 +130,7 @@ def apply_all(
             optimizer.step()
         else:
             hold(optimizer)
+    return go
 
 
 def apply_plainly(

@@ -67,7 +67,8 @@ def refuse_stale(window: Window, optimizers: Sequence[Optimizer], names: Names) 
     if found := [parameter for parameter in parameters_of(optimizers) if id(parameter) in stale]:
         raise RuntimeError(
             "Gradients from before the last step are still there, and this backward pass was added to them. "
-            f"Parameters: {some(names, found, optimizers)}. Call `optimizer.zero_grad()` after every step, skipped ones too."
+            f"Parameters: {some(names, found, optimizers)}. Call `optimizer.zero_grad()` after every step, "
+            "skipped ones too."
         )
 
 
@@ -79,7 +80,8 @@ def refuse_strangers(window: Window, optimizers: Sequence[Optimizer], names: Nam
     if strangers := [parameter for parameter in held if id(parameter) not in window.rescaled]:
         raise RuntimeError(
             "`retries` ran a backward pass again that also made gradients of parameters the scaler was not told of: "
-            f"{some(names, strangers, optimizers)}. Build it as `LossScaler([model, other])`, and clear these gradients."
+            f"{some(names, strangers, optimizers)}. Build it as `LossScaler([model, other])`, and clear these "
+            "gradients."
         )
 
 
@@ -98,8 +100,9 @@ def warn_of_half(gradients: Gradients, names: Names) -> bool:
     half = [parameter for parameter in gradients.parameters if parameter.dtype is torch.float16]
     if half:
         warnings.warn(
-            f"These parameters are FP16: {some(names, half, gradients.optimizers)}. Unscaled gradients and updates too small for FP16 are "
-            "lost there. Keep the parameters in float32 under `torch.autocast`, or keep float32 master weights.",
+            f"These parameters are FP16: {some(names, half, gradients.optimizers)}. Unscaled gradients and updates too "
+            "small for FP16 are lost there. Keep the parameters in float32 under `torch.autocast`, or keep float32 "
+            "master weights.",
             stacklevel=3,
         )
     return bool(half)

@@ -51,7 +51,20 @@ def measure_if_overflowed(gradients: Sequence[Tensor], unit: Tensor) -> Measured
     overflow, measured = check(gradients, unit, divided=known is not None and known < 1.0)
     if measured is not None:
         return measured
-    return Measured(torch.zeros(0, device=unit.device), torch.where(overflow, torch.inf, 0.0), None)
+    return _without_sizes(overflow)
+
+
+def divide_and_check(gradients: Sequence[Tensor], divisor: Tensor) -> Measured:
+    """Divides every gradient in place and returns whether all were finite before, without their sizes.
+
+    One read and one write. Does not wait for the device.
+    """
+    flags = multiply_and_check(gradients, divisor.reciprocal(), torch.zeros_like(divisor))
+    return _without_sizes(any_overflow(flags.values(), divisor.device))
+
+
+def _without_sizes(overflow: Tensor) -> Measured:
+    return Measured(torch.zeros(0, device=overflow.device), torch.where(overflow, torch.inf, 0.0), None)
 
 
 def _glanced(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:

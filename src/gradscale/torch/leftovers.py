@@ -47,7 +47,7 @@ class Leftovers:
             return []
         noted = zip(self._grads, self._versions, strict=True)
         left = {id(grad): version for reference, version in noted if (grad := reference()) is not None}
-        return [parameter for parameter in present if left.get(id(parameter.grad)) == parameter.grad._version]
+        return [each for each in present if (grad := each.grad) is not None and left.get(id(grad)) == grad._version]
 
     def _watched(self) -> list[Tensor]:
         """Returns the parameters of the known optimizers, then those that only the modules hold."""

@@ -95,13 +95,19 @@ def _in_order(groups: Sequence[Alike], sizes: Sequence[Tensor]) -> Tensor:
 
 def _norms(group: Alike) -> Tensor:
     """Returns the norm of each gradient: a `dot` for a large flat float32 tensor, a multi-tensor norm for the rest."""
-    wide = torch.float64 if group.dtype is torch.float64 else torch.float32
-    dotted = [False] * len(group.tensors)
     if group.device.type == "cpu" and group.dtype is torch.float32:
-        dotted = [grad.numel() >= DOT_FROM and grad.is_contiguous() for grad in group.tensors]
-    rest = [grad for grad, is_dotted in zip(group.tensors, dotted, strict=True) if not is_dotted]
-    norms = iter(torch._foreach_norm(rest, 2, dtype=wide) if rest else ())  # pyright: ignore[reportPrivateImportUsage]
-    pairs = zip(group.tensors, dotted, strict=True)
+        large = [grad.numel() >= DOT_FROM for grad in group.tensors]
+        if any(large):
+            return _norms_by_size(group.tensors, large)
+    wide = torch.float64 if group.dtype is torch.float64 else torch.float32
+    return torch.stack(torch._foreach_norm(group.tensors, 2, dtype=wide))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _norms_by_size(gradients: Sequence[Tensor], large: Sequence[bool]) -> Tensor:
+    dotted = [is_large and grad.is_contiguous() for grad, is_large in zip(gradients, large, strict=True)]
+    rest = [grad for grad, is_dotted in zip(gradients, dotted, strict=True) if not is_dotted]
+    norms = iter(torch._foreach_norm(rest) if rest else ())  # pyright: ignore[reportPrivateImportUsage]
+    pairs = zip(gradients, dotted, strict=True)
     return torch.stack([_norm_by_dot(grad) if is_dotted else next(norms) for grad, is_dotted in pairs])
 
 

@@ -138,8 +138,8 @@ class LossScaler:
         """Unscales, checks and clips the gradients, updates all the optimizers or none, and moves the scale.
 
         One read of the gradients; unscaling and clipping are one factor, folded into the kernel of a fused optimizer
-        or multiplied in once. Afterwards `.grad` is unscaled and clipped; after a skipped step it is still scaled and
-        must be cleared. Waits for the device only if an optimizer is not fused, and then once.
+        or multiplied in once. Afterwards `.grad` is unscaled and clipped; after a skipped step it is of no use and must
+        be cleared. Waits for the device only if an optimizer is not fused, and then once.
 
         Args:
             *optimizers: all that share the backward passes since the last step.
@@ -161,15 +161,19 @@ class LossScaler:
             self._memory.last = result
             return result
         window, sizes = self._windows.ready(optimizers), self._memory.wants_amax
-        step = decided(self._rule, self._agreement, optimizers, window, clip_norm, norm=wants_norm, sizes=sizes)
+        divide = clip_value is None and not any(map(apply.folds, optimizers))
+        asked = {"norm": wants_norm, "sizes": sizes, "divide": divide}
+        step = decided(self._rule, self._agreement, optimizers, window, clip_norm, **asked)
         if sizes and not self._warned_of_half:
             self._warned_of_half = warn_of_half(step.gradients, self._names)
         try:
-            apply.apply_all(optimizers, step.gradients, step.outcome.applied, step.outcome.factor, clip_value)
+            went = apply.apply_all(
+                optimizers, step.gradients, step.outcome.applied, step.outcome.factor, clip_value, divided=step.divided
+            )
         except BaseException:
             self._windows.close(optimizers)
             raise
-        return self._close(step, norm=wants_norm)
+        return self._close(step.with_sizes() if step.divided and not went else step, norm=wants_norm)
 
     @contextmanager
     def unscaled(self, *optimizers: Optimizer) -> Iterator[None]:

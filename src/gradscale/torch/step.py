@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from gradscale.policy import Policy
 from gradscale.state import Outcome, Seen
 from gradscale.torch.agree import Agreement
-from gradscale.torch.glance import measure_if_overflowed
+from gradscale.torch.glance import divide_and_check, measure_if_overflowed
 from gradscale.torch.gradients import Gradients, Names, collect
 from gradscale.torch.letter import on_host
 from gradscale.torch.measure import Measured, measure, share_above
@@ -30,6 +30,7 @@ class Step:
         window: the window it ends.
         gradients: all gradients of the optimizers.
         measured: what one read of them found.
+        divided: whether the gradients are in true units already.
         seen: the same in true units, agreed by every rank.
         outcome: what follows.
     """
@@ -40,6 +41,11 @@ class Step:
     measured: Measured
     seen: Seen
     outcome: Outcome
+    divided: bool = False
+
+    def with_sizes(self) -> "Step":
+        """Returns the step with the sizes of its gradients, which are known to have overflowed, read now."""
+        return replace(self, measured=measure(self.gradients.values, self.measured.total.device, norm=False))
 
     def result(self, next_scale: Tensor, names: Names, *, norm: bool) -> StepResult:
         """Returns what the user gets to see, with the norm if that was asked for.
@@ -75,8 +81,9 @@ def decided(
     *,
     norm: bool,
     sizes: bool = True,
+    divide: bool = False,
 ) -> Step:
-    """Returns the step, its gradients measured and every rank agreed on what to do. Changes nothing yet.
+    """Returns the step, its gradients measured and every rank agreed on what to do.
 
     Args:
         rule: has the policy and its state.
@@ -86,18 +93,21 @@ def decided(
         clip_norm: bound on the norm of all their gradients together, in true units.
         norm: whether to measure the norm; needed for `clip_norm`.
         sizes: whether to measure how large the gradients are although neither the policy nor the norm needs it.
+        divide: whether the gradients may be divided at once, in the same pass that checks them, whatever is decided.
+            That is done if nobody needs their sizes. Nothing else is changed.
     """
     gradients = collect(optimizers)
     unit = window.unit(optimizers)
-    sizes = sizes or norm or "amax" in rule.policy.needs
-    measured, seen = look(rule.policy, gradients, window, unit, norm=norm, sizes=sizes)
+    sizes = sizes or norm or bool(rule.policy.needs & {"amax", "upper_share"})
+    divide = divide and not sizes and unit is window.scale and _at_least_one(unit, rule.policy)
+    measured, seen = look(rule.policy, gradients, window, unit, norm=norm, sizes=sizes, divide=divide)
     seen = agreement.over_ranks(seen)
     outcome = rule.decide(seen, unit, clip_norm) if gradients or agreement.ranks > 1 else rule.hold()
-    return Step(optimizers, window, gradients, measured, seen, outcome)
+    return Step(optimizers, window, gradients, measured, seen, outcome, divide)
 
 
 def look(
-    policy: Policy, gradients: Gradients, window: Window, unit: Tensor, *, norm: bool, sizes: bool
+    policy: Policy, gradients: Gradients, window: Window, unit: Tensor, *, norm: bool, sizes: bool, divide: bool
 ) -> tuple[Measured, Seen]:
     """Returns what one read of the gradients found, and what that means on this rank, in true units.
 
@@ -110,9 +120,13 @@ def look(
         unit: what the gradients must be divided by to be true.
         norm: whether the norm was asked for. Largest magnitudes are read otherwise.
         sizes: whether sizes are needed. Without, the CPU may only look whether all gradients are finite.
+        divide: whether to divide the gradients by `unit` while they are read.
     """
-    values, device = gradients.values, window.scale.device
-    measured = measure(values, device, norm=norm) if sizes else measure_if_overflowed(values, unit)
+    values = gradients.values
+    if divide:
+        measured = divide_and_check(values, unit)
+    else:
+        measured = measure(values, unit.device, norm=norm) if sizes else measure_if_overflowed(values, unit)
     finite = measured.finite(unit) & ~window.overflowed
     # Edits inside `unscaled`, such as clipping, say nothing about what the backward pass has to hold.
     edited = unit is not window.scale
@@ -124,6 +138,12 @@ def look(
         upper_share=window.unscaled_share if edited else upper_share(policy, values, window.scale),
     )
     return measured, seen
+
+
+def _at_least_one(unit: Tensor, policy: Policy) -> bool:
+    """Returns whether `unit` is surely not below 1, so that no finite gradient divided by it is infinite."""
+    known = on_host(unit)
+    return getattr(policy, "min_scale", 0.0) >= 1.0 if known is None else known >= 1.0
 
 
 def upper_share(policy: Policy, values: Sequence[Tensor], like: Tensor) -> Tensor:

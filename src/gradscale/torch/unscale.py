@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from gradscale.torch.checks import some
 from gradscale.torch.alike import alike
+from gradscale.torch.checks import some
 from gradscale.torch.gradients import Names, parameters_of, values_of
 from gradscale.torch.measure import Measured, measure
 
@@ -53,8 +53,8 @@ def refuse_divided(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
         if shared := [parameter for parameter in parameters_of([optimizer]) if id(parameter) in theirs]:
             raise RuntimeError(
                 "A parameter may belong to one optimizer of a backward pass only: each divides its gradient by the "
-                f"scale. Shared with another {type(other).__name__}: {some(Names(()), shared, [optimizer])}. Take them out of one "
-                "of the two, or give both to one `gradscale.torch.LossScaler.step`, which divides once."
+                f"scale. Shared with another {type(other).__name__}: {some(Names(()), shared, [optimizer])}. Take them "
+                "out of one of the two, or give both to one `gradscale.torch.LossScaler.step`, which divides once."
             )
 
 
