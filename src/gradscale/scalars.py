@@ -26,8 +26,8 @@ class Scalars:
     def where(condition: Array, x: Array, y: Array, /) -> Array:
         """Returns `x` or `y`. A Python number takes the type of the other, as it would in an array."""
         chosen, other = (x, y) if condition else (y, x)
-        is_python, into = not isinstance(chosen, np.generic), type(other)
-        return into(chosen) if is_python and isinstance(other, np.generic) else chosen
+        is_plain = hasattr(other, "dtype") and not hasattr(chosen, "dtype")
+        return other.dtype.type(chosen) if is_plain else chosen
 
     @staticmethod
     def logical_and(x: Array, y: Array, /) -> Array:

@@ -15,11 +15,13 @@ class Gradients:
 
     Attributes:
         parameters: who owns the gradients.
-        values: the dense tensors that hold the numbers: `.grad` itself, or the values of a sparse one.
+        grads: the gradients themselves.
+        values: the dense tensors that hold the numbers: the gradients again, but the values of a sparse one.
         optimizers: those that hold the parameters.
     """
 
     parameters: Sequence[Tensor]
+    grads: Sequence[Tensor]
     values: Sequence[Tensor]
     optimizers: Sequence[Optimizer]
 
@@ -29,9 +31,11 @@ class Gradients:
     def owned_by(self, optimizers: Iterable[Optimizer]) -> "Gradients":
         """Returns those that belong to parameters of `optimizers`."""
         owned = {id(parameter) for parameter in parameters_of(optimizers)}
-        pairs = zip(self.parameters, self.values, strict=True)
-        found = [(parameter, values) for parameter, values in pairs if id(parameter) in owned]
-        return Gradients([parameter for parameter, _ in found], [values for _, values in found], self.optimizers)
+        held = [index for index, parameter in enumerate(self.parameters) if id(parameter) in owned]
+        parameters, grads, values = (
+            [column[index] for index in held] for column in (self.parameters, self.grads, self.values)
+        )
+        return Gradients(parameters, grads, values, self.optimizers)
 
 
 def collect(optimizers: Sequence[Optimizer]) -> Gradients:
@@ -39,13 +43,14 @@ def collect(optimizers: Sequence[Optimizer]) -> Gradients:
     parameters = list(parameters_of(optimizers))
     if len(optimizers) > 1:
         parameters = list({id(parameter): parameter for parameter in parameters}.values())
-    grads = [parameter.grad for parameter in parameters]
-    values = [grad for grad in grads if grad is not None]
-    if len(values) < len(grads):
-        parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
-    if [grad for grad in values if grad.layout is not torch.strided]:
-        values = [values_of(parameter, grad) for parameter, grad in zip(parameters, values, strict=True)]
-    return Gradients(parameters, values, optimizers)
+    found = [parameter.grad for parameter in parameters]
+    grads = [grad for grad in found if grad is not None]
+    if len(grads) < len(found):
+        parameters = [parameter for parameter, grad in zip(parameters, found, strict=True) if grad is not None]
+    if not [grad for grad in grads if grad.layout is not torch.strided]:
+        return Gradients(parameters, grads, grads, optimizers)
+    values = [values_of(parameter, grad) for parameter, grad in zip(parameters, grads, strict=True)]
+    return Gradients(parameters, [parameter.grad for parameter in parameters], values, optimizers)  # type: ignore[misc]
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:

@@ -31,14 +31,20 @@ class Leftovers:
         """A copy starts afresh: it has seen no gradients."""
         return Leftovers, (self._modules,)
 
-    def remember(self, optimizers: Sequence[Optimizer]) -> None:
-        """Notes the gradients held now by `optimizers`, by those noted before, and by the modules."""
-        if self._others is None or any(optimizer not in self._known for optimizer in optimizers):
+    def remember(self, optimizers: Sequence[Optimizer], known: Sequence[Tensor] | None = None) -> None:
+        """Notes the gradients held now by `optimizers`, by those noted before, and by the modules.
+
+        Args:
+            optimizers: those of the step that ends.
+            known: the gradients that they hold, if somebody has looked already.
+        """
+        if self._others is None or [optimizer for optimizer in optimizers if optimizer not in self._known]:
             self._known.update(optimizers)
             self._others = self._held_by_modules_alone()
-        grads = [grad for grad in [parameter.grad for parameter in self._watched()] if grad is not None]
-        self._grads = [weakref.ref(grad) for grad in grads]
-        self._versions = [grad._version for grad in grads]
+        if known is None or self._others or len(optimizers) < len(self._known):
+            known = [grad for grad in [parameter.grad for parameter in self._watched()] if grad is not None]
+        self._grads = [weakref.ref(grad) for grad in known]
+        self._versions = [grad._version for grad in known]
 
     def uncleared(self) -> list[Tensor]:
         """Returns the parameters whose gradients nobody has cleared or replaced since."""

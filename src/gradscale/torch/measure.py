@@ -105,15 +105,13 @@ def _norms(group: Alike) -> Tensor:
 
 def _norms_by_size(gradients: Sequence[Tensor], large: Sequence[bool]) -> Tensor:
     dotted = [is_large and grad.is_contiguous() for grad, is_large in zip(gradients, large, strict=True)]
+    flat = [grad.view(-1) for grad, is_dotted in zip(gradients, dotted, strict=True) if is_dotted]
+    norms = torch.stack([torch.dot(grad, grad) for grad in flat]).sqrt_() if flat else torch.zeros(0)
+    if len(flat) == len(gradients):
+        return norms
     rest = [grad for grad, is_dotted in zip(gradients, dotted, strict=True) if not is_dotted]
-    norms = iter(torch._foreach_norm(rest) if rest else ())  # pyright: ignore[reportPrivateImportUsage]
-    pairs = zip(gradients, dotted, strict=True)
-    return torch.stack([_norm_by_dot(grad) if is_dotted else next(norms) for grad, is_dotted in pairs])
-
-
-def _norm_by_dot(grad: Tensor) -> Tensor:
-    flat = grad.view(-1)
-    return torch.dot(flat, flat).sqrt_()
+    by_dot, together = iter(norms.unbind()), iter(torch._foreach_norm(rest))  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack([next(by_dot if is_dotted else together) for is_dotted in dotted])
 
 
 def _largest(group: Alike) -> Tensor:

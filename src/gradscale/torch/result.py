@@ -145,11 +145,9 @@ class _Traces:
     __slots__ = ("_grads", "_optimizers", "_versions", "parameters")
 
     def __init__(self, gradients: Gradients) -> None:
-        pairs = zip(gradients.parameters, gradients.values, strict=True)
-        grads = [values if (grad := parameter.grad) is None else grad for parameter, values in pairs]
         self.parameters = list(map(weakref.ref, gradients.parameters))
-        self._grads = list(map(weakref.ref, grads))
-        self._versions = [grad._version for grad in grads]
+        self._grads = list(map(weakref.ref, gradients.grads))
+        self._versions = [grad._version for grad in gradients.grads]
         self._optimizers = list(map(weakref.ref, gradients.optimizers))
 
     def names(self, indices: Sequence[int], names: Names) -> list[str]:

@@ -301,7 +301,7 @@ class LossScaler:
         for guard in self._buffers:
             guard.settle(step.outcome.applied)
         result = step.result(self._rule.scale, self._names, norm=norm)
-        self._windows.close(step.optimizers)
+        self._windows.close(step.optimizers, step.gradients.grads)
         self._memory.keep(result, step.outcome.state, step.seen.amax if step.measured.told_sizes else None)
         return result
 

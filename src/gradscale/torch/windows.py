@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from gradscale.torch.checks import check_order, refuse_some_unscaled, refuse_stale, refuse_strangers
 from gradscale.torch.gradients import Names
@@ -45,7 +46,12 @@ class Windows:
             raise
         return window
 
-    def close(self, optimizers: Sequence[Optimizer] = ()) -> None:
-        """Ends the window, if one is open. Gradients that are there now must be cleared before the next one begins."""
+    def close(self, optimizers: Sequence[Optimizer] = (), known: Sequence[Tensor] | None = None) -> None:
+        """Ends the window, if one is open. Gradients that are there now must be cleared before the next one begins.
+
+        Args:
+            optimizers: those whose step ends it.
+            known: the gradients that they hold, if somebody has looked already.
+        """
         self.open = None
-        self._leftovers.remember(optimizers)
+        self._leftovers.remember(optimizers, known)
