@@ -72,7 +72,7 @@ def test_states_and_gates_are_the_same_to_the_last_bit(name: str, events: list[t
     policy = POLICIES[name]
     rule, state = Rule(policy, device=torch.device("cpu")), policy.start()
     for event in events:
-        found = rule.decide(seen_by(event, in_torch), rule.scale, 1.0)
+        found = rule.decide(rule.leaves(seen_by(event, in_torch)), rule.scale, 1.0)
         expected = decide(policy, state, seen_by(event, in_numpy), np, 1.0)  # type: ignore[arg-type]
         rule.state, state = found.state, expected.state
         assert rule.state.to_dict() == state.to_dict()
@@ -93,7 +93,7 @@ def test_a_preset_gives_the_scales_of_its_peer_on_torch(row: dict[str, Any]) -> 
         zip(row["found_inf"], amaxes, row["expected_scale"], strict=False)
     ):
         event = ("inf" if found_inf else "clean", amax, float(found_inf))
-        rule.state = rule.decide(seen_by(event, in_torch), rule.state.scale, None).state
+        rule.state = rule.decide(rule.leaves(seen_by(event, in_torch)), rule.scale, None).state
         if wanted is not None:
             assert float(rule.state.scale) == np.float32(math.inf if wanted == "inf" else wanted), f"step {step}"
 

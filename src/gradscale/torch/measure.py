@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradscale.formats import FP16
+from gradscale.record import Array
 from gradscale.torch.alike import Alike, alike
 
 DOT_FROM = 32_768
@@ -39,8 +41,20 @@ class Measured:
 
     def finite(self, unit: Tensor) -> Tensor:
         """Returns whether every gradient is finite, now and once it is divided by `unit`, in its own type too."""
-        finite = torch.isfinite(self.total / unit)
-        return finite if self.half is None else finite & (self.half / unit <= FP16.max)
+        return all_finite(self.total, self.half, unit, torch)
+
+
+def all_finite(total: Array, half: Array | None, unit: Array, xp: Any) -> Array:
+    """Returns whether gradients of these sizes are finite, now and once they are divided by `unit`.
+
+    Args:
+        total: size of all of them together.
+        half: largest magnitude in any FP16 gradient; None where there is no such gradient.
+        unit: what they will be divided by.
+        xp: the namespace of these numbers.
+    """
+    finite = xp.isfinite(total / unit)
+    return finite if half is None else xp.logical_and(finite, half / unit <= FP16.max)
 
 
 @torch.no_grad()

@@ -38,8 +38,8 @@ def move_by_kernel(
 def move_by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bounds: Bounds) -> None:
     """Moves `rule`, and with it `scale` and `tracker`. Does not wait for the device."""
     # These two count: others may have set them since the state was made.
-    present = replace(rule.state, scale=rule.leaf(scale), clean_steps=rule.leaf(tracker))
-    rule.state = rule.after(present, seen)
+    present = replace(rule.state, scale=rule.leaf(scale.clone()), clean_steps=rule.leaf(tracker.clone()))
+    rule.state = rule.after(present, rule.leaves(seen))
     scale.copy_(rule.scale).clamp_(bounds.min_scale, bounds.max_scale)
     tracker.copy_(rule.tensor(rule.state.clean_steps))
 

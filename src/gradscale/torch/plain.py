@@ -40,7 +40,8 @@ def step_plainly(
     measured = measure(gradients.values if norm else (), device, norm=True)
     yes = torch.ones((), dtype=torch.bool, device=device)
     scale = rule.scale
-    outcome = rule.decide(Seen(finite=yes, loss_finite=yes, norm=measured.total), scale, clip_norm)
+    seen = Seen(finite=rule.leaf(yes), loss_finite=rule.leaf(yes), norm=rule.leaf(measured.total))
+    outcome = rule.decide(seen, scale, clip_norm)
     apply_plainly(optimizers, gradients, None if clip_norm is None else outcome.factor, clip_value)
     rule.state = outcome.state
     return StepResult(

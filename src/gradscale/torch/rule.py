@@ -1,6 +1,6 @@
 """Room three, decide: the core's decision, run where the scale lives."""
 
-from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,6 @@ from gradscale.scalars import EXACT, SCALARS
 from gradscale.state import Outcome, ScaleState, Seen
 from gradscale.torch import letter
 from gradscale.torch.letter import peek
-
-OVERFLOW = Seen(finite=np.bool_(False))
-SINGLE = np.float32
 
 
 class Rule:
@@ -51,13 +48,28 @@ class Rule:
         """The scale of the next step, a 0-d float32 tensor."""
         return self.tensor(self.state.scale)
 
-    def tensor(self, leaf: Any) -> Tensor:
-        """Returns a leaf of the state as a 0-d tensor on the device."""
-        return torch.as_tensor(leaf, device=self._device)
+    @property
+    def xp(self) -> Any:
+        """The namespace for leaves of the state."""
+        return SCALARS if self._hosted else torch
 
     def leaf(self, value: Tensor) -> Any:
-        """Returns a copy of a 0-d tensor as a leaf of the state."""
-        return np.asarray(peek(value)).astype(_NUMPY[value.dtype])[()] if self._hosted else value.detach().clone()
+        """Returns a 0-d tensor on the device as a leaf of the state. Does not copy it where tensors are leaves."""
+        return _NUMPY[value.dtype](peek(value)) if self._hosted else value
+
+    def tensor(self, leaf: Any) -> Tensor:
+        """Returns a leaf of the state as a 0-d tensor on the device."""
+        if self._hosted:
+            return torch.tensor(leaf.item(), dtype=_TORCH[type(leaf)], device=self._device)
+        return torch.as_tensor(leaf, device=self._device)
+
+    def leaves(self, seen: Seen) -> Seen:
+        """Returns what was seen with leaves in place of tensors."""
+        return Seen(*(self.leaf(getattr(seen, field.name)) for field in fields(Seen)))
+
+    def tensors(self, seen: Seen) -> Seen:
+        """Returns what was seen with tensors in place of leaves."""
+        return Seen(*(self.tensor(getattr(seen, field.name)) for field in fields(Seen)))
 
     def settle(self, device: torch.device) -> torch.device:
         """Moves the state to `device` unless it lives somewhere already, and returns where it lives."""
@@ -82,19 +94,19 @@ class Rule:
         """Returns what follows from `seen`. Does not wait for the device, and changes nothing: `state` is yours to set.
 
         Args:
-            seen: what the gradients looked like, in true units.
+            seen: what the gradients looked like, in true units and in leaves.
             unit: what the gradients are to be divided by. That is the scale, unless they are in true units already, or
                 a backward pass was run again at a lower scale and overflowed there too.
             clip_norm: bound on the norm of all gradients together.
         """
-        outcome = self._run(lambda seen, xp: decide(self.policy, self.state, seen, xp, clip_norm), seen)
-        ratio = self.state.scale / (SINGLE(peek(unit)) if self._hosted else unit)
-        return Outcome(outcome.state, self.tensor(outcome.applied), self.tensor(outcome.factor * ratio))
+        outcome = decide(self.policy, self.state, seen, self.xp, clip_norm)
+        factor = outcome.factor * (self.state.scale / self.leaf(unit))
+        return Outcome(outcome.state, self.tensor(outcome.applied), self.tensor(factor))
 
     @np.errstate(all="ignore")
     def after(self, state: ScaleState, seen: Seen) -> ScaleState:
-        """Returns the state that follows `state` once `seen` was seen. Does not wait for the device."""
-        return self._run(lambda seen, xp: self.policy.next(state, seen, xp), seen)
+        """Returns the state that follows `state` once `seen`, in leaves, was seen. Does not wait for the device."""
+        return self.policy.next(state, seen, self.xp)
 
     def hold(self) -> Outcome:
         """Returns the decision to do nothing at all: neither step nor count."""
@@ -105,23 +117,10 @@ class Rule:
     def lower(self) -> Tensor:
         """Backs the scale off once, whatever the hysteresis says, and returns the new scale over the old one."""
         before = self.state.scale
-        seen = place(OVERFLOW, lambda array: torch.as_tensor(array, device=self._device))
-        self.state = self._run(lambda seen, xp: backed_off(self.policy, self.state, seen, xp), seen)
+        overflow = place(Seen(finite=np.bool_(False)), self._put)
+        self.state = backed_off(self.policy, self.state, overflow, self.xp)
         return self.tensor(self.state.scale / before)
-
-    def _run(self, rule: Callable[[Seen, Any], Any], seen: Seen) -> Any:
-        """Returns what `rule` makes of `seen`, whose leaves are tensors, and of the namespace that fits the state."""
-        return rule(_on_host(seen), SCALARS) if self._hosted else rule(seen, torch)
-
-
-def _on_host(seen: Seen) -> Seen:
-    return Seen(
-        finite=np.bool_(peek(seen.finite)),
-        loss_finite=np.bool_(peek(seen.loss_finite)),
-        amax=SINGLE(peek(seen.amax)),
-        norm=SINGLE(peek(seen.norm)),
-        upper_share=SINGLE(peek(seen.upper_share)),
-    )
 
 
 _NUMPY = {torch.float32: np.float32, torch.int32: np.int32, torch.bool: np.bool_}
+_TORCH = {kind: dtype for dtype, kind in _NUMPY.items()}

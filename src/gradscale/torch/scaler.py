@@ -300,7 +300,7 @@ class LossScaler:
         self._rule.state = step.outcome.state
         for guard in self._buffers:
             guard.settle(step.outcome.applied)
-        result = step.result(self._rule.scale, self._names, norm=norm)
+        result = step.result(self._rule, self._names, norm=norm)
         self._windows.close(step.optimizers, step.gradients.grads)
         self._memory.keep(result, step.outcome.state, step.seen.amax if step.measured.told_sizes else None)
         return result

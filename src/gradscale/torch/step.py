@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from gradscale.torch.agree import Agreement
 from gradscale.torch.glance import divide_and_check, measure_if_overflowed
 from gradscale.torch.gradients import Gradients, Names, collect
 from gradscale.torch.letter import on_host
-from gradscale.torch.measure import Measured, measure, share_above
+from gradscale.torch.measure import Measured, all_finite, measure, share_above
 from gradscale.torch.result import StepResult
 from gradscale.torch.rule import Rule
 from gradscale.torch.window import Window
@@ -31,7 +32,7 @@ class Step:
         gradients: all gradients of the optimizers.
         measured: what one read of them found.
         divided: whether the gradients are in true units already.
-        seen: the same in true units, agreed by every rank.
+        seen: the same in true units, agreed by every rank, in leaves of the rule.
         outcome: what follows.
     """
 
@@ -47,11 +48,11 @@ class Step:
         """Returns the step with the sizes of its gradients, which are known to have overflowed, read now."""
         return replace(self, measured=measure(self.gradients.values, self.measured.total.device, norm=False))
 
-    def result(self, next_scale: Tensor, names: Names, *, norm: bool) -> StepResult:
+    def result(self, rule: Rule, names: Names, *, norm: bool) -> StepResult:
         """Returns what the user gets to see, with the norm if that was asked for.
 
         Args:
-            next_scale: the scale of the next step.
+            rule: has moved on to the state of the next step.
             names: what parameters are called.
             norm: whether the norm was asked for.
         """
@@ -61,13 +62,13 @@ class Step:
         return StepResult(
             applied=self.outcome.applied,
             scale=self.window.scale,
-            next_scale=next_scale,
-            loss_finite=self.seen.loss_finite,
+            next_scale=rule.scale,
+            loss_finite=rule.tensor(self.seen.loss_finite),
             attempted=bool(self.gradients),
             sizes=self.measured.sizes[:0] if innocent else self.measured.sizes,
             gradients=None if innocent else self.gradients,
             names=names,
-            grad_norm=self.seen.norm if norm else None,
+            grad_norm=rule.tensor(self.seen.norm) if norm else None,
             retries=self.window.retries,
         )
 
@@ -100,21 +101,23 @@ def decided(
     unit = window.unit(optimizers)
     sizes = sizes or norm or bool(rule.policy.needs & {"amax", "upper_share"})
     divide = divide and not sizes and unit is window.scale and _at_least_one(unit, rule.policy)
-    measured, seen = look(rule.policy, gradients, window, unit, norm=norm, sizes=sizes, divide=divide)
-    seen = agreement.over_ranks(seen)
+    measured, seen = look(rule, gradients, window, unit, norm=norm, sizes=sizes, divide=divide)
+    if agreement.ranks > 1:
+        seen = rule.leaves(agreement.over_ranks(rule.tensors(seen)))
     outcome = rule.decide(seen, unit, clip_norm) if gradients or agreement.ranks > 1 else rule.hold()
     return Step(optimizers, window, gradients, measured, seen, outcome, divide)
 
 
+@np.errstate(all="ignore")
 def look(
-    policy: Policy, gradients: Gradients, window: Window, unit: Tensor, *, norm: bool, sizes: bool, divide: bool
+    rule: Rule, gradients: Gradients, window: Window, unit: Tensor, *, norm: bool, sizes: bool, divide: bool
 ) -> tuple[Measured, Seen]:
     """Returns what one read of the gradients found, and what that means on this rank, in true units.
 
     Gradients that overflowed outside of the step count as its own, and then no loss is to blame that was made of them.
 
     Args:
-        policy: says what it needs to know. One that needs the share of gradients above an edge costs a second read.
+        rule: says what it needs to know. One that needs the share of gradients above an edge costs a second read.
         gradients: the gradients of the step.
         window: says how the losses were.
         unit: what the gradients must be divided by to be true.
@@ -122,20 +125,22 @@ def look(
         sizes: whether sizes are needed. Without, the CPU may only look whether all gradients are finite.
         divide: whether to divide the gradients by `unit` while they are read.
     """
-    values = gradients.values
+    values, xp, leaf = gradients.values, rule.xp, rule.leaf
     if divide:
         measured = divide_and_check(values, unit)
     else:
         measured = measure(values, unit.device, norm=norm) if sizes else measure_if_overflowed(values, unit)
-    finite = measured.finite(unit) & ~window.overflowed
+    total, divisor, overflowed = leaf(measured.total), leaf(unit), leaf(window.overflowed)
+    half = None if measured.half is None else leaf(measured.half)
+    finite = xp.logical_and(all_finite(total, half, divisor, xp), xp.logical_not(overflowed))
     # Edits inside `unscaled`, such as clipping, say nothing about what the backward pass has to hold.
     edited = unit is not window.scale
     seen = Seen(
         finite=finite,
-        loss_finite=window.loss_finite | window.overflowed,
-        amax=torch.where(finite, window.unscaled_amax if edited else measured.amax / unit, 0.0),
-        norm=measured.total / unit,
-        upper_share=window.unscaled_share if edited else upper_share(policy, values, window.scale),
+        loss_finite=xp.logical_or(leaf(window.loss_finite), overflowed),
+        amax=xp.where(finite, leaf(window.unscaled_amax) if edited else leaf(measured.amax) / divisor, 0.0),
+        norm=total / divisor,
+        upper_share=leaf(window.unscaled_share if edited else upper_share(rule.policy, values, window.scale)),
     )
     return measured, seen
 

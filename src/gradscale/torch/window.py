@@ -73,7 +73,8 @@ class Window:
 
     def note_loss(self, output: Tensor) -> Tensor:
         """Returns whether `output` is finite, a 0-d bool on the scaler's device, and keeps it in mind."""
-        finite = torch.isfinite(output.detach()).all().to(self.scale.device)
+        # Zero unless the loss is inf or NaN. `isfinite` takes twice as many kernels.
+        finite = (output.detach() * 0 == 0).all().to(self.scale.device)
         self.loss_finite = self.loss_finite & finite
         return finite
 
