@@ -31,9 +31,9 @@ class Step:
         window: the window it ends.
         gradients: all gradients of the optimizers.
         measured: what one read of them found.
-        divided: whether the gradients are in true units already.
         seen: the same in true units, agreed by every rank, in leaves of the rule.
         outcome: what follows.
+        divided: whether the gradients are in true units already.
     """
 
     optimizers: Sequence[Optimizer]
