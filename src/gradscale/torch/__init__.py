@@ -1,8 +1,22 @@
 """Loss scaling for PyTorch."""
 
 from gradscale.torch.grad_scaler import GradScaler
+from gradscale.torch.precision import O0, O1, O2, O3, Precision
+from gradscale.torch.prepare import prepare
 from gradscale.torch.result import Culprit, StepResult
 from gradscale.torch.scaler import LossScaler
 from gradscale.torch.stuck import ScaleStuck
 
-__all__ = ["Culprit", "GradScaler", "LossScaler", "ScaleStuck", "StepResult"]
+__all__ = [
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "Culprit",
+    "GradScaler",
+    "LossScaler",
+    "Precision",
+    "ScaleStuck",
+    "StepResult",
+    "prepare",
+]

@@ -1,0 +1,140 @@
+"""The border of a module: tensors that come in and go out are cast there, and its precision is set in between."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map
+
+CAST = (torch.float32, torch.float16, torch.bfloat16)
+"""What is cast into one another. Integers, float64 and complex numbers mean something by being what they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What happens to a call of a module.
+
+    Attributes:
+        inputs: dtype that tensors are cast to on their way in; None leaves them as they are.
+        autocast: dtype of `torch.autocast` inside; `torch.float32` switches it off there; None leaves it as it is.
+        outputs: dtype that tensors are cast to on their way out; None leaves them as they are.
+        precision: what the module was prepared with, where it is a whole model; None for a part of one.
+    """
+
+    inputs: torch.dtype | None
+    autocast: torch.dtype | None
+    outputs: torch.dtype | None
+    precision: Any = None
+
+    def context(self, device: str) -> AbstractContextManager[Any]:
+        """Returns what the module runs inside of."""
+        if self.autocast is None:
+            return nullcontext()
+        if self.autocast is torch.float32:
+            return torch.autocast(device, enabled=False)
+        return torch.autocast(device, dtype=self.autocast)
+
+
+class Bordered(nn.Module):
+    """What a module with a border is, besides what it was: `set_border` makes a class of the two.
+
+    A class, because the module stays the object it was, with the names in its `state_dict`, and copies and pickles of
+    it keep the border. An attribute on the module that holds the old `forward` would keep calling the original.
+    """
+
+    _gradscale_border: Border
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Returns how to copy or pickle the module: by its own class, as the class with the border has no name."""
+        _, _, *rest = super().__reduce_ex__(protocol)
+        return (_blank, (unbordered(type(self)),), *rest)
+
+
+def set_border(module: nn.Module, border: Border) -> None:
+    """Makes every call of `module` go through `border`. Changes its class to a subclass of the same name."""
+    module.__class__ = _bordered(type(module))
+    module._gradscale_border = border  # type: ignore[assignment]
+
+
+def border_of(module: nn.Module) -> Border | None:
+    """Returns the border of a module, or None if it has none."""
+    return module._gradscale_border if isinstance(module, Bordered) else None
+
+
+def unbordered(kind: type[nn.Module]) -> type[nn.Module]:
+    """Returns the class that a module had before it got a border."""
+    return kind.__mro__[kind.__mro__.index(Bordered) + 1] if issubclass(kind, Bordered) else kind
+
+
+@cache
+def _bordered(kind: type[nn.Module]) -> type[nn.Module]:
+    run = kind.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        border: Border = self._gradscale_border
+        args, kwargs = cast(args, border.inputs), cast(kwargs, border.inputs)
+        with border.context(_device(self)):
+            outputs = run(self, *args, **kwargs)
+        return cast(outputs, border.outputs)
+
+    # `torch.compile` counts recompilations by code object, and gives up after a few: every class gets its own.
+    forward.__code__ = forward.__code__.replace()
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (Bordered, kind), {"forward": wraps(run)(forward), **names})
+
+
+def _blank(kind: type[nn.Module]) -> nn.Module:
+    made = _bordered(kind)
+    return made.__new__(made)
+
+
+def _device(module: nn.Module) -> str:
+    """Returns the type of the device that the module is on now: it may have been moved since it got its border."""
+    first = next(module.parameters(), None)
+    return "cpu" if first is None else first.device.type
+
+
+def cast(values: Any, dtype: torch.dtype | None) -> Any:
+    """Returns `values` with every float32, FP16 or BF16 tensor in `dtype`; None casts nothing.
+
+    Goes into tuples, lists, dicts, named tuples, dataclasses, packed sequences and whatever is registered as a pytree.
+    No container is written to: where something in it is cast, a copy comes back.
+    """
+    if dtype is None:
+        return values
+    return tree_map(lambda value: _cast_one(value, dtype), values)
+
+
+def _cast_one(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype in CAST else value
+    if isinstance(value, PackedSequence):
+        return value._replace(data=_cast_one(value.data, dtype))
+    if isinstance(value, Mapping):
+        return _changed(value, value, dtype, lambda made, key, item: made.__setitem__(key, item))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return _changed(value, fields, dtype, object.__setattr__)
+    return value
+
+
+def _changed(whole: Any, items: Mapping[Any, Any], dtype: torch.dtype, put: Callable[[Any, Any, Any], None]) -> Any:
+    """Returns a copy of `whole` with what had to be cast in `items` put in its place.
+
+    A copy and not a new one: its constructor may check or compute, and frozen dataclasses are written to all the same.
+    """
+    casts = {key: cast(item, dtype) for key, item in items.items()}
+    new = {key: item for key, item in casts.items() if item is not items[key]}
+    if not new:
+        return whole
+    made = copy.copy(whole)
+    for key, item in new.items():
+        put(made, key, item)
+    return made
