@@ -1,5 +1,6 @@
 """Loss scaling for PyTorch."""
 
+from gradscale.torch.explain import Explanation, explain
 from gradscale.torch.grad_scaler import GradScaler
 from gradscale.torch.precision import O0, O1, O2, O3, Precision
 from gradscale.torch.prepare import prepare
@@ -13,10 +14,12 @@ __all__ = [
     "O2",
     "O3",
     "Culprit",
+    "Explanation",
     "GradScaler",
     "LossScaler",
     "Precision",
     "ScaleStuck",
     "StepResult",
+    "explain",
     "prepare",
 ]
