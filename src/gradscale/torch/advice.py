@@ -107,8 +107,8 @@ def _vanishing_moments(optimizer: Optimizer) -> str | None:
         if fp16 and group.get("eps", 1.0) < FP16.smallest_subnormal:
             return (
                 f"{type(optimizer).__name__} keeps squares of gradients in FP16. Those below "
-                f"{FP16.smallest_subnormal:.1e} are 0, and it divides by eps={group['eps']:g} alone, or by 0 where that "
-                "is rounded to FP16 too. Use `MasterWeights(optimizer)`, or a larger `eps`."
+                f"{FP16.smallest_subnormal:.1e} are 0, and it divides by eps={group['eps']:g} alone, or by 0 where "
+                "that is rounded to FP16 too. Use `MasterWeights(optimizer)`, or a larger `eps`."
             )
     return None
 
