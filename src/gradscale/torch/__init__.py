@@ -1,5 +1,6 @@
 """Loss scaling for PyTorch."""
 
+from gradscale.torch.casting import casts, float_function, half_function, promote_function
 from gradscale.torch.explain import Explanation, explain
 from gradscale.torch.grad_scaler import GradScaler
 from gradscale.torch.precision import O0, O1, O2, O3, Precision
@@ -20,6 +21,10 @@ __all__ = [
     "Precision",
     "ScaleStuck",
     "StepResult",
+    "casts",
     "explain",
+    "float_function",
+    "half_function",
     "prepare",
+    "promote_function",
 ]

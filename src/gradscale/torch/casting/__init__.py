@@ -1,0 +1,6 @@
+"""Which functions run in which precision: on top of autocast, or without it."""
+
+from gradscale.torch.casting.context import casts
+from gradscale.torch.casting.decorators import float_function, half_function, promote_function
+
+__all__ = ["casts", "float_function", "half_function", "promote_function"]
