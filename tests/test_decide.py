@@ -52,6 +52,11 @@ def test_a_norm_above_the_bound_is_clipped_in_the_same_factor() -> None:
     assert outcome.factor == pytest.approx(1 / 8 / (4 + CLIP_EPSILON), rel=1e-6)
 
 
+def test_a_bound_in_double_precision_leaves_the_factor_in_single() -> None:
+    outcome = decide(Static(8), Static(8).start(), seen(norm=4.0), np, clip_norm=np.float64(1.0))
+    assert outcome.factor.dtype == np.float32
+
+
 def test_a_norm_below_the_bound_is_not_clipped() -> None:
     outcome = decide(Static(8), Static(8).start(), seen(norm=0.5), np, clip_norm=1.0)
     assert outcome.factor == 1 / 8

@@ -41,4 +41,5 @@ def check_clip(name: str, bound: float | None) -> None:
 
 def _clip_coefficient(norm: Array, clip_norm: float, xp: Namespace) -> Array:
     """Returns what brings `norm` down to `clip_norm`, or 1 where it is below already."""
-    return smaller(clip_norm / (norm + CLIP_EPSILON), 1.0, xp)
+    # A number of numpy's own, such as a float64, would widen the factor; a Python number takes the type of the norm.
+    return smaller(float(clip_norm) / (norm + CLIP_EPSILON), 1.0, xp)

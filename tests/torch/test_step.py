@@ -1,13 +1,15 @@
 """`LossScaler.step`: unscaling, clipping, and updating all optimizers or none."""
 
 import math
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from tests.torch.helpers import INF, NAN, OPTIMIZERS, give, loss_of, poison, same, small_model, state_tensors, weights
 from torch import Tensor, nn
 
-from gradscale import Dynamic, Policy, Static
+from gradscale import Dynamic, NoScaling, Policy, Static
 from gradscale.predictive import Headroom, Histogram, LogMax
 from gradscale.torch import LossScaler
 
@@ -171,6 +173,39 @@ def test_an_infinite_clip_norm_clips_nothing() -> None:
     give(scaler, [parameter], [torch.tensor([8.0])])
     scaler.step(torch.optim.SGD([parameter], lr=1.0), clip_norm=math.inf)
     assert parameter.item() == -2.0
+
+
+@pytest.mark.parametrize("bound", [np.float64(1.0), np.float32(1.0), np.int64(1)])
+@pytest.mark.parametrize("policy", [Static(4.0), NoScaling()])
+def test_a_bound_may_be_a_number_of_numpys(bound: float, policy: Policy) -> None:
+    parameter = one_parameter([0.0])
+    scaler = LossScaler(policy=policy)
+    give(scaler, [parameter], [torch.tensor([8.0])])
+    scaler.step(torch.optim.SGD([parameter], lr=1.0), clip_norm=bound)
+    assert parameter.item() == pytest.approx(-1.0, rel=1e-6)
+
+
+@pytest.fixture(params=[torch.float64, torch.float16], ids=str)
+def default_type(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("default_type")
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_do_not_depend_on_torchs_default_type(fused: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float32))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
+    scaler = LossScaler(policy=Dynamic(init_scale=4.0))
+    for first in (4.0, 8.0, INF):  # the first step measures sizes, the others only look for overflows
+        give(scaler, [parameter], [torch.tensor([first, 4.0], dtype=torch.float32)])
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    assert parameter.tolist() == [-3.0, -2.0]
+    assert scaler.loss_scale == 2.0
+    assert scaler.loss_scale.dtype is torch.float32
 
 
 POLICIES: list[Policy] = [

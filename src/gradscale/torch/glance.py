@@ -28,7 +28,7 @@ def check(
             divisor is below 1.
         amax: whether the sizes are needed, as largest magnitudes.
     """
-    if not set(map(type, gradients)) <= {Tensor}:
+    if any(hasattr(kind, "to_local") for kind in set(map(type, gradients))):
         # Distributed tensors: torch's kernel knows how to agree on the flag, and norms of shards are only partial.
         return _flagged(gradients, divisor), None
     on_cpu = letter.free_to_look(divisor.device) and all_on_cpu(gradients)
@@ -64,7 +64,9 @@ def divide_and_check(gradients: Sequence[Tensor], divisor: Tensor) -> Measured:
 
 
 def _without_sizes(overflow: Tensor) -> Measured:
-    return Measured(torch.zeros(0, device=overflow.device), torch.where(overflow, torch.inf, 0.0), None)
+    # In float32 whatever torch's default type is: the rule takes no other.
+    total = torch.where(overflow, torch.inf, 0.0).to(torch.float32)
+    return Measured(total.new_zeros(0), total, None)
 
 
 def _glanced(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
