@@ -3,6 +3,7 @@
 from gradscale.torch.casting import casts, float_function, half_function, promote_function
 from gradscale.torch.explain import Explanation, explain
 from gradscale.torch.grad_scaler import GradScaler
+from gradscale.torch.masters import MasterWeights
 from gradscale.torch.precision import O0, O1, O2, O3, Precision
 from gradscale.torch.prepare import prepare
 from gradscale.torch.result import Culprit, StepResult
@@ -18,6 +19,7 @@ __all__ = [
     "Explanation",
     "GradScaler",
     "LossScaler",
+    "MasterWeights",
     "Precision",
     "ScaleStuck",
     "StepResult",
