@@ -1,6 +1,7 @@
 """Loss scaling for PyTorch."""
 
 from gradscale.torch.casting import casts, float_function, half_function, promote_function
+from gradscale.torch.emulate import emulate
 from gradscale.torch.explain import Explanation, explain
 from gradscale.torch.grad_scaler import GradScaler
 from gradscale.torch.masters import MasterWeights
@@ -24,6 +25,7 @@ __all__ = [
     "ScaleStuck",
     "StepResult",
     "casts",
+    "emulate",
     "explain",
     "float_function",
     "half_function",

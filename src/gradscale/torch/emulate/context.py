@@ -1,0 +1,103 @@
+"""`emulate`: the block, and what it is told."""
+
+import threading
+from contextlib import ContextDecorator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+
+from gradscale.formats import get_format
+from gradscale.torch.emulate.draws import Draws
+from gradscale.torch.emulate.rounding import Rounding
+
+if TYPE_CHECKING:
+    from gradscale.torch.emulate.mode import Mode
+
+RoundingName = Literal["nearest", "stochastic"]
+
+
+class _Open(threading.local):
+    """The blocks that are open in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.modes: list[Mode] = []
+
+
+_open = _Open()
+
+
+class emulate(ContextDecorator):
+    """Runs a model as if its products were computed in another number format. A block, or a decorator.
+
+    Matrix products, convolutions, attention, recurrent layers and embeddings take operands and give results rounded to
+    `format`, with sums in float32, as tensor cores do. Gradients are rounded to `grad_format` wherever values are, and
+    that is where they vanish or overflow. Parameters and their gradients stay float32 tensors. In FP16 and BF16 what
+    lies between products is rounded too, unless it is on autocast's float32 list; in other formats it is float32.
+
+    Only float32 tensors are dealt with; float64 and FP16 ones are computed as ever. The innermost block counts, for its
+    own thread. The backward pass may be run outside. Nothing waits for the device.
+
+    A checkpointed function must be decorated, so that it is emulated when it is computed again; torch raises an error
+    otherwise: `checkpoint(emulate("fp16")(block), x, use_reentrant=False)`.
+
+    Args:
+        format: of values, as a `Format`, a name or a dtype.
+        grad_format: of gradients; `format` if None.
+        rounding: `"nearest"`, ties to even, or `"stochastic"`, which keeps the mean.
+        saturate: make values beyond the largest number that number. Else they become inf, or NaN where the format has
+            no inf.
+        saturate_grads: the same for gradients. A scaler sees no overflow then.
+        seed: of stochastic rounding, for a random state of its own; None takes torch's.
+
+    Raises:
+        ValueError: a format is not known, or `rounding` is not one of the two, or a seed is given and not needed.
+
+    >>> import torch
+    >>> weight = torch.tensor([[1 / 3]], requires_grad=True)
+    >>> with emulate("e4m3", "e5m2"):
+    ...     product = torch.nn.functional.linear(torch.ones(1, 1), weight)
+    >>> (product * 1e-6).sum().backward()
+    >>> product.item(), weight.grad.item()
+    (0.34375, 0.0)
+    """
+
+    def __init__(
+        self,
+        format: Any,
+        grad_format: Any = None,
+        *,
+        rounding: RoundingName = "nearest",
+        saturate: bool = False,
+        saturate_grads: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        _check(rounding, seed)
+        draws = Draws(seed) if rounding == "stochastic" else None
+        self._values = Rounding(get_format(format), saturate, draws)
+        self._grads = Rounding(get_format(format if grad_format is None else grad_format), saturate_grads, draws)
+
+    def __enter__(self) -> Self:
+        from gradscale.torch.emulate.mode import Mode
+
+        mode = Mode(self._values, self._grads)
+        if _open.modes:
+            _open.modes[-1].paused = True
+        mode.__enter__()
+        _open.modes.append(mode)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        _open.modes.pop().__exit__(kind, error, at)
+        if _open.modes:
+            _open.modes[-1].paused = False
+
+
+def _check(rounding: str, seed: int | None) -> None:
+    if rounding not in get_args(RoundingName):
+        raise ValueError(
+            f"`rounding` must be one of {', '.join(get_args(RoundingName))}. Received: rounding={rounding!r}."
+        )
+    if seed is not None and rounding != "stochastic":
+        raise ValueError(
+            "`seed` is for stochastic rounding; rounding to nearest draws nothing. "
+            f"Received: seed={seed!r}, rounding={rounding!r}. Leave it out, or pass rounding='stochastic'."
+        )

@@ -1,0 +1,48 @@
+"""Which functions run in the format, which in float32, and which follow what they are given.
+
+The first two are the lists of `torch.autocast` on CUDA, with the losses of its list for the CPU, and with embeddings.
+Functions are known by name, since one comes by many ways: `torch.matmul`, `Tensor.matmul`, `@`.
+"""
+
+PRODUCTS = frozenset(
+    """
+    linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addr addbmm baddbmm
+    einsum tensordot chain_matmul linalg_multi_dot linalg_matmul
+    conv1d conv2d conv3d conv_tbc convolution conv_transpose1d conv_transpose2d conv_transpose3d
+    scaled_dot_product_attention
+    rnn_tanh rnn_relu lstm gru rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell
+    """.split()
+)
+"""Sums of products: what tensor cores compute. Operands and results are rounded; the sums are float32."""
+
+EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
+"""Rounded like products, but what they give is float32 to what follows, as in autocast. So the sum that runs through a
+transformer stays float32."""
+
+WIDE = frozenset(
+    """
+    acos asin cosh erfinv exp expm1 log log10 log1p log2 logsumexp pow __pow__ __rpow__ reciprocal rsqrt sinh tan
+    __rdiv__ __rtruediv__ softplus
+    cumprod cumsum dist norm prod sum renorm cdist pdist cosine_similarity normalize
+    linalg_norm linalg_vector_norm linalg_matrix_norm
+    softmax softmin log_softmax layer_norm group_norm rms_norm native_layer_norm native_group_norm
+    binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss gaussian_nll_loss
+    hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss
+    multilabel_margin_loss multilabel_soft_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss
+    triplet_margin_loss triplet_margin_with_distance_loss
+    grid_sample stft trace quantile nanquantile
+    """.split()
+)
+"""Functions whose results are float32 whatever they are given: they need range or precision."""
+
+LED_BY_FIRST = frozenset(["batch_norm", "instance_norm", "prelu"])
+"""Functions whose result is as narrow as their first operand, though their parameters are float32."""
+
+OPENED = frozenset(["multi_head_attention_forward"])
+"""Functions written in Python that hold several products, each of which must be rounded for itself."""
+
+OPERANDS = {"scaled_dot_product_attention": 3}
+"""How many of a product's arguments are rounded, where not all are. A mask holds -inf, which not every format has."""
+
+MASKS = frozenset(["attn_mask"])
+"""Arguments given by name that are not rounded."""

@@ -1,0 +1,158 @@
+"""What happens to each torch function that is called inside an `emulate` block.
+
+Importing this loads torch's compiler, to tell it to keep out: a second that the first block takes, and no import of
+`gradscale.torch`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gradscale.formats import BF16, FP16
+from gradscale.torch.emulate.lists import EMBEDDINGS, LED_BY_FIRST, MASKS, OPENED, OPERANDS, PRODUCTS, WIDE
+from gradscale.torch.emulate.narrow import Narrow, is_rounded_here, share_memory
+from gradscale.torch.emulate.rounded import rounded, unchanged
+from gradscale.torch.emulate.rounding import Rounding
+
+Function = Callable[..., Any]
+
+FOLLOWED = (FP16, BF16)
+"""Formats that torch computes in. In the others no machine adds or multiplies element by element, so they are used by
+products alone, and what lies between is float32."""
+
+UNCOMPILED = "`gradscale.torch.emulate` runs uncompiled. Leave out `fullgraph`."
+
+
+class Mode(TorchFunctionMode):
+    """One block: rounds what products take and give, and lets other functions follow.
+
+    Args:
+        values: rounds on the way forward.
+        grads: rounds on the way back.
+    """
+
+    def __init__(self, values: Rounding, grads: Rounding) -> None:
+        super().__init__()
+        self.paused = False
+        self._values = values
+        self._grads = grads
+        self._follows = values.format in FOLLOWED
+        self._narrow = Narrow()
+        self._weights: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    @torch.compiler.disable(reason=UNCOMPILED)
+    def __torch_function__(
+        self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self.paused or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        if name in PRODUCTS or name in EMBEDDINGS:
+            return self._product(name, func, args, kwargs)
+        if name in OPENED:
+            with self:
+                return _opened(func)(*args, **kwargs)
+        if not self._follows or name in WIDE:
+            return func(*args, **kwargs)
+        return self._follow(name, func, args, kwargs)
+
+    def _product(self, name: str, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the product of rounded operands, rounded."""
+        count = OPERANDS.get(name, len(args))
+        operands = [_each(arg, self._enter) for arg in args[:count]]
+        named = {key: arg if key in MASKS else _each(arg, self._enter) for key, arg in kwargs.items()}
+        leave = self._round if name in EMBEDDINGS else self._leave
+        return _each(func(*operands, *args[count:], **named), leave)
+
+    def _enter(self, tensor: Tensor) -> Tensor:
+        """Returns an operand of a product, rounded unless it is so already. Its gradient is rounded in any case."""
+        if not is_rounded_here(tensor):
+            return tensor
+        if tensor in self._narrow:
+            return rounded(tensor, unchanged, self._grads)
+        if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled() and self._values.draws is None:
+            return self._weight(tensor)
+        return self._round(tensor)
+
+    def _weight(self, tensor: Tensor) -> Tensor:
+        """Returns a parameter rounded, once for as long as it does not change: as autocast keeps its casts."""
+        kept = self._weights.get(id(tensor))
+        if kept is None or kept[1] != tensor._version:
+            kept = self._weights[id(tensor)] = (tensor, tensor._version, self._round(tensor))
+        return kept[2]
+
+    def _leave(self, tensor: Tensor) -> Tensor:
+        """Returns a result rounded, and marked as narrow."""
+        return self._narrow.mark(self._round(tensor)) if is_rounded_here(tensor) else tensor
+
+    def _round(self, tensor: Tensor) -> Tensor:
+        return rounded(tensor, self._values, self._grads) if is_rounded_here(tensor) else tensor
+
+    def _follow(self, name: str, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Returns what the function gives: rounded where autocast would leave it to FP16 or BF16.
+
+        That is where all tensors given are narrow. As in torch's promotion, one without dimensions does not count
+        beside one with.
+        """
+        leading = args[:1] if name in LED_BY_FIRST else (*args, *kwargs.values())
+        given = [tensor for tensor in _tensors(leading) if is_rounded_here(tensor)]
+        narrow = [tensor for tensor in given if tensor in self._narrow]
+        deciding = [tensor for tensor in given if tensor.dim()] or given
+        rounds = name != "__get__" and all(tensor in self._narrow for tensor in deciding)
+        result = func(*args, **kwargs)
+        for tensor in narrow:
+            if tensor not in self._narrow:
+                self._round_in_place(tensor)
+        return _each(result, partial(self._after, name, narrow, rounds)) if narrow else result
+
+    def _after(self, name: str, narrow: Sequence[Tensor], rounds: bool, tensor: Tensor) -> Tensor:
+        """Returns a result of a function that was given narrow tensors."""
+        if not is_rounded_here(tensor):
+            return tensor
+        if any(tensor is other for other in narrow):
+            # Under autocast this would have been a cast to float32.
+            return tensor.view_as(tensor) if name in ("float", "to", "type") else tensor
+        if any(share_memory(tensor, other) for other in narrow):
+            return self._narrow.mark(tensor)
+        return self._leave(tensor) if rounds else tensor
+
+    def _round_in_place(self, tensor: Tensor) -> None:
+        """Rounds a narrow tensor that was changed in place. The graph takes it for the function's own result."""
+        data = tensor.detach().data
+        data.copy_(self._values(data))
+        self._narrow.mark(tensor)
+
+
+def _each(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns the item with each of its tensors changed, in lists and tuples too."""
+    if isinstance(item, Tensor):
+        return change(item)
+    if type(item) in (list, tuple):
+        return type(item)(_each(part, change) for part in item)
+    return item
+
+
+def _tensors(item: Any) -> Iterator[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, list | tuple):
+        for part in item:
+            yield from _tensors(part)
+
+
+@cache
+def _opened(func: FunctionType) -> FunctionType:
+    """Returns a Python function of torch's that does its work instead of asking the mode again what to do.
+
+    The first thing such a function does is to ask `has_torch_function`, which is true in any mode.
+    """
+    names = func.__globals__ | {"has_torch_function": lambda tensors: False}
+    opened = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    opened.__kwdefaults__ = func.__kwdefaults__
+    return opened
