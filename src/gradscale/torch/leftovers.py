@@ -31,20 +31,17 @@ class Leftovers:
         """A copy starts afresh: it has seen no gradients."""
         return Leftovers, (self._modules,)
 
-    def remember(self, optimizers: Sequence[Optimizer], known: Sequence[Tensor] | None = None) -> None:
+    def remember(self, optimizers: Sequence[Optimizer]) -> None:
         """Notes the gradients held now by `optimizers`, by those noted before, and by the modules.
 
-        Args:
-            optimizers: those of the step that ends.
-            known: the gradients that they hold, if somebody has looked already.
+        Looked up anew, for an optimizer or a hook of its step may have replaced those that the step was given.
         """
         if self._others is None or [optimizer for optimizer in optimizers if optimizer not in self._known]:
             self._known.update(optimizers)
             self._others = self._held_by_modules_alone()
-        if known is None or self._others or len(optimizers) < len(self._known):
-            known = [grad for grad in [parameter.grad for parameter in self._watched()] if grad is not None]
-        self._grads = [weakref.ref(grad) for grad in known]
-        self._versions = [grad._version for grad in known]
+        held = [grad for grad in [parameter.grad for parameter in self._watched()] if grad is not None]
+        self._grads = [weakref.ref(grad) for grad in held]
+        self._versions = [grad._version for grad in held]
 
     def uncleared(self) -> list[Tensor]:
         """Returns the parameters whose gradients nobody has cleared or replaced since."""

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from gradscale.torch.checks import check_order, refuse_some_unscaled, refuse_stale, refuse_strangers
 from gradscale.torch.gradients import Names
@@ -46,12 +45,11 @@ class Windows:
             raise
         return window
 
-    def close(self, optimizers: Sequence[Optimizer] = (), known: Sequence[Tensor] | None = None) -> None:
+    def close(self, optimizers: Sequence[Optimizer] = ()) -> None:
         """Ends the window, if one is open. Gradients that are there now must be cleared before the next one begins.
 
         Args:
             optimizers: those whose step ends it.
-            known: the gradients that they hold, if somebody has looked already.
         """
         self.open = None
-        self._leftovers.remember(optimizers, known)
+        self._leftovers.remember(optimizers)
