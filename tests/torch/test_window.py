@@ -7,6 +7,7 @@ from torch import nn
 
 from gradscale import Dynamic, Static
 from gradscale.torch import LossScaler
+from gradscale.torch.agree import Agreement
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -66,6 +67,54 @@ def test_gradients_that_were_never_cleared_are_refused_by_name(fused: bool, skip
     scaler.backward(loss_of(model))
     before, saved = weights(model), scaler.state_dict()
     with pytest.raises(RuntimeError, match=rf"{LEFT_OVER[:50]}.*Parameters: 0\.weight, 0\.bias, 2\.weight, 2\.bias\."):
+        scaler.step(optimizer)
+    assert same(weights(model), before)
+    assert scaler.state_dict() == saved
+
+
+def replace_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Does what some optimizers do, and hooks of others: makes new gradients from those it is given."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = parameter.grad - parameter.grad.mean()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_that_the_step_itself_replaced_must_be_cleared_too(fused: bool) -> None:
+    model, optimizer, scaler = setup(fused=fused)
+    optimizer.register_step_pre_hook(replace_gradients)
+    for _ in range(2):
+        scaler.backward(loss_of(model))
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    scaler.backward(loss_of(model))
+    scaler.step(optimizer)
+    scaler.backward(loss_of(model))
+    with pytest.raises(RuntimeError, match=LEFT_OVER):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_whose_ranks_cannot_agree_is_over_and_its_gradients_must_be_cleared(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_connection(*_: object) -> None:
+        raise ConnectionError("a rank is gone")
+
+    model, optimizer, scaler = setup(fused=fused)
+    scaler.backward(loss_of(model))
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+    scaler.backward(loss_of(model))
+    before, saved = weights(model), scaler.state_dict()
+    with monkeypatch.context() as patched:
+        patched.setattr(Agreement, "ranks", 2)
+        patched.setattr(Agreement, "over_ranks", lose_connection)
+        with pytest.raises(ConnectionError):
+            scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=NOT_SCALED):  # some gradients may be divided already
+        scaler.step(optimizer)
+    scaler.backward(loss_of(model))
+    with pytest.raises(RuntimeError, match=LEFT_OVER):
         scaler.step(optimizer)
     assert same(weights(model), before)
     assert scaler.state_dict() == saved

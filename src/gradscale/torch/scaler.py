@@ -163,14 +163,15 @@ class LossScaler:
         window, sizes = self._windows.ready(optimizers), self._memory.wants_amax
         divide = clip_value is None and not any(map(apply.folds, optimizers))
         asked = {"norm": wants_norm, "sizes": sizes, "divide": divide}
-        step = decided(self._rule, self._agreement, optimizers, window, clip_norm, **asked)
-        if sizes and not self._warned_of_half:
-            self._warned_of_half = warn_of_half(step.gradients, self._names)
         try:
+            step = decided(self._rule, self._agreement, optimizers, window, clip_norm, **asked)
+            if sizes and not self._warned_of_half:
+                self._warned_of_half = warn_of_half(step.gradients, self._names)
             went = apply.apply_all(
                 optimizers, step.gradients, step.outcome.applied, step.outcome.factor, clip_value, divided=step.divided
             )
         except BaseException:
+            # Some gradients may be divided by now: another step would divide them again.
             self._windows.close(optimizers)
             raise
         return self._close(step.with_sizes() if step.divided and not went else step, norm=wants_norm)
@@ -301,7 +302,7 @@ class LossScaler:
         for guard in self._buffers:
             guard.settle(step.outcome.applied)
         result = step.result(self._rule, self._names, norm=norm)
-        self._windows.close(step.optimizers, step.gradients.grads)
+        self._windows.close(step.optimizers)
         self._memory.keep(result, step.outcome.state, step.seen.amax if step.measured.told_sizes else None)
         return result
 
