@@ -7,7 +7,7 @@ import torch
 from tests.torch.helpers import INF, give, loss_of, small_model, train_step
 from torch import nn
 
-from gradscale import Dynamic, NoScaling, Static
+from gradscale import Dynamic, NoScaling, Policy, Static
 from gradscale.torch import LossScaler
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -21,6 +21,19 @@ def test_before_the_first_step_only_the_scale_is_known() -> None:
     assert (metrics["scale"], metrics["applied"], metrics["skipped"], metrics["skip_rate"]) == (256.0, 0, 0, 0)
     assert math.isnan(metrics["grad_norm"])
     assert math.isnan(metrics["headroom_bits"])
+
+
+@pytest.mark.parametrize("policy", [Dynamic(init_scale=256.0), NoScaling()])
+def test_metrics_are_known_whatever_torchs_default_device_is(policy: Policy) -> None:
+    model = small_model()
+    loss, optimizer = loss_of(model), torch.optim.SGD(model.parameters())
+    scaler = LossScaler(model, policy)
+    with torch.device("meta"):
+        scaler.backward(loss)
+        scaler.step(optimizer, clip_norm=1.0, clip_value=1.0)
+        metrics = scaler.metrics()
+    assert metrics["applied"] == 1.0
+    assert metrics["grad_norm"] > 0
 
 
 def test_metrics_before_the_first_loss_do_not_choose_the_device() -> None:

@@ -150,7 +150,7 @@ def apply_plainly(
     if factor is not None:
         multiply(gradients.values, factor)
     if clip_value is not None:
-        clamp(gradients.values, torch.tensor(clip_value, dtype=torch.float32))
+        clamp(gradients.values, torch.tensor(clip_value, dtype=torch.float32, device="cpu"))
     for optimizer in optimizers:
         optimizer.step()
 

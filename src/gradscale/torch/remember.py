@@ -90,10 +90,15 @@ class Memory:
         return dict(self._metrics)
 
     def _metrics_of(self, state: ScaleState) -> Letter:
-        unknown = torch.full_like(torch.as_tensor(state.scale), math.nan)
+        # The host's numbers stay there, whatever torch's default device is.
+        device = state.scale.device if isinstance(state.scale, Tensor) else "cpu"
+        scale, applied, skipped = (
+            torch.as_tensor(leaf, device=device) for leaf in (state.scale, state.applied, state.skipped)
+        )
+        unknown = torch.full_like(scale, math.nan)
         norm = unknown if self.last is None or self.last.grad_norm is None else self.last.grad_norm
         amax = unknown if self._amax is None else self._amax
-        return Letter(*map(torch.as_tensor, (state.scale, state.applied, state.skipped, norm, amax)))
+        return Letter(scale, applied, skipped, norm, torch.as_tensor(amax, device=device))
 
     def _receive_metrics(self) -> None:
         if self._sent_metrics is not None and self._sent_metrics.arrived:
