@@ -78,6 +78,21 @@ def test_culprits_are_named_with_their_kind_and_count(bad: float, kind: str) -> 
     assert model[2].weight.grad is not None
 
 
+class Labelled(torch.Tensor):
+    """A tensor of another type that is not spread over ranks."""
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_culprits_among_gradients_of_a_type_of_their_own_are_named(fused: bool) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    scaler, optimizer = LossScaler(policy=Dynamic()), torch.optim.SGD([("w", weight)], fused=fused)
+    for value in (1.0, INF):  # the first step measures sizes anyway
+        give(scaler, [weight], [torch.tensor([value, 1.0]).as_subclass(Labelled)])
+        result = scaler.step(optimizer)
+        weight.grad = None
+    assert [(culprit.name, culprit.kind) for culprit in result.culprits()] == [("w", "inf")]
+
+
 def test_a_gradient_with_both_counts_as_nan() -> None:
     weight = nn.Parameter(torch.zeros(4))
     scaler, optimizer = LossScaler(policy=Dynamic()), torch.optim.SGD([("w", weight)])

@@ -108,7 +108,7 @@ class StepResult:
 
     @property
     def parameters(self) -> int:
-        """How many gradients the step looked at."""
+        """How many gradients the result keeps track of: all of the step, or none where all were seen to be finite."""
         return 0 if self._traces is None else len(self._traces.parameters)
 
     def culprits(self) -> list[Culprit]:
