@@ -190,7 +190,7 @@ def test_half_parameters_are_warned_of_once_by_name() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = LossScaler(model, Static(16.0))
     scaler.backward(model(torch.ones(1, 2, dtype=torch.float16)).sum())
-    with pytest.warns(UserWarning, match=r"are FP16: weight, bias\..*float32 master weights\.") as caught:
+    with pytest.warns(UserWarning, match=r"are FP16: weight, bias\..*wrap their optimizer in `gradscale\.torch\.MasterWeights`\.") as caught:
         scaler.step(optimizer)
     assert caught[0].filename == __file__
     optimizer.zero_grad()

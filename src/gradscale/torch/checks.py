@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradscale.torch.gradients import Gradients, Names, parameters_of
+from gradscale.torch.gradients import Gradients, Names, keeps_masters, parameters_of
 from gradscale.torch.window import Window
 
 Optimizer = torch.optim.Optimizer
@@ -96,13 +96,17 @@ def refuse_some_unscaled(window: Window, optimizers: Sequence[Optimizer]) -> Non
 
 
 def warn_of_half(gradients: Gradients, names: Names) -> bool:
-    """Warns of FP16 parameters, which lose updates smaller than half a unit in their last place; returns whether."""
-    half = [parameter for parameter in gradients.parameters if parameter.dtype is torch.float16]
+    """Warns of FP16 parameters, which lose updates smaller than half a unit in their last place; returns whether.
+
+    Those of an optimizer that keeps masters lose nothing.
+    """
+    safe = {id(parameter) for parameter in parameters_of(filter(keeps_masters, gradients.optimizers))}
+    half = [each for each in gradients.parameters if each.dtype is torch.float16 and id(each) not in safe]
     if half:
         warnings.warn(
             f"These parameters are FP16: {some(names, half, gradients.optimizers)}. Unscaled gradients and updates too "
-            "small for FP16 are lost there. Keep the parameters in float32 under `torch.autocast`, or keep float32 "
-            "master weights.",
+            "small for FP16 are lost there. Keep the parameters in float32 under `torch.autocast`, or wrap their "
+            "optimizer in `gradscale.torch.MasterWeights`.",
             stacklevel=3,
         )
     return bool(half)

@@ -36,7 +36,7 @@ def check(
         overflow = _glanced(gradients, divisor)
         if not on_host(overflow):
             return overflow, None
-    measured = measure(gradients, divisor.device, norm=not (on_cpu or amax))
+    measured = measure(gradients, divisor.device, norm=not (on_cpu or amax), half=divided)
     return ~measured.finite(divisor), measured
 
 
@@ -73,7 +73,7 @@ def _glanced(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
     """Returns whether a gradient is not finite, or so large that its square is not: the fastest read on the CPU."""
     if sum([grad.numel() for grad in gradients]) < DOT_FROM * len(gradients):
         return _flagged(gradients, divisor)
-    return ~measure(gradients, divisor.device, norm=True).finite(divisor)
+    return ~measure(gradients, divisor.device, norm=True, half=False).finite(divisor)
 
 
 def _flagged(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:

@@ -68,6 +68,14 @@ def share_parameters(optimizers: Sequence[Optimizer]) -> bool:
     return len(set(owned)) < len(owned)
 
 
+def keeps_masters(optimizer: Optimizer) -> bool:
+    """Returns whether 16-bit parameters lose nothing: their gradients are divided, and applied, in float32.
+
+    By its type: a wrapper that passes attributes on would say so too, and not know how to take a divisor.
+    """
+    return getattr(type(optimizer), "keeps_masters", False)
+
+
 def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
     """Returns the dense tensor that holds the numbers of `parameter.grad`. A sparse one is coalesced in place."""
     if grad.layout is torch.strided:

@@ -14,6 +14,9 @@ from gradscale.torch.alike import Alike, alike
 DOT_FROM = 32_768
 """Elements from which `dot` beats the multi-tensor norm on CPU: below, its call costs more than its loop saves."""
 
+CAST_AT_ONCE = 262_144
+"""Elements of a 16-bit gradient that are cast to float32 together: they stay in the cache until they are multiplied."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -58,18 +61,19 @@ def all_finite(total: Array, half: Array | None, unit: Array, xp: Any) -> Array:
 
 
 @torch.no_grad()
-def measure(gradients: Sequence[Tensor], device: torch.device, *, norm: bool) -> Measured:
+def measure(gradients: Sequence[Tensor], device: torch.device, *, norm: bool, half: bool = True) -> Measured:
     """Returns the sizes of `gradients` on `device` after reading each once. Does not wait for the device.
 
     A NaN anywhere makes a size NaN; an inf makes it inf. A finite float32 gradient above 1.8e19 squares to inf and so
-    counts as an overflow when norms are read. FP16 and BF16 gradients accumulate in float32; FP16 ones are read twice
-    for their norm, because one that is divided by a scale below 1 may leave its range. Makes no temporary larger than
-    one number per gradient.
+    counts as an overflow when norms are read. FP16 and BF16 gradients accumulate in float32. Makes no temporary larger
+    than one number per gradient, and `CAST_AT_ONCE` of them.
 
     Args:
         gradients: dense tensors of any floating or complex type, on any device.
         device: where the results go.
         norm: read norms; otherwise largest magnitudes.
+        half: read the largest magnitude of FP16 gradients, too: one that is divided in FP16, by a scale below 1, may
+            leave its range.
     """
     if not gradients:
         nothing = torch.zeros(0, dtype=torch.float32, device=device)
@@ -77,7 +81,7 @@ def measure(gradients: Sequence[Tensor], device: torch.device, *, norm: bool) ->
     groups = alike(gradients)
     sizes = _in_order(groups, [(_norms if norm else _largest)(group).to(device, torch.float32) for group in groups])
     total = torch.linalg.vector_norm(sizes) if norm else sizes.amax()
-    halves = [_largest(group).amax().to(device) for group in groups if group.dtype is torch.float16]
+    halves = [_largest(group).amax().to(device) for group in groups if half and group.dtype is torch.float16]
     return Measured(sizes, total, torch.stack(halves).amax().float() if halves else None)
 
 
@@ -108,8 +112,8 @@ def _in_order(groups: Sequence[Alike], sizes: Sequence[Tensor]) -> Tensor:
 
 
 def _norms(group: Alike) -> Tensor:
-    """Returns the norm of each gradient: a `dot` for a large flat float32 tensor, a multi-tensor norm for the rest."""
-    if group.device.type == "cpu" and group.dtype is torch.float32:
+    """Returns the norm of each gradient: a `dot` for a large flat tensor, a multi-tensor norm for the rest."""
+    if group.device.type == "cpu" and group.dtype is not torch.float64:
         large = [grad.numel() >= DOT_FROM for grad in group.tensors]
         if any(large):
             return _norms_by_size(group.tensors, large)
@@ -120,12 +124,21 @@ def _norms(group: Alike) -> Tensor:
 def _norms_by_size(gradients: Sequence[Tensor], large: Sequence[bool]) -> Tensor:
     dotted = [is_large and grad.is_contiguous() for grad, is_large in zip(gradients, large, strict=True)]
     flat = [grad.view(-1) for grad, is_dotted in zip(gradients, dotted, strict=True) if is_dotted]
-    norms = torch.stack([torch.dot(grad, grad) for grad in flat]).sqrt_() if flat else torch.zeros(0)
+    norms = torch.stack([_squared(grad) for grad in flat]).sqrt_() if flat else torch.zeros(0)
     if len(flat) == len(gradients):
         return norms
     rest = [grad for grad, is_dotted in zip(gradients, dotted, strict=True) if not is_dotted]
-    by_dot, together = iter(norms.unbind()), iter(torch._foreach_norm(rest))  # pyright: ignore[reportPrivateImportUsage]
+    by_dot, together = iter(norms.unbind()), iter(torch._foreach_norm(rest, 2, dtype=torch.float32))  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack([next(by_dot if is_dotted else together) for is_dotted in dotted])
+
+
+def _squared(grad: Tensor) -> Tensor:
+    """Returns the sum of squares of a flat gradient, in float32."""
+    if grad.dtype is torch.float32:
+        return torch.dot(grad, grad)
+    wide = torch.empty(min(grad.numel(), CAST_AT_ONCE), dtype=torch.float32, device=grad.device)
+    casts = (wide[: piece.numel()].copy_(piece) for piece in grad.split(CAST_AT_ONCE))
+    return torch.stack([torch.dot(cast, cast) for cast in casts]).sum()
 
 
 def _largest(group: Alike) -> Tensor:

@@ -12,7 +12,7 @@ from gradscale.policy import Policy
 from gradscale.state import Outcome, Seen
 from gradscale.torch.agree import Agreement
 from gradscale.torch.glance import divide_and_check, measure_if_overflowed
-from gradscale.torch.gradients import Gradients, Names, collect
+from gradscale.torch.gradients import Gradients, Names, collect, keeps_masters
 from gradscale.torch.letter import on_host
 from gradscale.torch.measure import Measured, all_finite, measure, share_above
 from gradscale.torch.result import StepResult
@@ -129,7 +129,8 @@ def look(
     if divide:
         measured = divide_and_check(values, unit)
     else:
-        measured = measure(values, unit.device, norm=norm) if sizes else measure_if_overflowed(values, unit)
+        risky = not (_at_least_one(unit, rule.policy) or all(map(keeps_masters, gradients.optimizers)))
+        measured = measure(values, unit.device, norm=norm, half=risky) if sizes else measure_if_overflowed(values, unit)
     total, divisor, overflowed = leaf(measured.total), leaf(unit), leaf(window.overflowed)
     half = None if measured.half is None else leaf(measured.half)
     finite = xp.logical_and(all_finite(total, half, divisor, xp), xp.logical_not(overflowed))

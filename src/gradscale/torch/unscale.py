@@ -39,7 +39,8 @@ def refuse_half(optimizer: Optimizer, gradients: Iterable[Tensor]) -> None:
     error = ValueError("Attempting to unscale FP16 gradients.")
     error.add_note(
         f"FP16 parameters: {some(Names(()), half, [optimizer])}. "
-        "Keep parameters in float32 and compute under `torch.autocast`, or use `gradscale.torch.LossScaler`."
+        "Keep parameters in float32 and compute under `torch.autocast`; or wrap the optimizer, as "
+        "`gradscale.torch.MasterWeights(optimizer, grad_fp32=True)`, for float32 gradients."
     )
     raise error
 

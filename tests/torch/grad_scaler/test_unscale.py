@@ -124,8 +124,8 @@ def test_fp16_gradients_are_refused_and_the_note_names_the_parameters() -> None:
     with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\.") as caught:
         scaler.unscale_(torch.optim.SGD([("embedding.weight", owner)], lr=0.1))
     assert caught.value.__notes__ == [
-        "FP16 parameters: embedding.weight. Keep parameters in float32 and compute under `torch.autocast`, or use "
-        "`gradscale.torch.LossScaler`."
+        "FP16 parameters: embedding.weight. Keep parameters in float32 and compute under `torch.autocast`; or wrap "
+        "the optimizer, as `gradscale.torch.MasterWeights(optimizer, grad_fp32=True)`, for float32 gradients."
     ]
     assert grad_of(owner).tolist() == [1.0] * 3
 
