@@ -164,14 +164,18 @@ def test_a_sparse_gradient_of_a_real_embedding_trains() -> None:
     assert losses[-1] < losses[0] / 2
 
 
-def half_step(value: float, scale: float, fused: bool) -> tuple[float, bool]:
+def half_step(value: float, scale: float, fused: bool, steps_before: int = 0) -> tuple[float, bool]:
     weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
     scaler = LossScaler(policy=Static(scale))
-    give(scaler, [weight], [torch.tensor([value, 0.0], dtype=torch.float16)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        result = scaler.step(torch.optim.SGD([weight], lr=1.0, fused=fused))
-    return weight[0].item(), result.skipped()
+    skipped = False
+    for each in [*([0.0] * steps_before), value]:
+        give(scaler, [weight], [torch.tensor([each, 0.0], dtype=torch.float16)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            skipped = scaler.step(optimizer).skipped()
+        optimizer.zero_grad()
+    return weight[0].item(), skipped
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -180,9 +184,10 @@ def test_half_gradients_are_unscaled_in_float32(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_half_gradients_that_only_overflow_once_unscaled_are_not_applied(fused: bool) -> None:
-    assert half_step(1024.0, 2.0**-6, fused) == (0.0, True)
-    assert half_step(1000.0, 2.0**-6, fused) == (-64000.0, False)
+@pytest.mark.parametrize("steps_before", [0, 1])  # the first step measures sizes, the second need not
+def test_half_gradients_that_only_overflow_once_unscaled_are_not_applied(fused: bool, steps_before: int) -> None:
+    assert half_step(1024.0, 2.0**-6, fused, steps_before) == (0.0, True)
+    assert half_step(1000.0, 2.0**-6, fused, steps_before) == (-64000.0, False)
 
 
 def test_half_parameters_are_warned_of_once_by_name() -> None:
@@ -190,7 +195,9 @@ def test_half_parameters_are_warned_of_once_by_name() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = LossScaler(model, Static(16.0))
     scaler.backward(model(torch.ones(1, 2, dtype=torch.float16)).sum())
-    with pytest.warns(UserWarning, match=r"are FP16: weight, bias\..*wrap their optimizer in `gradscale\.torch\.MasterWeights`\.") as caught:
+    with pytest.warns(
+        UserWarning, match=r"are FP16: weight, bias\..*wrap their optimizer in `gradscale\.torch\.MasterWeights`\."
+    ) as caught:
         scaler.step(optimizer)
     assert caught[0].filename == __file__
     optimizer.zero_grad()

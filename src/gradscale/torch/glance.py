@@ -13,7 +13,7 @@ from gradscale.torch.unscale import any_overflow, multiply_and_check
 
 
 def check(
-    gradients: Sequence[Tensor], divisor: Tensor, *, divided: bool, amax: bool = False
+    gradients: Sequence[Tensor], divisor: Tensor, *, divided: bool, half: bool = True, amax: bool = False
 ) -> tuple[Tensor, Measured | None]:
     """Returns whether a gradient is not finite, as a 0-d bool, and the sizes of the gradients if they were read.
 
@@ -26,6 +26,7 @@ def check(
         divisor: what the gradients will be divided by, one float32, on the device of the outcome.
         divided: whether a gradient that would not be finite once divided counts too. It can only be so where the
             divisor is below 1.
+        half: whether FP16 gradients are divided in FP16, whose range they then may leave.
         amax: whether the sizes are needed, as largest magnitudes.
     """
     if any(hasattr(kind, "to_local") for kind in set(map(type, gradients))):
@@ -36,22 +37,21 @@ def check(
         overflow = _glanced(gradients, divisor)
         if not on_host(overflow):
             return overflow, None
-    measured = measure(gradients, divisor.device, norm=not (on_cpu or amax), half=divided)
+    measured = measure(gradients, divisor.device, norm=not (on_cpu or amax), half=divided and half)
     return ~measured.finite(divisor), measured
 
 
-def measure_if_overflowed(gradients: Sequence[Tensor], unit: Tensor) -> Measured:
+def measure_if_overflowed(gradients: Sequence[Tensor], unit: Tensor, *, divided: bool, half: bool) -> Measured:
     """Returns the sizes of the gradients; on the CPU only if one of them is not finite, and otherwise none.
 
     Args:
         gradients: dense tensors.
         unit: what they will be divided by, one float32.
+        divided: whether `unit` may be below 1, so that a gradient may not be finite once divided.
+        half: whether FP16 gradients are divided in FP16.
     """
-    known = on_host(unit)
-    overflow, measured = check(gradients, unit, divided=known is not None and known < 1.0)
-    if measured is not None:
-        return measured
-    return _without_sizes(overflow)
+    overflow, measured = check(gradients, unit, divided=divided, half=half)
+    return _without_sizes(overflow) if measured is None else measured
 
 
 def divide_and_check(gradients: Sequence[Tensor], divisor: Tensor) -> Measured:

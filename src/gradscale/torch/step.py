@@ -126,11 +126,13 @@ def look(
         divide: whether to divide the gradients by `unit` while they are read.
     """
     values, xp, leaf = gradients.values, rule.xp, rule.leaf
+    grows, in_half = not _at_least_one(unit, rule.policy), not all(map(keeps_masters, gradients.optimizers))
     if divide:
         measured = divide_and_check(values, unit)
+    elif sizes:
+        measured = measure(values, unit.device, norm=norm, half=grows and in_half)
     else:
-        risky = not (_at_least_one(unit, rule.policy) or all(map(keeps_masters, gradients.optimizers)))
-        measured = measure(values, unit.device, norm=norm, half=risky) if sizes else measure_if_overflowed(values, unit)
+        measured = measure_if_overflowed(values, unit, divided=grows, half=in_half)
     total, divisor, overflowed = leaf(measured.total), leaf(unit), leaf(window.overflowed)
     half = None if measured.half is None else leaf(measured.half)
     finite = xp.logical_and(all_finite(total, half, divisor, xp), xp.logical_not(overflowed))
