@@ -35,6 +35,18 @@ def test_every_side_makes_the_same_step(optimizer: str, clip: float | None) -> N
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
+def test_parameters_are_float32_whatever_torchs_defaults_are() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            sides = all_sides(case())
+    finally:
+        torch.set_default_dtype(before)
+    held = [parameter for side in sides.values() for parameter in side.parameters]
+    assert {(parameter.dtype, parameter.device.type) for parameter in held} == {(torch.float32, "cpu")}
+
+
 def test_torchs_scaler_is_the_first_side_and_no_scaling_the_last() -> None:
     names = list(all_sides(case()))
     assert (names[0], names[-1], len(names)) == (TORCH, BARE, 4)

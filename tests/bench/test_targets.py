@@ -45,6 +45,12 @@ def frozen():
 def number():
     return 7
 
+def empty():
+    return [nn.Parameter(torch.zeros(0, 3))]
+
+def matrix():
+    return nn.Parameter(torch.zeros(3, 4))
+
 def broken():
     raise ValueError("a bug of the user's")
 
@@ -75,6 +81,10 @@ def test_parameters_may_be_given_instead_of_a_module_and_count_once(own: str) ->
     assert shapes_of(f"{own}:parameters") == [(4, 5), ()]
 
 
+def test_a_single_parameter_is_one_and_not_its_rows(own: str) -> None:
+    assert shapes_of(f"{own}:matrix") == [(3, 4)]
+
+
 def test_a_function_may_be_inside_a_class(own: str) -> None:
     assert shapes_of(f"{own}:Models.tiny") == [(1, 1)]
 
@@ -100,6 +110,7 @@ def test_a_function_may_be_inside_a_class(own: str) -> None:
             "must return a torch.nn.Module or an iterable of parameters. Received: dict from users_ow",
         ),
         ("users_own:frozen", "must have parameters that require gradients. Received: none from users_own:frozen"),
+        ("users_own:empty", "must have parameters that require gradients. Received: none from users_own:empty"),
     ],
 )
 @pytest.mark.usefixtures("own")

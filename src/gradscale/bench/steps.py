@@ -154,9 +154,10 @@ def _true_gradients(shapes: tuple[tuple[int, ...], ...], device: str) -> list[Te
 
 
 def _random(shapes: Sequence[tuple[int, ...]], device: str, *, seed: int, size: float) -> list[Tensor]:
-    """Returns the same random numbers on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(shape, generator=generator) * size).to(device) for shape in shapes]
+    """Returns the same random numbers on every device, in float32 whatever torch's defaults are."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    made = (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes)
+    return [(values * size).to(device) for values in made]
 
 
 def _wait_for(device: str) -> Callable[[], object]:

@@ -1,6 +1,7 @@
 """What a user wants measured, made from names: shapes, an optimizer and a device."""
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -40,14 +41,16 @@ def shapes_of(factory: str) -> Shapes:
     """
     made = load_function("--model", factory)()
     parameters: Any = made.parameters() if isinstance(made, nn.Module) else made
-    given = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+    # A tensor is iterable, too, and would come apart into its rows.
+    several = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor)
+    given: list[Any] = list(parameters) if several else [parameters]
     if strangers := [type(item).__name__ for item in given if not isinstance(item, Tensor)]:
         raise BadTarget(
             "The function of `--model` must return a torch.nn.Module or an iterable of parameters. "
             f"Received: {strangers[0]} from {factory}."
         )
     trained = {id(parameter): tuple(parameter.shape) for parameter in given if parameter.requires_grad}
-    if not trained:
+    if not any(map(math.prod, trained.values())):
         raise BadTarget(f"The model must have parameters that require gradients. Received: none from {factory}.")
     return list(trained.values())
 
