@@ -8,6 +8,8 @@ import torch
 from gradscale.formats import FP16
 from gradscale.torch.gradients import parameters_of
 from gradscale.torch.halve import NORMS
+from gradscale.torch.masters import MasterWeights
+from gradscale.torch.precision import HALVES
 from gradscale.torch.runs import Part
 
 Optimizer = torch.optim.Optimizer
@@ -50,11 +52,6 @@ def scales(scaler: Any) -> bool:
     return bool(scaler.policy.needs) if enabled is None else enabled()
 
 
-def keeps_masters(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer keeps the low bits of half weights, and its state in float32."""
-    return bool(getattr(optimizer, "keeps_masters", False))
-
-
 def _trained(part: Part) -> Iterable[str]:
     weights = part.module.parameters(recurse=False)
     return {str(weight.dtype).removeprefix("torch.") for weight in weights if weight.requires_grad}
@@ -90,7 +87,7 @@ def _half_norms(parts: Sequence[Part]) -> str | None:
 
 def _lost_updates(optimizer: Optimizer) -> str | None:
     halves = _half(parameters_of([optimizer]))
-    if keeps_masters(optimizer) or not halves:
+    if isinstance(optimizer, MasterWeights) or not halves:
         return None
     return (
         f"{type(optimizer).__name__} updates {len(halves)} half-precision parameters with no master weights: updates "
@@ -100,7 +97,7 @@ def _lost_updates(optimizer: Optimizer) -> str | None:
 
 
 def _vanishing_moments(optimizer: Optimizer) -> str | None:
-    if keeps_masters(optimizer):
+    if isinstance(optimizer, MasterWeights):
         return None
     for group in optimizer.param_groups:
         fp16 = any(parameter.dtype is torch.float16 for parameter in group["params"])
@@ -114,4 +111,4 @@ def _vanishing_moments(optimizer: Optimizer) -> str | None:
 
 
 def _half(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors if tensor.requires_grad and tensor.dtype in (torch.float16, torch.bfloat16)]
+    return [tensor for tensor in tensors if tensor.requires_grad and tensor.dtype in HALVES]

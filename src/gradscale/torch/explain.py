@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from gradscale.torch.advice import advice
 from gradscale.torch.checks import check_modules
 from gradscale.torch.gradients import parameters_of
+from gradscale.torch.masters import MasterWeights, bytes_per_parameter
+from gradscale.torch.precision import HALVES
 from gradscale.torch.prepare_checks import as_optimizers
 from gradscale.torch.runs import Part, parts, short
 
@@ -52,16 +54,18 @@ class OptimizerRow:
     Attributes:
         kind: its class.
         elements: how many elements it trains.
-        state: dtypes of its state, master weights included; empty before its first step.
+        state: dtypes of its state; empty before its first step.
         weight_bytes: bytes of the model's weights.
-        grad_bytes: bytes of their gradients.
-        state_bytes: bytes of the state, master weights included.
+        master_bytes: bytes kept beside half weights.
+        grad_bytes: bytes of the gradients.
+        state_bytes: bytes of the state.
     """
 
     kind: str
     elements: int
     state: str
     weight_bytes: float
+    master_bytes: float
     grad_bytes: float
     state_bytes: float
 
@@ -160,14 +164,34 @@ def _optimizer_row(optimizer: Optimizer) -> OptimizerRow:
     elements = sum(map(Tensor.numel, parameters))
     state = [value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
     return OptimizerRow(
-        kind=type(optimizer).__name__,
+        kind=_kind(optimizer),
         elements=elements,
         # Step counts are tensors of one element: of no interest here.
         state=short(*_dtypes(value for value in state if value.dim())),
         weight_bytes=sum(map(_bytes, parameters)) / elements,
+        master_bytes=_master_bytes(optimizer, parameters) / elements,
         grad_bytes=sum(map(_grad_bytes, parameters)) / elements,
         state_bytes=sum(map(_bytes, state)) / elements,
     )
+
+
+def _kind(optimizer: Optimizer) -> str:
+    """Returns the class; of one that keeps masters, also what is inside and how.
+
+    >>> _kind(MasterWeights(torch.optim.SGD([torch.zeros(2)]), "kahan"))
+    "MasterWeights(SGD, 'kahan')"
+    """
+    if isinstance(optimizer, MasterWeights):
+        return f"MasterWeights({type(optimizer.optimizer).__name__}, {optimizer.kind!r})"
+    return type(optimizer).__name__
+
+
+def _master_bytes(optimizer: Optimizer, parameters: Iterable[Tensor]) -> int:
+    if not isinstance(optimizer, MasterWeights):
+        return 0
+    weight_and_gradient = 4
+    halves = sum(parameter.numel() for parameter in parameters if parameter.dtype in HALVES)
+    return halves * (bytes_per_parameter(optimizer.kind) - weight_and_gradient)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -181,7 +205,7 @@ def _grad_bytes(parameter: Tensor) -> int:
 
 
 MODULE_COLUMNS = ("module", "class", "weights", "buffers", "runs in", "elements")
-OPTIMIZER_COLUMNS = ("optimizer", "state", "elements", "weight", "gradient", "state and masters", "bytes in all")
+OPTIMIZER_COLUMNS = ("optimizer", "state in", "elements", "weight", "master", "gradient", "state", "bytes in all")
 
 
 def _module_cells(row: ModuleRow) -> list[str]:
@@ -191,7 +215,7 @@ def _module_cells(row: ModuleRow) -> list[str]:
 
 
 def _optimizer_cells(row: OptimizerRow) -> list[str]:
-    held = [row.weight_bytes, row.grad_bytes, row.state_bytes]
+    held = [row.weight_bytes, row.master_bytes, row.grad_bytes, row.state_bytes]
     state = row.state or "none before the first step"
     return [row.kind, state, f"{row.elements:,}", *(f"{size:.3g}" for size in (*held, sum(held)))]
 

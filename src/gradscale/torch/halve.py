@@ -43,9 +43,9 @@ def plan(models: Sequence[nn.Module], precision: Precision) -> Plan:
         ValueError: a module that must stay float32 shares a weight with a model itself.
     """
     named = _named(models, precision)
+    norms = _norms(models) if precision.keep_norm_fp32 and precision.compute is not torch.float32 else []
     if not precision.half_weights:
-        return Plan([], _islands(named, [], None) + _own_borders(models, precision))
-    norms = _norms(models) if precision.keep_norm_fp32 else []
+        return Plan([], _islands(named, norms, None) + _own_borders(models, precision))
     named += _tied(models, _inside([*named, *norms]))
     kept = _inside([*named, *norms])
     halved = [part for model in models for part in model.modules() if id(part) not in kept]
@@ -74,7 +74,8 @@ def _islands(
 ) -> list[tuple[nn.Module, Border]]:
     """Returns the borders of modules that stay float32: activations are cast to float32 there, and then to `back`.
 
-    A module inside another island needs none, and neither do norm layers whose kernels do the same.
+    A module inside another island needs none, and neither do norm layers whose kernels do the same. Autocast runs the
+    other norm layers in float32 on some devices only; with a border they do on all.
     """
     inner, inside = _inside(child for module in named for child in module.children()), _inside(named)
     casting = [norm for norm in norms if not isinstance(norm, MIXED_NORMS) and id(norm) not in inside]

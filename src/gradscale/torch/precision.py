@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from gradscale.policy import NoScaling, Policy, check_policy
-
-Masters = Literal["fp32", "remainder", "kahan", "stochastic"]
+from gradscale.torch.masters import Kind
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -39,7 +38,7 @@ class Precision:
     half_weights: bool = False
     keep_norm_fp32: bool = True
     keep_fp32: tuple[str | type[nn.Module], ...] = ()
-    master_weights: Masters | None = None
+    master_weights: Kind | None = None
     policy: Policy | Literal["auto"] = "auto"
     output: torch.dtype | None = torch.float32
 
@@ -96,9 +95,9 @@ def _check_compute(precision: Precision) -> None:
 
 def _check_weights(precision: Precision) -> None:
     masters = precision.master_weights
-    if masters is not None and masters not in get_args(Masters):
+    if masters is not None and masters not in get_args(Kind):
         raise ValueError(
-            f"`master_weights` must be None or one of {', '.join(map(repr, get_args(Masters)))}. "
+            f"`master_weights` must be None or one of {', '.join(map(repr, get_args(Kind)))}. "
             f"Received: master_weights={masters!r}."
         )
     if precision.half_weights:

@@ -8,6 +8,7 @@ from torch import nn
 
 from gradscale.torch.checks import check_modules
 from gradscale.torch.halve import plan
+from gradscale.torch.masters import MasterWeights
 from gradscale.torch.precision import Precision, as_precision
 from gradscale.torch.prepare_checks import as_optimizers, check_together
 from gradscale.torch.scaler import LossScaler
@@ -72,8 +73,6 @@ def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tu
 def _prepared(optimizer: Optimizer, precision: Precision) -> Optimizer:
     """Returns the optimizer for parameters that have just been cast."""
     if precision.master_weights is not None:
-        from gradscale.torch.masters import MasterWeights
-
         return MasterWeights(optimizer, precision.master_weights)
     if precision.half_weights:
         # State that is there already is float32. Loading it, torch brings it to the dtype of the parameters.

@@ -11,6 +11,8 @@ from gradscale.torch.border import border_of
 from gradscale.torch.checks import some
 from gradscale.torch.gradients import Names, parameters_of
 from gradscale.torch.halve import unmatched
+from gradscale.torch.masters import MasterWeights
+from gradscale.torch.masters.checks import check_inside
 from gradscale.torch.precision import Precision
 
 Optimizer = torch.optim.Optimizer
@@ -37,6 +39,8 @@ def check_together(models: Sequence[nn.Module], optimizers: Sequence[Optimizer],
             "Every name pattern in `keep_fp32` must match a module, as `model.named_modules()` names them. "
             f"Received: {', '.join(map(repr, unknown))}, which match none."
         )
+    for optimizer in optimizers:
+        _check_optimizer(optimizer, precision)
     _check_owned(models, optimizers)
 
 
@@ -101,14 +105,19 @@ def _check_parameters(model: nn.Module, precision: Precision) -> None:
             )
 
 
+def _check_optimizer(optimizer: Optimizer, precision: Precision) -> None:
+    if isinstance(optimizer, MasterWeights):
+        raise RuntimeError(
+            "`prepare` adds master weights where the precision asks for them. Received: a `MasterWeights`. "
+            "Pass the optimizer inside it."
+        )
+    if precision.master_weights is not None:
+        check_inside(optimizer)
+
+
 def _check_owned(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     owned = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
-        if type(optimizer).__name__ == "MasterWeights":
-            raise RuntimeError(
-                "`prepare` adds master weights where the precision asks for them. Received: a `MasterWeights`. "
-                "Pass the optimizer inside it."
-            )
         strangers = [parameter for parameter in parameters_of([optimizer]) if id(parameter) not in owned]
         if strangers:
             raise ValueError(

@@ -16,7 +16,7 @@ HALF = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.PReLU)
 HALF_ON_ACCELERATORS = (nn.RNNBase, nn.RNNCellBase)
 
 FLOAT_ON_ACCELERATORS = (
-    *(nn.LayerNorm, nn.GroupNorm, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softplus),
+    *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softplus),
     nn.modules.loss._Loss,
 )
 """Modules that autocast runs in float32 on an accelerator. On a CPU their kernels sum in float32 instead."""
@@ -57,6 +57,8 @@ def _parts(module: nn.Module, name: str, device: str, autocast: torch.dtype | No
         autocast = None if border.autocast is torch.float32 else border.autocast
     owns = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
     runs = _runs(module, device, autocast)
+    if border is not None and border.inputs is torch.float32:
+        runs = short(torch.float32)
     if owns or runs != FOLLOWS:
         yield Part(name, module, runs)
     for child_name, child in module.named_children():

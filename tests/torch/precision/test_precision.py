@@ -67,13 +67,25 @@ def test_a_policy_of_ones_own_is_used_whatever_the_precision(level: Precision) -
 
 
 REFUSED: list[tuple[Precision, dict[str, Any], str]] = [
-    (O1, {"compute": torch.float64}, r"`compute` must be .* Received: compute=torch.float64. .*`gradscale.torch.emulate`"),
+    (
+        O1,
+        {"compute": torch.float64},
+        r"`compute` must be .* Received: compute=torch.float64. .*`gradscale.torch.emulate`",
+    ),
     (O1, {"compute": "fp16"}, r"`compute` must be .* Received: compute='fp16'"),
     (O1, {"compute": torch.float32}, r"`compute` is float32. Received: autocast=True, half_weights=False"),
     (O2, {"compute": torch.float32}, r"`compute` is float32. Received: autocast=False, half_weights=True"),
-    (O0, {"compute": torch.float16}, r"by `autocast` or by `half_weights`. Received: compute=torch.float16 with neither"),
+    (
+        O0,
+        {"compute": torch.float16},
+        r"by `autocast` or by `half_weights`. Received: compute=torch.float16 with neither",
+    ),
     (O1, {"autocast": False}, r"by `autocast` or by `half_weights`"),
-    (O1, {"master_weights": "fp32"}, r"these weights stay float32. Received: master_weights='fp32', half_weights=False"),
+    (
+        O1,
+        {"master_weights": "fp32"},
+        r"these weights stay float32. Received: master_weights='fp32', half_weights=False",
+    ),
     (O0, {"master_weights": "kahan"}, r"these weights stay float32"),
     (O2, {"master_weights": "fp64"}, r"`master_weights` must be None or one of 'fp32', .* Received: .*'fp64'"),
     (O1, {"keep_norm_fp32": False}, r"these weights stay float32. Received: half_weights=False. .*start from `O3`"),

@@ -1,0 +1,245 @@
+"""`explain`: what it tells of models, optimizers and scalers, and what it warns of."""
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.torch.precision.models import Net, loss_of
+from torch import Tensor, nn
+
+from gradscale import NoScaling, Static
+from gradscale.torch import O1, O2, Explanation, GradScaler, LossScaler, MasterWeights, explain, prepare
+from gradscale.torch.runs import FOLLOWS, parts
+
+HALF, FLOAT = torch.float16, torch.float32
+
+
+def explained(precision: Any, model: Any = None) -> Explanation:
+    model = Net() if model is None else model
+    return explain(*prepare(model, torch.optim.AdamW(model.parameters()), precision))
+
+
+def runs(explanation: Explanation) -> dict[str, str]:
+    return {row.name: row.runs for row in explanation.modules}
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights", "half", "norm"),
+    [
+        ("O0", "float32", "float32", "float32"),
+        ("O1", "float32", "float16", "float32"),
+        ("O1-bf16", "float32", "bfloat16", "float32"),
+        ("O2", "float16", "float16", "float32"),
+        ("O3", "float16", "float16", "float16"),
+        ("O2-bf16", "bfloat16", "bfloat16", "float32"),
+    ],
+)
+def test_modules_are_told_with_their_dtypes(precision: str, weights: str, half: str, norm: str) -> None:
+    explanation = explained(precision)
+    assert {row.name: row.weights for row in explanation.modules}["conv"] == weights
+    assert runs(explanation)["conv"] == runs(explanation)["head"] == half
+    assert runs(explanation)["body.1"] == norm
+
+
+def test_kept_modules_run_in_float32() -> None:
+    for precision in (O1, O2):
+        assert runs(explained(replace(precision, keep_fp32=("head",))))["head"] == "float32"
+
+
+def test_buffers_are_told_of() -> None:
+    buffers = {row.name: row.buffers for row in explained("O2").modules}
+    assert buffers["norms.0"] == "float32 and int64"
+    assert buffers[""] == "float16 and int64"
+
+
+def test_modules_that_are_alike_share_a_row() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)))
+    rows = explain(model).modules
+    assert [(row.name, row.count, row.kind, row.elements) for row in rows] == [
+        ("*.0", 3, "Linear", 60),
+        ("*.1", 3, "LayerNorm", 24),
+    ]
+
+
+AUTOCAST: list[tuple[nn.Module, tuple[Any, ...]]] = [
+    (nn.Linear(8, 8), (torch.randn(2, 8),)),
+    (nn.Conv1d(8, 8, 1), (torch.randn(2, 8, 3),)),
+    (nn.ConvTranspose2d(2, 2, 1), (torch.randn(2, 2, 3, 3),)),
+    (nn.MultiheadAttention(8, 2), (torch.randn(3, 2, 8),) * 3),
+    (nn.PReLU(), (torch.randn(2, 8),)),
+    (nn.Embedding(4, 8), (torch.arange(4),)),
+    (nn.BatchNorm1d(8), (torch.randn(2, 8),)),
+    (nn.LayerNorm(8), (torch.randn(2, 8),)),
+    (nn.GroupNorm(2, 8), (torch.randn(2, 8),)),
+    (nn.LSTMCell(8, 8), (torch.randn(2, 8),)),
+    (nn.Bilinear(2, 2, 2), (torch.randn(2, 2), torch.randn(2, 2))),
+]
+
+
+@pytest.mark.parametrize(("module", "inputs"), AUTOCAST, ids=lambda value: type(value).__name__)
+def test_what_is_told_of_autocast_is_what_it_does_on_this_device(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    with torch.autocast("cpu", dtype=HALF):
+        told = next(part.runs for part in parts(module))
+        found = module(*inputs)
+    while isinstance(found, tuple):
+        found = found[0]
+    assert found.dtype is (HALF if told == "float16" else FLOAT)
+    assert told in ("float16", "float32", FOLLOWS)
+
+
+@pytest.mark.parametrize(
+    "operation", ["layer_norm", "group_norm", "rms_norm", "softmax.int", "log_softmax.int", "softplus"]
+)
+def test_autocast_has_rules_of_its_own_on_accelerators(operation: str) -> None:
+    def has_rule(key: str) -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation}", key)
+
+    assert has_rule("AutocastCUDA")
+    assert not has_rule("AutocastCPU")
+
+
+def test_a_loop_of_ones_own_is_explained_inside_its_autocast_block() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert explain(model).modules[0].runs == "float32"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert explain(model).modules[0].runs == "bfloat16"
+
+
+@pytest.mark.parametrize(("kind", "master"), [("fp32", 4.0), ("remainder", 2.0), ("kahan", 2.0), ("stochastic", 0.0)])
+def test_bytes_are_counted_for_each_kind_of_master(kind: Any, master: float) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    made = prepare(model, torch.optim.AdamW(model.parameters()), replace(O2, master_weights=kind))
+    before = explain(*made).optimizers[0]
+    assert (before.weight_bytes, before.master_bytes, before.grad_bytes, before.state_bytes) == (2, master, 2, 0)
+    assert before.state == ""
+    assert before.kind == f"MasterWeights(AdamW, {kind!r})"
+    model, optimizer, _ = made
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    after = explain(*made).optimizers[0]
+    assert after.state == "float32"
+    assert after.state_bytes == pytest.approx(8, abs=0.2)  # two step counts for 72 elements
+
+
+def test_float32_gradients_of_half_weights_are_counted_as_such() -> None:
+    model = nn.Linear(4, 4).half()
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters()), grad_fp32=True)
+    assert explain(model, optimizer).optimizers[0].grad_bytes == 4
+
+
+@pytest.mark.parametrize(
+    ("precision", "start"),
+    [
+        ("O0", "not needed. Everything"),
+        ("O1", "needed."),
+        ("O3", "needed."),
+        ("bf16", "not needed. BF16 has the range"),
+    ],
+)
+def test_whether_a_scaler_is_needed_is_told_with_the_reason(precision: str, start: str) -> None:
+    assert explained(precision).scaling.startswith(start)
+
+
+@pytest.mark.parametrize("precision", ["O0", "O1", "O2", "O1-bf16", "O2-bf16"])
+def test_nothing_is_wrong_with_what_prepare_makes(precision: str) -> None:
+    assert explained(precision).warnings == ()
+
+
+def test_o3_is_warned_of_in_three_ways() -> None:
+    found = explained("O3").warnings
+    assert len(found) == 3
+    assert "5 norm layers store weights and statistics in half precision, such as 'norms.0'" in found[0]
+    assert "AdamW updates 17 half-precision parameters with no master weights" in found[1]
+    assert "AdamW keeps squares of gradients in FP16" in found[2]
+    assert "eps=1e-08" in found[2]
+
+
+def test_a_larger_eps_or_no_eps_is_not_warned_of() -> None:
+    model = nn.Linear(2, 2).half()
+    for optimizer in (torch.optim.Adam(model.parameters(), eps=1e-4), torch.optim.SGD(model.parameters())):
+        assert not any("squares" in warning for warning in explain(model, optimizer, LossScaler(model)).warnings)
+
+
+NO_SCALERS = [None, LossScaler(policy=NoScaling()), torch.amp.GradScaler("cpu", enabled=False)]
+SCALERS = [LossScaler(), LossScaler(policy=Static(8.0)), GradScaler("cpu"), torch.amp.GradScaler("cpu")]
+
+
+@pytest.mark.parametrize("scaler", NO_SCALERS, ids=["none", "no scaling", "disabled"])
+def test_fp16_without_a_scaler_is_warned_of(scaler: Any) -> None:
+    model, optimizer, _ = prepare(*_pair(), "O1")
+    (found,) = explain(model, optimizer, scaler).warnings
+    assert found.startswith("FP16 runs with no scaler: small gradients vanish")
+    assert explain(*_pair(), scaler).warnings == ()
+
+
+@pytest.mark.parametrize("scaler", SCALERS, ids=["auto", "static", "drop-in", "torch"])
+@pytest.mark.parametrize("precision", ["O0", "bf16"])
+def test_a_scaler_for_nothing_is_warned_of(precision: str, scaler: Any) -> None:
+    model, optimizer, _ = prepare(*_pair(), precision)
+    (found,) = explain(model, optimizer, scaler).warnings
+    assert found.startswith("A scaler runs for nothing")
+    model, optimizer, _ = prepare(*_pair(), "O1")
+    assert explain(model, optimizer, scaler).warnings == ()
+
+
+def _pair() -> tuple[Any, Any]:
+    model = nn.Sequential(nn.Linear(2, 2))
+    return model, torch.optim.SGD(model.parameters())
+
+
+def test_frozen_half_weights_lose_no_updates() -> None:
+    model = nn.Sequential(nn.Linear(2, 2).half().requires_grad_(False), nn.Linear(2, 2))
+    assert explain(model, torch.optim.SGD(model.parameters()), LossScaler(model)).warnings == ()
+
+
+def test_warnings_are_emitted_where_that_is_asked_for() -> None:
+    model = nn.Linear(2, 2).half()
+    with pytest.warns(UserWarning, match="FP16 runs with no scaler") as caught:
+        explain(model, warn=True)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        explain(model)
+
+
+def test_the_table_shows_all_of_it() -> None:
+    text = str(explained("O3"))
+    assert text.split()[:2] == ["module", "class"]
+    assert "(the model itself)" in text
+    assert "none before the first step" in text
+    assert "Scaler: needed." in text
+    assert text.count("Warning: ") == 3
+    assert not any(line.endswith(" ") for line in text.splitlines())
+
+
+def test_names_are_shown_as_they_are() -> None:
+    model = nn.Sequential()
+    model.add_module("[bold]", nn.Linear(2, 2))
+    assert "[bold]" in str(explain(model))
+
+
+def test_explaining_changes_nothing() -> None:
+    model, optimizer, scaler = prepare(*_pair(), "O2")
+    before = [value.clone() for value in model.state_dict().values()]
+    str(explain(model, optimizer, scaler))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before, strict=True))
+    assert isinstance(model(torch.ones(1, 2)), Tensor)
+
+
+def test_several_models_and_optimizers_are_explained_together() -> None:
+    models, optimizers, scaler = prepare(*map(list, zip(_pair(), _pair(), strict=True)), "O1")  # type: ignore[misc]
+    explanation = explain(models, optimizers, scaler)
+    assert len(explanation.optimizers) == 2
+    assert sum(row.count for row in explanation.modules) == 2
+
+
+def test_what_is_told_of_a_prepared_model_is_what_runs() -> None:
+    model, _, _ = prepare(net := Net(), torch.optim.SGD(net.parameters()), "O2")
+    told, found = {part.name: part.runs for part in parts(model) if part.name}, {}
+    for name, part in model.named_modules():
+        for own in part.parameters(recurse=False):
+            own.register_hook(lambda grad, name=name: found.__setitem__(name, str(grad.dtype).removeprefix("torch.")))
+    loss_of(model).backward()
+    assert found == told
