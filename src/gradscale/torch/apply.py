@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradscale.torch.alike import alike
-from gradscale.torch.gradients import Gradients, share_parameters
+from gradscale.torch.gradients import Gradients, keeps_masters, share_parameters
 from gradscale.torch.letter import on_host
 
 Optimizer = torch.optim.Optimizer
@@ -23,10 +23,11 @@ def folds(optimizer: Optimizer) -> bool:
 
     Every group must be fused: one that was added without refuses the two. Fused SGD with dampening cannot be gated by
     its kernel before its momentum exists: a skipped first step would leave the buffer uninitialised, and a buffer of
-    zeros would not be what the first step makes.
+    zeros would not be what the first step makes. One that keeps masters takes care of all that itself.
     """
     return takes_gate(optimizer) and not any(
-        group.get("fused") is False or _lacks_dampened_momentum(optimizer, group) for group in optimizer.param_groups
+        group.get("fused") is False or _lacks_dampened_momentum(optimizer, group)
+        for group in (() if keeps_masters(optimizer) else optimizer.param_groups)
     )
 
 
@@ -141,6 +142,8 @@ def apply_plainly(
 ) -> None:
     """Updates every optimizer with its gradients times `factor`, whatever they hold. Does not wait for the device.
 
+    One that keeps masters is given the factor, so that 16-bit gradients are not rounded once more.
+
     Args:
         optimizers: those to update.
         gradients: all their gradients; none are needed where neither bound is given.
@@ -148,7 +151,11 @@ def apply_plainly(
         clip_value: bound on every element once multiplied.
     """
     if factor is not None:
-        multiply(gradients.values, factor)
+        folding = [optimizer for optimizer in optimizers if clip_value is None and keeps_masters(optimizer)]
+        optimizers = [optimizer for optimizer in optimizers if optimizer not in folding]
+        multiply(gradients.owned_by(optimizers).values if folding else gradients.values, factor)
+        for optimizer in folding:
+            step_folded(optimizer, 1.0 / factor, torch.zeros_like(factor))
     if clip_value is not None:
         clamp(gradients.values, torch.tensor(clip_value, dtype=torch.float32, device="cpu"))
     for optimizer in optimizers:

@@ -95,6 +95,17 @@ def refuse_some_unscaled(window: Window, optimizers: Sequence[Optimizer]) -> Non
         )
 
 
+def refuse_narrow(call: str, optimizers: Sequence[Optimizer], names: Names) -> None:
+    """Raises if `call` would make true, in FP16, gradients that an optimizer with masters would divide in float32."""
+    careful = [optimizer for optimizer in optimizers if keeps_masters(optimizer)]
+    half = [each for each in parameters_of(careful) if each.grad is not None and each.grad.dtype is torch.float16]
+    if half:
+        raise TypeError(
+            f"`{call}` makes `.grad` true, and FP16 cannot hold small true gradients. Parameters with FP16 gradients: "
+            f"{some(names, half, careful)}. Build the optimizer as `MasterWeights(optimizer, grad_fp32=True)`."
+        )
+
+
 def warn_of_half(gradients: Gradients, names: Names) -> bool:
     """Warns of FP16 parameters, which lose updates smaller than half a unit in their last place; returns whether.
 

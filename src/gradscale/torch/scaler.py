@@ -14,7 +14,7 @@ from gradscale.saved import write_saved
 from gradscale.torch import apply
 from gradscale.torch.agree import Agreement
 from gradscale.torch.buffers import BufferGuard
-from gradscale.torch.checks import check_modules, check_optimizers, warn_of_half
+from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, warn_of_half
 from gradscale.torch.closure import RETRIES, holder_of, make_closure
 from gradscale.torch.gradients import Names, collect, parameters_of
 from gradscale.torch.guard import Guard, OnSkip
@@ -161,6 +161,8 @@ class LossScaler:
             self._memory.last = result
             return result
         window, sizes = self._windows.ready(optimizers), self._memory.wants_amax
+        if clip_value is not None:
+            refuse_narrow("clip_value", optimizers, self._names)
         divide = clip_value is None and not any(map(apply.folds, optimizers))
         asked = {"norm": wants_norm, "sizes": sizes, "divide": divide}
         try:
@@ -190,6 +192,7 @@ class LossScaler:
         check_optimizers(optimizers)
         if self.policy.needs:
             window = self._windows.ready(optimizers)
+            refuse_narrow("unscaled", optimizers, self._names)
             scaled = [optimizer for optimizer in optimizers if id(optimizer) not in window.true_units]
             values = collect(scaled).values
             measured = measure(values, window.scale.device, norm=False)
