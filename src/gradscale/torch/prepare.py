@@ -1,12 +1,13 @@
 """`prepare`: a float32 model and its optimizer become a mixed-precision pair, with the scaler they need."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradscale.torch.checks import check_modules
+from gradscale.torch.gradients import parameters_of
 from gradscale.torch.halve import plan
 from gradscale.torch.masters import MasterWeights
 from gradscale.torch.precision import Precision, as_precision
@@ -60,8 +61,10 @@ def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tu
     chosen = as_precision(precision)
     models, optimizers = check_modules(model), as_optimizers(optimizer)
     check_together(models, optimizers, chosen)
-    plan(models, chosen).carry_out(chosen.compute)
-    prepared = [_prepared(each, chosen) for each in optimizers]
+    planned = plan(models, chosen)
+    exact = {parameter: parameter.detach() for parameter in parameters_of(optimizers)}
+    planned.carry_out(chosen.compute)
+    prepared = [_prepared(each, chosen, exact) for each in optimizers]
     scaler = LossScaler(models, chosen.scaling())
     return (
         model if isinstance(model, nn.Module) else models,
@@ -70,10 +73,18 @@ def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tu
     )
 
 
-def _prepared(optimizer: Optimizer, precision: Precision) -> Optimizer:
-    """Returns the optimizer for parameters that have just been cast."""
+def _prepared(optimizer: Optimizer, precision: Precision, exact: Mapping[Tensor, Tensor]) -> Optimizer:
+    """Returns the optimizer for parameters that have just been cast.
+
+    Args:
+        optimizer: the one for float32 parameters.
+        precision: what they were cast for.
+        exact: what each was before.
+    """
     if precision.master_weights is not None:
-        return MasterWeights(optimizer, precision.master_weights)
+        masters = MasterWeights(optimizer, precision.master_weights)
+        masters.refine(exact)
+        return masters
     if precision.half_weights:
         # State that is there already is float32. Loading it, torch brings it to the dtype of the parameters.
         optimizer.load_state_dict(optimizer.state_dict())

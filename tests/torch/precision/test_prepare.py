@@ -218,6 +218,22 @@ def test_masters_are_of_the_kind_asked_for(kind: Any) -> None:
     assert optimizer.optimizer is inside
 
 
+@pytest.mark.parametrize("kind", ["fp32", "remainder"])
+@pytest.mark.parametrize("compute", [HALF, BF16])
+def test_masters_are_the_float32_weights_from_before_the_cast(compute: torch.dtype, kind: Any) -> None:
+    model = Net()
+    with torch.no_grad():
+        model.head.weight.clamp_(min=2**-10)  # where FP16 and its remainder are exact
+    exact = model.head.weight.detach().clone()
+    _, optimizer, _ = prepare(
+        model, torch.optim.SGD(model.parameters()), replace(O2, compute=compute, master_weights=kind)
+    )
+    assert isinstance(optimizer, MasterWeights)
+    found = next(value for weight, value in optimizer.masters() if weight is model.head.weight)
+    assert torch.equal(found, exact)
+    assert torch.equal(model.head.weight, exact.to(compute))
+
+
 def test_parameter_groups_keep_their_settings() -> None:
     model = Net()
     groups = [{"params": [model.conv.weight], "lr": 0.5}, {"params": list(model.head.parameters()), "lr": 0.1}]

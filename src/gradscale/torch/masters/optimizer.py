@@ -1,6 +1,6 @@
 """`MasterWeights`: any optimizer, for FP16 and BF16 parameters, with updates in float32."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -197,6 +197,17 @@ class MasterWeights(Optimizer):
         for slot in self._all_slots():
             if slot.narrow:
                 slot.kept.copy_(self._way.keep(slot.weight))
+                slot.note()
+
+    @torch.no_grad()
+    def refine(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Takes over float32 values, by the model's parameters, wherever the weight is what they round to.
+
+        For weights that were float32 until they were cast: masters made of the cast ones have lost the rest.
+        """
+        for slot in self._all_slots():
+            if slot.narrow and slot.weight in values:
+                self._way.restore(values[slot.weight], slot.weight, slot.kept)
                 slot.note()
 
     @torch.no_grad()
