@@ -1,26 +1,16 @@
 """Every example runs as it stands, warns of nothing, and learns."""
 
 import re
-import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.examples.run import EXAMPLES as FOLDER
+from tests.examples.run import lines_printed
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+EXAMPLES = sorted(FOLDER.glob("*.py"))
 
 CLOSING = re.compile(r"(?P<before>[\d.]+) -> (?P<after>[\d.]+)\b.*, skipped (?P<skipped>\d+) of (?P<steps>\d+)")
 """How the last line of every example ends: what was learned, and what became of the steps."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Runs torch on one thread: these models are too small to share, and waiting for a busy core takes longer."""
-    torch = pytest.importorskip("torch")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_there_are_examples() -> None:
@@ -28,9 +18,8 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_the_example_learns_and_seldom_skips(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(path), run_name="__main__")
-    last_line = capsys.readouterr().out.splitlines()[-1]
+def test_the_example_learns_and_seldom_skips(path: Path) -> None:
+    last_line = lines_printed(path.stem)[-1]
     closing = CLOSING.search(last_line)
     assert closing is not None, last_line
     assert float(closing["after"]) < 0.5 * float(closing["before"])
