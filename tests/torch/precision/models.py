@@ -15,14 +15,14 @@ class Net(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(1, 8, 3)
         self.norms = nn.Sequential(nn.BatchNorm2d(8), nn.InstanceNorm2d(8, affine=True), nn.GroupNorm(2, 8))
-        self.body = nn.ModuleList([nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.RMSNorm(8)])
+        self.body = nn.ModuleList([nn.Linear(288, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.RMSNorm(8)])
         self.head = nn.Linear(8, 4)
         self.register_buffer("position", torch.linspace(-1, 1, 8))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         self.calls += 1
-        hidden = self.norms(self.conv(x)).relu().mean((2, 3)) + self.position
+        hidden = (self.norms(self.conv(x)) + self.position[:, None, None]).relu().flatten(1)
         for part in self.body:
             hidden = part(hidden)
         return {"logits": self.head(hidden), "hidden": hidden}
