@@ -10,6 +10,7 @@ from gradscale.cli.demo import demo
 from gradscale.cli.doctor import doctor
 from gradscale.cli.formats import formats
 from gradscale.cli.policies import policies
+from gradscale.cli.precisions import precisions
 from gradscale.cli.replay import replay
 
 app = typer.Typer(
@@ -19,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, formats, policies, replay, bench, doctor):
+for command in (demo, formats, policies, replay, bench, precisions, doctor):
     app.command()(command)
 
 

@@ -1,0 +1,84 @@
+"""`gradscale precisions`: the same training in every precision."""
+
+import json
+from dataclasses import asdict
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import Progress
+
+from gradscale.cli._border import console, fail, mistakes_told, table
+from gradscale.demo.extra import MissingExtra, check_extra
+
+if TYPE_CHECKING:
+    from gradscale.demo.torch.precisions import Outcome
+
+STEPS = {"cnn": 400, "gpt": 300}
+LEGEND = (
+    "loss: mean of the last 20 steps and over the seeds. vs FP32: by how much it differs from FP32 with the same seed, "
+    "mean and standard deviation. skipped: steps per run."
+)
+
+
+def precisions(
+    model: Annotated[str, typer.Option(help="Which model to train: cnn, gpt or all.")] = "all",
+    seeds: Annotated[int, typer.Option(min=2, help="How many seeds each precision is trained with.")] = 3,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of each run, instead of what the model needs.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every run as JSON.")] = False,
+) -> None:
+    """Train the demo's models in every precision, and show what each costs in loss and score.
+
+    FP32, FP16 as O1, O2 with each way to keep the low bits of weights, O3, BF16, and emulated FP8. Takes minutes.
+    """
+    try:
+        check_extra()
+        from gradscale.demo.torch.precisions import RECIPES, compare_precisions
+    except (MissingExtra, ImportError) as error:
+        fail(str(error))
+    with mistakes_told():
+        chosen = _chosen(model)
+    found: dict[str, dict[str, list[Outcome]]] = {}
+    with Progress(console=console(), disable=as_json) as progress:
+        for name in chosen:
+            bar = progress.add_task(name, total=len(RECIPES) * seeds)
+            found[name] = compare_precisions(
+                name, steps or STEPS[name], range(seeds), lambda bar=bar: progress.advance(bar)
+            )
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    name: {way: [asdict(run) for run in runs] for way, runs in ways.items()}
+                    for name, ways in found.items()
+                }
+            )
+        )
+        return
+    for name, ways in found.items():
+        _show(name, ways)
+    console().print(LEGEND)
+
+
+def _chosen(model: str) -> list[str]:
+    if model != "all" and model not in STEPS:
+        raise ValueError(f"`--model` must be one of all, {', '.join(STEPS)}. Received: {model}.")
+    return list(STEPS) if model == "all" else [model]
+
+
+def _show(name: str, ways: "dict[str, list[Outcome]]") -> None:
+    base = next(iter(ways.values()))
+    scores = list(base[0].scores)
+    rows = table(name, "loss", "vs FP32", *scores, "skipped")
+    for way, runs in ways.items():
+        differences = [run.loss - other.loss for run, other in zip(runs, base, strict=True)]
+        rows.add_row(
+            way,
+            f"{mean(run.loss for run in runs):.4f}",
+            "" if runs is base else f"{mean(differences):+.4f} ± {stdev(differences):.4f}",
+            *(f"{mean(run.scores[score] for run in runs):.3f}" for score in scores),
+            f"{mean(run.skipped for run in runs):.1f}",
+        )
+    console().print(rows)

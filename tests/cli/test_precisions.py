@@ -1,0 +1,48 @@
+"""`gradscale precisions`: every precision is trained, with every seed, and shown."""
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gradscale.cli import app
+
+torch = pytest.importorskip("torch")
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["precisions", *arguments], env={"COLUMNS": "120"})
+
+
+@pytest.fixture(scope="module")
+def runs() -> Any:
+    told = invoke("--model", "cnn", "--seeds", "2", "--steps", "2", "--json")
+    assert told.exit_code == 0, told.output
+    return json.loads(told.output)["cnn"]
+
+
+def test_every_precision_is_trained_with_every_seed(runs: Any) -> None:
+    assert [name.split(",")[0] for name in runs] == ["FP32 (O0)", "O1", "O2", "O2", "O2", "O2", "O3", "BF16", "FP8"]
+    assert all(len(outcomes) == 2 for outcomes in runs.values())
+
+
+def test_seeds_differ_and_precisions_start_alike(runs: Any) -> None:
+    full, half = runs["FP32 (O0)"], runs["O1"]
+    assert full[0]["loss"] != full[1]["loss"]
+    for one, other in zip(full, half, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-2)
+        assert one["loss"] != other["loss"]
+
+
+def test_the_table_has_a_row_for_each() -> None:
+    told = invoke("--model", "cnn", "--seeds", "2", "--steps", "1")
+    assert told.exit_code == 0, told.output
+    for name in ("FP32 (O0)", "O2, remainders", "O3", "FP8, emulated", "accuracy"):
+        assert name in told.output
+
+
+def test_an_unknown_model_is_refused() -> None:
+    told = invoke("--model", "rnn")
+    assert told.exit_code == 2
+    assert "`--model` must be one of all, cnn, gpt. Received: rnn." in told.output
