@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradscale.formats import BF16, FP16
-from gradscale.torch.emulate.lists import EMBEDDINGS, LED_BY_FIRST, MASKS, OPENED, OPERANDS, PRODUCTS, WIDE
+from gradscale.torch.emulate.lists import EMBEDDINGS, LED_BY_FIRST, MASKS, OPENED, OPERANDS, PRODUCTS, TO_FLOAT32, WIDE
 from gradscale.torch.emulate.narrow import Narrow, is_rounded_here, share_memory
 from gradscale.torch.emulate.rounded import rounded, unchanged
 from gradscale.torch.emulate.rounding import Rounding
@@ -43,7 +43,7 @@ class Mode(TorchFunctionMode):
         self._grads = grads
         self._follows = values.format in FOLLOWED
         self._narrow = Narrow()
-        self._weights: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._grad_hook = partial(rounded, forward=grads, backward=grads)
 
     @torch.compiler.disable(reason=UNCOMPILED)
     def __torch_function__(
@@ -67,32 +67,36 @@ class Mode(TorchFunctionMode):
         count = OPERANDS.get(name, len(args))
         operands = [_each(arg, self._enter) for arg in args[:count]]
         named = {key: arg if key in MASKS else _each(arg, self._enter) for key, arg in kwargs.items()}
-        leave = self._round if name in EMBEDDINGS else self._leave
+        leave = self._round_in_place if name in EMBEDDINGS else self._leave
         return _each(func(*operands, *args[count:], **named), leave)
 
     def _enter(self, tensor: Tensor) -> Tensor:
-        """Returns an operand of a product, rounded unless it is so already. Its gradient is rounded in any case."""
+        """Returns an operand of a product, rounded unless it is so already. Its gradient is rounded in any case.
+
+        A parameter is rounded at every use. To keep it, as autocast keeps its casts, one would have to know when it
+        changes, and fused optimizers change parameters without raising their version.
+        """
         if not is_rounded_here(tensor):
             return tensor
-        if tensor in self._narrow:
-            return rounded(tensor, unchanged, self._grads)
-        if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled() and self._values.draws is None:
-            return self._weight(tensor)
-        return self._round(tensor)
-
-    def _weight(self, tensor: Tensor) -> Tensor:
-        """Returns a parameter rounded, once for as long as it does not change: as autocast keeps its casts."""
-        kept = self._weights.get(id(tensor))
-        if kept is None or kept[1] != tensor._version:
-            kept = self._weights[id(tensor)] = (tensor, tensor._version, self._round(tensor))
-        return kept[2]
+        return rounded(tensor, unchanged if tensor in self._narrow else self._values, self._grads)
 
     def _leave(self, tensor: Tensor) -> Tensor:
-        """Returns a result rounded, and marked as narrow."""
-        return self._narrow.mark(self._round(tensor)) if is_rounded_here(tensor) else tensor
+        """Rounds a result in place, marks it as narrow, and returns it."""
+        self._round_in_place(tensor)
+        return self._narrow.mark(tensor) if is_rounded_here(tensor) else tensor
 
-    def _round(self, tensor: Tensor) -> Tensor:
-        return rounded(tensor, self._values, self._grads) if is_rounded_here(tensor) else tensor
+    def _round_in_place(self, tensor: Tensor) -> Tensor:
+        """Rounds a result in place, and its gradient once that comes, and returns it.
+
+        The graph takes what is rounded for the function's own result. So a function that keeps its result for the
+        backward pass has kept the rounded one, as it would in FP16.
+        """
+        if is_rounded_here(tensor):
+            data = tensor.detach().data
+            data.copy_(self._values(data))
+            if tensor.requires_grad:
+                tensor.register_hook(self._grad_hook)
+        return tensor
 
     def _follow(self, name: str, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Returns what the function gives: rounded where autocast would leave it to FP16 or BF16.
@@ -103,30 +107,25 @@ class Mode(TorchFunctionMode):
         leading = args[:1] if name in LED_BY_FIRST else (*args, *kwargs.values())
         given = [tensor for tensor in _tensors(leading) if is_rounded_here(tensor)]
         narrow = [tensor for tensor in given if tensor in self._narrow]
+        if not narrow:
+            return func(*args, **kwargs)
         deciding = [tensor for tensor in given if tensor.dim()] or given
         rounds = name != "__get__" and all(tensor in self._narrow for tensor in deciding)
         result = func(*args, **kwargs)
         for tensor in narrow:
-            if tensor not in self._narrow:
-                self._round_in_place(tensor)
-        return _each(result, partial(self._after, name, narrow, rounds)) if narrow else result
+            if tensor not in self._narrow:  # it was changed in place
+                self._leave(tensor)
+        return _each(result, partial(self._after, name, given, rounds))
 
-    def _after(self, name: str, narrow: Sequence[Tensor], rounds: bool, tensor: Tensor) -> Tensor:
-        """Returns a result of a function that was given narrow tensors."""
+    def _after(self, name: str, given: Sequence[Tensor], rounds: bool, tensor: Tensor) -> Tensor:
+        """Returns a result of a function that was given narrow tensors, among others."""
         if not is_rounded_here(tensor):
             return tensor
-        if any(tensor is other for other in narrow):
-            # Under autocast this would have been a cast to float32.
-            return tensor.view_as(tensor) if name in ("float", "to", "type") else tensor
-        if any(share_memory(tensor, other) for other in narrow):
-            return self._narrow.mark(tensor)
+        if tensor in self._narrow:  # it is one of those given
+            return tensor.view_as(tensor) if name in TO_FLOAT32 else tensor
+        if shared := [other for other in given if share_memory(tensor, other)]:
+            return self._narrow.mark(tensor) if shared[0] in self._narrow else tensor
         return self._leave(tensor) if rounds else tensor
-
-    def _round_in_place(self, tensor: Tensor) -> None:
-        """Rounds a narrow tensor that was changed in place. The graph takes it for the function's own result."""
-        data = tensor.detach().data
-        data.copy_(self._values(data))
-        self._narrow.mark(tensor)
 
 
 def _each(item: Any, change: Callable[[Tensor], Tensor]) -> Any:

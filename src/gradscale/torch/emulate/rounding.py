@@ -76,4 +76,4 @@ def _overflowed(values: Tensor, format: Format) -> Tensor:
         return values.masked_fill_(values > format.max, math.inf).masked_fill_(values < -format.max, -math.inf)
     if format.has_nan:
         return values.masked_fill_(values.abs() > format.max, math.nan)
-    return values.clamp_(-format.max, format.max).masked_fill_(values.isnan(), -0.0)  # as ml_dtypes casts a NaN
+    return values.clamp_(-format.max, format.max).masked_fill_(values.isnan(), -0.0)  # as its type has it

@@ -1,0 +1,152 @@
+"""Rounding of tensors: equal, bit by bit, to the rounding of `Format`; stochastic rounding keeps the mean."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gradscale.formats import BF16, FORMATS, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format
+from gradscale.torch.emulate.draws import Draws
+from gradscale.torch.emulate.rounding import Rounding
+
+Array = np.ndarray[Any, Any]
+NARROW = [known for known in FORMATS if known is not FP32]
+SIGMAS = 5
+
+
+def by_name(known: Format) -> str:
+    return known.name
+
+
+def values_of(known: Format) -> Array:
+    """Returns every number of a format, inf and NaN too, in float32."""
+    if known == TF32:
+        return (np.arange(2**known.bits, dtype=np.uint32) << 13).view(np.float32)
+    patterns = np.arange(2**known.bits, dtype=np.uint16 if known.bits == 16 else np.uint8)
+    return patterns.view(np.dtype(known.dtype_name)).astype(np.float32)
+
+
+def hard_cases(known: Format) -> Array:
+    """Returns every number of a format, the middle between any two neighbours, and the floats beside all of them."""
+    numbers = np.unique(values_of(known)[np.isfinite(values_of(known))]).astype(np.float64)
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    ends = known.overflow_threshold * np.array([-1, 1])
+    with np.errstate(over="ignore"):
+        exact = np.concatenate([numbers, middles, ends]).astype(np.float32)
+        beside = [np.nextafter(exact, np.float32(direction)) for direction in (-np.inf, np.inf)]
+    specials = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3.4e38, -3.4e38], np.float32)
+    return np.concatenate([exact, *beside, specials])
+
+
+def random_floats(count: int) -> Array:
+    """Returns floats of random bits: all sizes, subnormals, inf and NaN."""
+    return np.random.default_rng(0).integers(0, 2**32, count, dtype=np.uint32).view(np.float32)
+
+
+def assert_same_numbers(found: Tensor, expected: Array, given: Array) -> None:
+    """Compares signs of zeros too, but not that of the zero that FP4, which has no NaN, makes of one."""
+    np.testing.assert_array_equal(found.numpy(), expected)
+    is_number = ~np.isnan(expected) & ~np.isnan(given)
+    np.testing.assert_array_equal(np.signbit(found.numpy())[is_number], np.signbit(expected)[is_number])
+
+
+@pytest.mark.parametrize("known", FORMATS, ids=by_name)
+def test_rounding_to_nearest_is_that_of_the_format_for_every_hard_case(known: Format) -> None:
+    cases = hard_cases(known) if known is not FP32 else random_floats(1000)
+    assert_same_numbers(Rounding(known)(torch.from_numpy(cases)), known.round(cases), cases)
+
+
+@pytest.mark.parametrize("known", FORMATS, ids=by_name)
+def test_rounding_to_nearest_is_that_of_the_format_for_random_floats(known: Format) -> None:
+    cases = random_floats(300_000)
+    assert_same_numbers(Rounding(known)(torch.from_numpy(cases)), known.round(cases), cases)
+
+
+@pytest.mark.parametrize("known", NARROW, ids=by_name)
+def test_saturating_makes_overflow_the_largest_number_and_leaves_the_rest(known: Format) -> None:
+    cases = np.concatenate([hard_cases(known), random_floats(1000)])
+    expected = known.round(np.clip(cases, np.float32(-known.max), np.float32(known.max)))
+    assert_same_numbers(Rounding(known, saturate=True)(torch.from_numpy(cases)), expected, cases)
+    beyond = torch.tensor([torch.finfo().max, math.inf, -math.inf])
+    assert Rounding(known, saturate=True)(beyond).tolist() == [known.max, known.max, -known.max]
+
+
+@pytest.mark.parametrize(
+    ("known", "overflow"), [(FP16, math.inf), (FP8_E5M2, math.inf), (FP8_E4M3, math.nan), (FP4_E2M1, 6.0)]
+)
+def test_overflow_becomes_what_the_format_has_for_it(known: Format, overflow: float) -> None:
+    found = Rounding(known)(torch.tensor([1e6, math.inf]))
+    torch.testing.assert_close(found, torch.tensor([overflow, overflow]), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("known", [FP16, FP8_E4M3], ids=by_name)
+def test_any_shape_and_layout_is_rounded_and_the_original_is_left_alone(known: Format, stochastic: bool) -> None:
+    rounding = Rounding(known, draws=Draws(0) if stochastic else None)
+    wide = torch.randn(4, 6, 5)
+    for values in (wide, wide.transpose(0, 2), wide[:, ::2], wide[0, 0, 0], wide[:0], wide[:1].expand(3, 6, 5)):
+        before = values.clone()
+        found = rounding(values)
+        assert found.shape == values.shape
+        assert torch.equal(values, before)
+        assert_same_numbers(found, known.round(found.numpy()), found.numpy())
+
+
+@pytest.mark.parametrize("known", NARROW, ids=by_name)
+def test_stochastic_rounding_gives_one_of_the_two_neighbours_with_the_right_chance(known: Format) -> None:
+    draws, count = Draws(seed=0), 20_000
+    numbers = np.unique(values_of(known)[np.isfinite(values_of(known))])
+    for share in (0.1, 0.5, 0.75):
+        places = np.linspace(0, len(numbers) - 2, 9).astype(int)
+        for below, above in zip(numbers[places], numbers[places + 1], strict=True):
+            value = np.float32(below + np.float64(share) * (np.float64(above) - below))
+            found = Rounding(known, draws=draws)(torch.full((count,), float(value))).numpy()
+            assert set(np.unique(found)) <= {below, above}
+            true_share = float((np.float64(value) - below) / (np.float64(above) - below))
+            sigma = math.sqrt(true_share * (1 - true_share) / count)
+            assert abs((found == above).mean() - true_share) < SIGMAS * sigma + 1e-9
+
+
+@pytest.mark.parametrize("known", NARROW, ids=by_name)
+def test_stochastic_rounding_has_no_bias_over_many_values(known: Format) -> None:
+    values = torch.randn(1_000_000, generator=torch.Generator().manual_seed(1)) * min(known.max / 8, 1.0)
+    found = Rounding(known, draws=Draws(seed=2))(values)
+    power = torch.exp2(torch.floor(torch.log2(values.abs().clamp_min(known.smallest_normal).double())))
+    errors = (found.double() - values) / (power * 2.0**-known.mantissa_bits)
+    assert errors.abs().max() < 1 + 1e-6
+    assert abs(float(errors.sum())) < SIGMAS * float((errors.square()).sum().sqrt())
+
+
+@pytest.mark.parametrize("known", FORMATS, ids=by_name)
+def test_stochastic_rounding_leaves_numbers_of_the_format_as_they_are(known: Format) -> None:
+    numbers = values_of(known) if known is not FP32 else random_floats(1000)
+    numbers = numbers[np.isfinite(numbers) | (np.isinf(numbers) & known.has_inf)]
+    assert_same_numbers(Rounding(known, draws=Draws(seed=0))(torch.from_numpy(numbers)), numbers, numbers)
+
+
+def test_stochastic_rounding_keeps_nan_and_overflows_beyond_the_largest_number() -> None:
+    values = torch.tensor([math.nan, math.inf, -math.inf, 1e6, -1e6, 65535.0])
+    found = Rounding(FP16, draws=Draws(seed=0))(values)
+    assert math.isnan(found[0])
+    assert found[1:5].tolist() == [math.inf, -math.inf, math.inf, -math.inf]
+    assert found[5] in (65504.0, math.inf)
+
+
+def test_a_seed_gives_the_same_draws_and_leaves_torchs_random_numbers_alone() -> None:
+    values, state = torch.randn(1000), torch.get_rng_state()
+    one, other = (Rounding(BF16, draws=Draws(seed=3)) for _ in range(2))
+    first = one(values)
+    assert torch.equal(first, other(values))
+    assert not torch.equal(first, other(values))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_a_seed_draws_come_from_torchs_random_numbers() -> None:
+    values = torch.randn(1000)
+    torch.manual_seed(5)
+    first = Rounding(BF16, draws=Draws(seed=None))(values)
+    torch.manual_seed(5)
+    assert torch.equal(first, Rounding(BF16, draws=Draws(seed=None))(values))
