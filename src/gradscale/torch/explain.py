@@ -130,7 +130,10 @@ def _module_rows(found: Iterable[Part]) -> tuple[ModuleRow, ...]:
     for part in found:
         module = part.module
         dtypes = short(*_dtypes(module.parameters(recurse=False))), short(*_dtypes(module.buffers(recurse=False)))
-        alike[re.sub(r"\b\d+\b", "*", part.name), type(module).__name__, *dtypes, part.runs].append(part)
+        # A number that is all of a name, as in a `Sequential`, is kept: a mere star would tell nothing.
+        alike[re.sub(r"\b\d+(?=\.)|(?<=\.)\d+\b", "*", part.name), type(module).__name__, *dtypes, part.runs].append(
+            part
+        )
     return tuple(
         ModuleRow(
             name=_shared_name([part.name for part in group]),
