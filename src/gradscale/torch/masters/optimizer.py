@@ -144,6 +144,9 @@ class MasterWeights(Optimizer):
     def _step(self, slots: Sequence[Slot], gate: Gate) -> None:
         """Steps the optimizer inside, which has no other parameters with gradients, and rounds into the weights."""
         narrow = [slot for slot in slots if slot.narrow]
+        if not narrow:
+            gate.step(self.optimizer, [slot.master for slot in slots])
+            return
         weights, kept = [slot.weight for slot in narrow], [slot.kept for slot in narrow]
         values = self._way.read(weights, kept, self._value_room)
         lent = not self._way.holds_values

@@ -1,0 +1,200 @@
+"""Saving, loading and copying masters, and weights that somebody else has written to."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tests.torch.helpers import same, weights
+from tests.torch.masters.helpers import INSIDE, KINDS, NARROW, everything, give, half_model, values_of, wrapped
+from torch import nn
+
+from gradscale.torch import MasterWeights
+from gradscale.torch.masters import Kind
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        give(model, step)
+        optimizer.step()
+
+
+def through_a_file(*saved: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_goes_on_bit_for_bit(kind: Kind, dtype: torch.dtype, model_first: bool) -> None:
+    model = half_model(dtype)
+    optimizer = wrapped(model, kind)
+    train(model, optimizer, range(5))
+    of_model, of_optimizer = through_a_file(model.state_dict(), optimizer.state_dict())
+    train(model, optimizer, range(5, 10))
+
+    resumed = half_model(dtype, seed=9)
+    other = wrapped(resumed, kind)
+    loads = [lambda: resumed.load_state_dict(of_model), lambda: other.load_state_dict(of_optimizer)]
+    for load in loads if model_first else reversed(loads):
+        load()
+    train(resumed, other, range(5, 10))
+    assert same(everything(resumed, other), everything(model, optimizer))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_loaded_can_be_saved_again_before_any_step(kind: Kind) -> None:
+    model = half_model()
+    optimizer = wrapped(model, kind)
+    train(model, optimizer, range(3))
+    saved = optimizer.state_dict()
+    other = wrapped(copy.deepcopy(model), kind)
+    other.load_state_dict(copy.deepcopy(saved))
+    again = other.state_dict()
+    assert again["masters"]["values"].keys() == saved["masters"]["values"].keys() == {0, 1, 2, 3}
+    assert same(again["masters"]["values"].values(), saved["masters"]["values"].values())
+    assert same(
+        [entry["exp_avg"] for entry in again["state"].values()], [entry["exp_avg"] for entry in saved["state"].values()]
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plain_optimizers_state_is_loaded_and_masters_are_made_of_the_weights(kind: Kind) -> None:
+    model = half_model()
+    plain = INSIDE["adamw fused"](model.parameters())
+    train(model, plain, range(3))
+    optimizer = wrapped(half_model(), kind)
+    optimizer = wrapped(model, kind)
+    optimizer.load_state_dict(
+        {**plain.state_dict(), "param_groups": [{**plain.state_dict()["param_groups"][0], "lr": 0.5}]}
+    )
+    assert same(values_of(optimizer), [weight.float() for weight in weights(model)])
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+    assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+
+
+def test_a_plain_optimizer_can_load_what_was_saved() -> None:
+    model = half_model()
+    optimizer = wrapped(model)
+    train(model, optimizer, range(3))
+    twin = copy.deepcopy(model).float()
+    plain = INSIDE["adamw fused"](twin.parameters())
+    plain.load_state_dict(optimizer.state_dict())
+    assert same(
+        [state["exp_avg"] for state in plain.state.values()], [state["exp_avg"] for state in optimizer.state.values()]
+    )
+
+
+def test_one_kind_can_load_what_another_has_saved() -> None:
+    model = half_model(torch.bfloat16)
+    optimizer = wrapped(model, "fp32")
+    train(model, optimizer, range(4))
+    for kind in KINDS:
+        other = wrapped(copy.deepcopy(model), kind)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for found, expected in zip(values_of(other), values_of(optimizer), strict=True):
+            bits = {"fp32": 24, "remainder": 24, "kahan": 16, "stochastic": 8}[kind]
+            assert ((found - expected).abs() <= expected.abs() * 2.0**-bits).all()
+
+
+def test_loading_never_writes_to_the_model_and_a_master_of_another_weight_is_not_used() -> None:
+    model = half_model()
+    optimizer = wrapped(model)
+    train(model, optimizer, range(3))
+    other = half_model(seed=5)
+    before = weights(other)
+    tuned = wrapped(other)
+    tuned.load_state_dict(optimizer.state_dict())
+    assert same(weights(other), before)
+    assert same(values_of(tuned), [weight.float() for weight in before])
+
+
+def test_a_state_that_does_not_fit_is_refused_with_nothing_changed() -> None:
+    model = half_model()
+    optimizer = wrapped(model)
+    train(model, optimizer, range(2))
+    before = everything(model, optimizer)
+    saved = optimizer.state_dict()
+    del saved["masters"]["values"][2]
+    with pytest.raises(ValueError, match=r"Parameter 2 has shape \(2, 8\), and its saved master None\."):
+        optimizer.load_state_dict(saved)
+    saved["masters"]["version"] = 2
+    with pytest.raises(ValueError, match=r"must be of version 1\. Received: version=2\."):
+        optimizer.load_state_dict(saved)
+    assert same(everything(model, optimizer), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_somebody_has_written_are_taken_over(kind: Kind) -> None:
+    model = half_model()
+    optimizer = wrapped(model, kind)
+    train(model, optimizer, range(3))
+    with torch.no_grad():
+        model[0].weight.fill_(0.25)
+    assert values_of(optimizer)[0].unique().tolist() == [0.25]
+    model[0].weight.data = torch.full_like(model[0].weight, 0.5)
+    assert values_of(optimizer)[0].unique().tolist() == [0.5]
+    model[0].weight.data.fill_(0.125)  # torch does not count this one
+    optimizer.sync_from_model()
+    assert values_of(optimizer)[0].unique().tolist() == [0.125]
+    give(model, 3)
+    optimizer.step()
+    assert (values_of(optimizer)[0] - 0.125).abs().max() < 0.05
+
+
+def test_weights_swapped_for_others_and_back_lose_nothing_with_full_masters() -> None:
+    model = half_model()
+    optimizer = wrapped(model)
+    train(model, optimizer, range(3))
+    expected = values_of(optimizer)
+    mine, average = copy.deepcopy(model.state_dict()), half_model(seed=4).state_dict()
+    model.load_state_dict(average)
+    model.load_state_dict(mine)
+    assert same(values_of(optimizer), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copy_goes_on_like_the_original_and_apart_from_it(kind: Kind, way: str) -> None:
+    model = half_model()
+    optimizer = wrapped(model, kind)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    train(model, optimizer, range(3))
+    pair = (model, optimizer)
+    twin, other = copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    assert isinstance(other, MasterWeights)
+    assert [id(parameter) for parameter in twin.parameters()] == [id(each) for each in other.param_groups[0]["params"]]
+    before = everything(model, optimizer)
+    train(twin, other, range(3, 6))
+    assert same(everything(model, optimizer), before)
+    train(model, optimizer, range(3, 6))
+    assert same(everything(twin, other), everything(model, optimizer))
+    scheduler.step()
+
+
+def test_a_copy_accumulates_in_float32_if_the_original_did() -> None:
+    model = half_model()
+    twin, other = copy.deepcopy((model, wrapped(model, grad_fp32=True)))
+    twin(torch.ones(1, 4).half()).sum().backward()
+    assert {parameter.grad.dtype for parameter in twin.parameters()} == {torch.float32}
+    other.step()
+
+
+def test_seeds_decide_what_stochastic_rounding_does() -> None:
+    def run(seed: int | None, of_torch: int = 0) -> list[torch.Tensor]:
+        model = half_model(torch.bfloat16)
+        torch.manual_seed(of_torch)
+        optimizer = MasterWeights(INSIDE["sgd fused"](model.parameters()), "stochastic", seed=seed)
+        train(model, optimizer, range(4))
+        return weights(model)
+
+    assert same(run(1), run(1, of_torch=5))
+    assert not same(run(1), run(2))
+    assert same(run(None, 1), run(None, 1))
+    assert not same(run(None, 1), run(None, 2))
