@@ -10,6 +10,7 @@ from tests.torch.casting import library
 from tests.torch.casting.library import types_of
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from gradscale.torch import casts
 
@@ -242,3 +243,25 @@ def test_calls_without_floating_tensors_pass() -> None:
         assert types_of(3, "a") == []
         assert torch.cat([torch.arange(2)]).dtype == torch.int64
         assert torch.add(torch.arange(2), 1).tolist() == [1, 2]
+
+
+def test_a_compiled_function_is_cast_inside_and_not_outside() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def run(value: Tensor) -> Tensor:
+        return torch.relu(value) * 2
+
+    with casts(half=[torch.relu]):
+        assert run(x()).dtype == FP16
+    assert run(x()).dtype == FP32
+
+
+def test_a_decorated_function_is_cast_when_it_is_computed_again_for_the_backward_pass() -> None:
+    seen: list[torch.dtype] = []
+
+    @casts(half=[torch.relu])
+    def block(value: Tensor) -> Tensor:
+        seen.append(torch.relu(value).dtype)
+        return torch.tanh(torch.relu(value)).float()
+
+    checkpoint(block, x().requires_grad_(), use_reentrant=False).sum().backward()
+    assert seen == [FP16, FP16]

@@ -1,14 +1,15 @@
 """What happens to the arguments of a function that is to run in another precision."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
+from types import NoneType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 Kind = Literal["half", "float", "promote"]
 
@@ -37,14 +38,17 @@ class Cast:
             kwargs: and these. The `out` of an operation is left alone: a cast one would be written to in vain.
             op: whether `function` is an operation of torch's, not a Python function.
         """
-        tensors = floating((args, {key: value for key, value in kwargs.items() if not (op and key == "out")}))
+        out = {"out": kwargs["out"]} if op and "out" in kwargs else {}
+        inputs = {key: value for key, value in kwargs.items() if key not in out}
+        tensors = floating(args, inputs)
         if not tensors:
             return function(*args, **kwargs)
         dtype = self._target(tensors)
-        cast_args = tuple(cast(value, dtype) for value in args)
-        cast_kwargs = {key: value if op and key == "out" else cast(value, dtype) for key, value in kwargs.items()}
-        with _autocast_off(tensors if op or self.kind == "float" else ()):
-            return function(*cast_args, **cast_kwargs)
+        args = tuple(cast(value, dtype) for value in args)
+        inputs = {key: cast(value, dtype) for key, value in inputs.items()}
+        devices = autocast_devices(tensors) if op or self.kind == "float" else []
+        with _autocast_off(devices) if devices else nullcontext():
+            return function(*args, **inputs, **out)
 
     def _target(self, tensors: list[Tensor]) -> torch.dtype:
         if self.kind == "promote":
@@ -54,9 +58,9 @@ class Cast:
         return self.dtype or _half_of(tensors[0].device.type)
 
 
-def floating(tree: Any) -> list[Tensor]:
-    """Returns the floating-point tensors in nested lists, tuples and dicts."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+def floating(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the floating-point tensors among arguments, and in nested lists, tuples and dicts of them."""
+    return [leaf for value in (*args, *kwargs.values()) for leaf in _leaves(value) if _is_floating(leaf)]
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -65,35 +69,41 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     float64 is left alone, as by autocast: who computes in it wants it. So is a container with nothing to cast, itself
     and not a copy, for the function may be meant to write to it.
     """
-    leaves, shape = tree_flatten(value)
-    wrong = [isinstance(leaf, Tensor) and _differs(leaf, dtype) for leaf in leaves]
-    if not any(wrong):
+    if not any(_differs(leaf, dtype) for leaf in _leaves(value)):
         return value
-    pairs = zip(leaves, wrong, strict=True)
-    return tree_unflatten([leaf.to(dtype) if is_wrong else leaf for leaf, is_wrong in pairs], shape)
+    if isinstance(value, Tensor):
+        return value.to(dtype)
+    return tree_map(lambda leaf: leaf.to(dtype) if _differs(leaf, dtype) else leaf, value)
 
 
-def autocasts(tensors: Iterable[Tensor]) -> bool:
-    """Returns whether autocast is on for a device that one of the tensors is on."""
-    return any(torch.is_autocast_enabled(kind) for kind in _device_types(tensors))
+def autocast_devices(tensors: Iterable[Tensor]) -> list[str]:
+    """Returns the types of device on which one of the tensors is and autocast is on."""
+    return [kind for kind in {tensor.device.type for tensor in tensors} if torch.is_autocast_enabled(kind)]
 
 
-def _differs(tensor: Tensor, dtype: torch.dtype) -> bool:
-    return tensor.is_floating_point() and tensor.dtype not in (dtype, torch.float64)
+def _leaves(value: Any) -> Sequence[Any]:
+    # Most arguments are tensors and numbers, and what pytree takes to find that out is most of the cost of a call.
+    return (value,) if isinstance(value, _LEAVES) else tree_leaves(value)
+
+
+_LEAVES = (Tensor, int, float, str, NoneType)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _differs(value: Any, dtype: torch.dtype) -> bool:
+    return _is_floating(value) and value.dtype not in (dtype, torch.float64)
 
 
 def _half_of(device_type: str) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float16
 
 
-def _device_types(tensors: Iterable[Tensor]) -> set[str]:
-    return {tensor.device.type for tensor in tensors}
-
-
 @contextmanager
-def _autocast_off(tensors: Iterable[Tensor]) -> Iterator[None]:
+def _autocast_off(devices: Iterable[str]) -> Iterator[None]:
     with ExitStack() as stack:
-        for kind in _device_types(tensors):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in devices:
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -41,7 +41,7 @@ class Ban:
             RuntimeError: one of them is.
         """
         del op
-        for tensor in floating((args, kwargs)):
+        for tensor in floating(args, kwargs):
             if tensor.dtype in self.dtypes and not self._widened(tensor.device.type):
                 raise RuntimeError(
                     f"`{function.__name__}` is unsafe in half precision. Received: a tensor of {tensor.dtype}. "

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from gradscale.torch.casting.arguments import Cast, autocasts, floating
+from gradscale.torch.casting.arguments import Cast, autocast_devices, floating
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,7 +55,7 @@ def promote_function(function: Callable[P, R]) -> Callable[P, R]:
 def _decorated(function: Callable[P, R], rule: Cast) -> Callable[P, R]:
     @wraps(function)
     def decorated(*args: P.args, **kwargs: P.kwargs) -> R:
-        if autocasts(floating((args, kwargs))):
+        if autocast_devices(floating(args, kwargs)):
             return rule.run(function, args, kwargs, op=False)
         return function(*args, **kwargs)
 
