@@ -50,23 +50,25 @@ class Bordered(nn.Module):
     it keep the border. An attribute on the module that holds the old `forward` would keep calling the original.
     """
 
-    _gradscale_border: Border
+    # For a new module that is built by calling the class of another, `type(model)(...)`: it has no border of its own.
+    _gradscale_border = Border(None, None, None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Returns how to copy or pickle the module: by its own class, as the class with the border has no name."""
-        _, _, *rest = super().__reduce_ex__(protocol)
-        return (_blank, (unbordered(type(self)),), *rest)
+        make, args, *rest = super().__reduce_ex__(protocol)
+        plain = tuple(unbordered(type(self)) if arg is type(self) else arg for arg in args)
+        return (_remade, (self._gradscale_border, make, plain), *rest)
 
 
 def set_border(module: nn.Module, border: Border) -> None:
     """Makes every call of `module` go through `border`. Changes its class to a subclass of the same name."""
-    module.__class__ = _bordered(type(module))
+    module.__class__ = _bordered(unbordered(type(module)))
     module._gradscale_border = border  # type: ignore[assignment]
 
 
 def border_of(module: nn.Module) -> Border | None:
     """Returns the border of a module, or None if it has none."""
-    return module._gradscale_border if isinstance(module, Bordered) else None
+    return vars(module).get("_gradscale_border")
 
 
 def unbordered(kind: type[nn.Module]) -> type[nn.Module]:
@@ -91,9 +93,10 @@ def _bordered(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (Bordered, kind), {"forward": wraps(run)(forward), **names})
 
 
-def _blank(kind: type[nn.Module]) -> nn.Module:
-    made = _bordered(kind)
-    return made.__new__(made)
+def _remade(border: Border, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
+    module = make(*args)
+    set_border(module, border)
+    return module
 
 
 def _device(module: nn.Module) -> str:

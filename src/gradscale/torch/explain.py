@@ -116,7 +116,7 @@ def explain(
         warn: emit the warnings as well.
     """
     models = check_modules(model)
-    optimizers = [] if optimizer is None else as_optimizers(optimizer)
+    optimizers = as_optimizers(optimizer)
     found = [part for each in models for part in parts(each)]
     scaling, mistakes = advice(found, optimizers, scaler)
     for mistake in mistakes if warn else ():

@@ -27,6 +27,12 @@ def prepare(
     model: Model, optimizer: Sequence[Optimizer], precision: Precision | str = "O1"
 ) -> tuple[Model, list[Optimizer], LossScaler]: ...
 @overload
+def prepare(model: Model, optimizer: None, precision: Precision | str = "O1") -> tuple[Model, None, LossScaler]: ...
+@overload
+def prepare(
+    model: Sequence[Model], optimizer: None, precision: Precision | str = "O1"
+) -> tuple[list[Model], None, LossScaler]: ...
+@overload
 def prepare(
     model: Sequence[Model], optimizer: Optimizer, precision: Precision | str = "O1"
 ) -> tuple[list[Model], Optimizer, LossScaler]: ...
@@ -49,7 +55,9 @@ def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tu
 
     Args:
         model: a float32 model, or a list of models; a list comes back then.
-        optimizer: the optimizer, or a list of optimizers, of their parameters; a list comes back then.
+        optimizer: the optimizer, or a list of optimizers, of their parameters; a list comes back then. None where the
+            optimizer has to be built later, as for FSDP; if the precision has master weights, wrap it in
+            `MasterWeights` yourself.
         precision: a `Precision` or the name of a level: `"O0"` to `"O3"`; `"O1-bf16"` to `"O3-bf16"`; or `"fp32"`,
             `"fp16"` and `"bf16"`, which are O0, O1 and O1 with BF16.
 
@@ -66,11 +74,8 @@ def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tu
     planned.carry_out(chosen.compute)
     prepared = [_prepared(each, chosen, exact) for each in optimizers]
     scaler = LossScaler(models, chosen.scaling())
-    return (
-        model if isinstance(model, nn.Module) else models,
-        prepared[0] if isinstance(optimizer, Optimizer) else prepared,
-        scaler,
-    )
+    back = prepared[0] if isinstance(optimizer, Optimizer) else prepared or None
+    return model if isinstance(model, nn.Module) else models, back, scaler
 
 
 def _prepared(optimizer: Optimizer, precision: Precision, exact: Mapping[Tensor, Tensor]) -> Optimizer:

@@ -22,6 +22,7 @@ WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel",
     "FullyShardedDataParallel": "FullyShardedDataParallel",
     "FSDPModule": "fully_shard",
+    "GraphModule": "torch.fx",
     "OptimizedModule": "torch.compile",
     "ScriptModule": "torch.jit",
 }
@@ -45,13 +46,13 @@ def check_together(models: Sequence[nn.Module], optimizers: Sequence[Optimizer],
 
 
 def as_optimizers(optimizer: Any) -> list[Optimizer]:
-    """Returns the optimizers that `optimizer` stands for: itself or several."""
-    found: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else []
-    if isinstance(optimizer, Iterable):
-        found = list(optimizer)
+    """Returns the optimizers that `optimizer` stands for: itself, several, or none if it is None."""
+    if optimizer is None:
+        return []
+    found = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     if not found or not all(isinstance(each, Optimizer) for each in found):
         raise TypeError(
-            "`optimizer` must be a torch optimizer or a list of them, made from the model's parameters. "
+            "`optimizer` must be a torch optimizer of the model's parameters, a list of them, or None. "
             f"Received: {optimizer!r}."
         )
     return found
@@ -80,7 +81,8 @@ def _check_unwrapped(model: nn.Module) -> None:
         if wrapper := next((WRAPPERS[kind.__name__] for kind in type(part).__mro__ if kind.__name__ in WRAPPERS), None):
             raise RuntimeError(
                 f"`prepare` must come before {wrapper}, which has taken hold of the model's parameters or code. "
-                f"Received: {where}. Prepare the plain model, then wrap what comes back."
+                f"Received: {where}. Prepare the plain model, then wrap what comes back. For an optimizer that must be "
+                "built after that, call `prepare(model, None)`."
             )
         if "forward" in vars(part):
             raise RuntimeError(

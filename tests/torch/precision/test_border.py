@@ -196,6 +196,32 @@ def test_a_deep_copy_runs_on_its_own_weights() -> None:
     assert module(one()[None])["y"].any()
 
 
+class Rebuilt(nn.Linear):
+    """Says itself how to pickle it."""
+
+    def __reduce__(self) -> Any:
+        return Rebuilt, (self.in_features, self.out_features)
+
+
+@pytest.mark.parametrize("copied", COPIES, ids=["copy", "deepcopy", "pickle", "torch"])
+def test_modules_that_say_how_to_copy_them_keep_the_border(copied: Any) -> None:
+    module = Rebuilt(2, 3)
+    set_border(module, Border(None, None, torch.bfloat16))
+    made = copied(module)
+    assert type(made) is type(module)
+    assert made(one()).dtype is torch.bfloat16
+
+
+def test_a_module_built_by_the_class_of_another_has_no_border() -> None:
+    module = bordered(Border(None, torch.bfloat16, None))
+    new = type(module)()
+    assert border_of(new) is None
+    assert new(one()[None])["y"].dtype is torch.float32
+    set_border(new, Border(None, None, HALF))
+    assert type(new) is type(module)
+    assert new(one()[None])["y"].dtype is HALF
+
+
 @pytest.mark.parametrize("border", [Border(HALF, None, torch.float32), Border(None, HALF, torch.float32)])
 def test_a_module_with_a_border_compiles_to_one_graph(border: Border) -> None:
     torch._dynamo.reset()

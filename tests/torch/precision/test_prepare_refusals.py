@@ -77,6 +77,27 @@ def test_a_model_that_is_prepared_can_be_wrapped_in_ddp_and_trained() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
 
 
+@pytest.mark.usefixtures("_ranks")
+def test_a_model_that_is_prepared_can_be_sharded_and_its_optimizer_built_then() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, nothing, scaler = prepare(small_model(), None, "bf16")
+    assert nothing is None
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    before = [parameter.full_tensor().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
+    scaler.backward(model(torch.ones(2, 4)).square().mean())
+    assert not scaler.step(optimizer).skipped()
+    after = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_traced_model() -> None:
+    model = torch.fx.symbolic_trace(small_model())
+    refused(RuntimeError, "must come before torch.fx", model, SGD(model.parameters()))
+
+
 def test_a_model_with_a_wrapped_part() -> None:
     model = nn.Sequential(nn.DataParallel(nn.Linear(2, 2)))
     refused(
@@ -183,9 +204,14 @@ def test_an_optimizer_with_a_scheduler_built_on_it() -> None:
     refused(ValueError, "A scheduler has been built on this optimizer", model, optimizer)
 
 
-@pytest.mark.parametrize("optimizer", [None, [], 3, [None]])
+@pytest.mark.parametrize("optimizer", [[], 3, [None]])
 def test_what_is_no_optimizer(optimizer: Any) -> None:
-    refused(TypeError, r"must be a torch optimizer or a list of them.* Received: ", small_model(), optimizer)
+    refused(
+        TypeError,
+        r"must be a torch optimizer of the model's parameters, a list .* Received: ",
+        small_model(),
+        optimizer,
+    )
 
 
 def test_what_is_no_model() -> None:
