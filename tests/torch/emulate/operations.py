@@ -94,7 +94,7 @@ def steps_apart(one: Tensor, other: Tensor, known: Format) -> Tensor:
 
 def are_of(tensor: Tensor, known: Format) -> bool:
     """Returns whether all values are numbers of the format."""
-    return torch.equal(Rounding(known)(tensor.detach()), tensor.detach())
+    return torch.equal(Rounding(known).round_(tensor.detach().clone()), tensor.detach())
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from gradscale.formats import BF16, FP16
 from gradscale.torch.emulate.lists import EMBEDDINGS, LED_BY_FIRST, MASKS, OPENED, OPERANDS, PRODUCTS, TO_FLOAT32, WIDE
 from gradscale.torch.emulate.narrow import Narrow, is_rounded_here, share_memory
-from gradscale.torch.emulate.rounded import rounded, unchanged
+from gradscale.torch.emulate.rounded import round_grads, round_result, rounded
 from gradscale.torch.emulate.rounding import Rounding
 
 Function = Callable[..., Any]
@@ -43,7 +43,6 @@ class Mode(TorchFunctionMode):
         self._grads = grads
         self._follows = values.format in FOLLOWED
         self._narrow = Narrow()
-        self._grad_hook = partial(rounded, forward=grads, backward=grads)
 
     @torch.compiler.disable(reason=UNCOMPILED)
     def __torch_function__(
@@ -78,25 +77,16 @@ class Mode(TorchFunctionMode):
         """
         if not is_rounded_here(tensor):
             return tensor
-        return rounded(tensor, unchanged if tensor in self._narrow else self._values, self._grads)
+        if tensor in self._narrow:
+            return round_grads(tensor.view_as(tensor), self._grads)
+        return rounded(tensor, self._values, self._grads)
 
     def _leave(self, tensor: Tensor) -> Tensor:
         """Rounds a result in place, marks it as narrow, and returns it."""
-        self._round_in_place(tensor)
-        return self._narrow.mark(tensor) if is_rounded_here(tensor) else tensor
+        return self._narrow.mark(self._round_in_place(tensor)) if is_rounded_here(tensor) else tensor
 
     def _round_in_place(self, tensor: Tensor) -> Tensor:
-        """Rounds a result in place, and its gradient once that comes, and returns it.
-
-        The graph takes what is rounded for the function's own result. So a function that keeps its result for the
-        backward pass has kept the rounded one, as it would in FP16.
-        """
-        if is_rounded_here(tensor):
-            data = tensor.detach().data
-            data.copy_(self._values(data))
-            if tensor.requires_grad:
-                tensor.register_hook(self._grad_hook)
-        return tensor
+        return round_result(tensor, self._values, self._grads) if is_rounded_here(tensor) else tensor
 
     def _follow(self, name: str, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Returns what the function gives: rounded where autocast would leave it to FP16 or BF16.
@@ -132,8 +122,9 @@ def _each(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns the item with each of its tensors changed, in lists and tuples too."""
     if isinstance(item, Tensor):
         return change(item)
-    if type(item) in (list, tuple):
-        return type(item)(_each(part, change) for part in item)
+    if isinstance(item, list | tuple):
+        make = getattr(item, "_make", type(item))  # a named tuple takes its parts one by one
+        return make([_each(part, change) for part in item])
     return item
 
 

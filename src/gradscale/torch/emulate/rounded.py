@@ -1,47 +1,47 @@
-"""The step of the graph that rounds: values on the way forward, their gradient on the way back."""
+"""Rounds values in the graph: now, and their gradients when those come back.
 
-from collections.abc import Callable
-from typing import Any
+The graph is told nothing of it: the gradient of rounding is taken to be 1, as if it were a cast. A function that keeps
+its result for the backward pass has kept the rounded one, as it would in FP16. Gradients of gradients are rounded too.
+"""
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
-Round = Callable[[Tensor], Tensor]
+from gradscale.torch.emulate.rounding import Rounding
+
+ONE = torch.tensor(1.0, device="cpu")
 
 
-def rounded(values: Tensor, forward: Round, backward: Round) -> Tensor:
-    """Returns `values` rounded by `forward`; the gradient that comes back is rounded by `backward`.
+def round_result(tensor: Tensor, values: Rounding, grads: Rounding) -> Tensor:
+    """Rounds a function's new result in place, and returns it.
 
-    The gradient of rounding itself is taken to be 1, as if it were a cast. Gradients of gradients are rounded too.
+    Args:
+        tensor: the result. Nobody else may have it.
+        values: rounds it.
+        grads: rounds its gradient.
     """
-    if torch.is_grad_enabled() and values.requires_grad:
-        return _Rounded.apply(values, forward, backward)  # type: ignore[return-value]
-    return forward(values)
+    values.round_(tensor.data)
+    return round_grads(tensor, grads)
 
 
-def unchanged(values: Tensor) -> Tensor:
-    """Returns the values as they are: what `forward` is for values that have been rounded already."""
-    return values
+def rounded(tensor: Tensor, values: Rounding, grads: Rounding) -> Tensor:
+    """Returns a tensor rounded, and leaves it alone.
 
+    The copy is a product with 1, for which torch keeps a tensor. So a checkpoint that is computed again without
+    emulation keeps fewer than it did at first, which torch notices. It would silently be float32 otherwise.
 
-class _Rounded(torch.autograd.Function):
-    """Saves a tensor of no size. Recomputing a checkpoint without emulation saves none, which torch notices.
-
-    Without it the recomputed pass would silently be float32.
+    Args:
+        tensor: the original.
+        values: rounds it.
+        grads: rounds its gradient.
     """
+    return round_result(tensor * ONE, values, grads)
 
-    generate_vmap_rule = True
 
-    @staticmethod
-    def forward(values: Tensor, forward: Round, backward: Round) -> Tensor:
-        del backward
-        return forward(values)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Round, Round], output: Tensor) -> None:
-        ctx.round = inputs[2]
-        ctx.save_for_backward(output.new_empty(0))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return rounded(grads[0], ctx.round, ctx.round), None, None
+def round_grads(tensor: Tensor, grads: Rounding) -> Tensor:
+    """Has the gradient that comes back to a tensor rounded, and returns the tensor."""
+    if tensor.requires_grad:
+        tensor.register_hook(partial(rounded, values=grads, grads=grads))
+    return tensor

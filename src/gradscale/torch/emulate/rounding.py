@@ -34,24 +34,26 @@ class Rounding:
     saturate: bool = False
     draws: Draws | None = None
 
-    def __call__(self, values: Tensor) -> Tensor:
-        """Returns float32 values rounded, in float32. Does not wait for the device.
+    def round_(self, values: Tensor) -> Tensor:
+        """Rounds float32 values in place, and returns them. Does not wait for the device.
 
         >>> from gradscale import FP8_E4M3
-        >>> Rounding(FP8_E4M3)(torch.tensor([1e-3, 0.3, 1000.0])).tolist()
+        >>> Rounding(FP8_E4M3).round_(torch.tensor([1e-3, 0.3, 1000.0])).tolist()
         [0.001953125, 0.3125, nan]
-        >>> Rounding(FP8_E4M3, saturate=True)(torch.tensor([1000.0])).item()
+        >>> Rounding(FP8_E4M3, saturate=True).round_(torch.tensor([1000.0])).item()
         448.0
         """
         if self.format == FP32:
             return values
-        if self.saturate:
-            values = values.clamp(-self.format.max, self.format.max)
+        if self.saturate or not self.format.has_nan:
+            values.clamp_(-self.format.max, self.format.max)
         if self.draws is None and self.format in CASTS:
-            return values.to(CASTS[self.format]).float()
+            return values.copy_(values.to(CASTS[self.format]))
         step = _step(values, self.format)
-        steps = (values / step).round_() if self.draws is None else _stochastically(values / step, self.draws)
-        return _overflowed(steps.mul_(step), self.format)
+        values.div_(step)
+        values.round_() if self.draws is None else _round_stochastically_(values, self.draws)
+        values.mul_(step)
+        return values if self.saturate and self.format.has_nan else _put_overflow_(values, self.format)
 
 
 def _step(values: Tensor, format: Format) -> Tensor:
@@ -60,20 +62,21 @@ def _step(values: Tensor, format: Format) -> Tensor:
     return power.clamp_(format.smallest_normal, TOP_POWER).mul_(2.0**-format.mantissa_bits)
 
 
-def _stochastically(steps: Tensor, draws: Draws) -> Tensor:
-    """Returns each number as one of the two integers around it, the nearer the likelier, so that the mean is kept.
+def _round_stochastically_(steps: Tensor, draws: Draws) -> Tensor:
+    """Makes each number one of the two integers around it, the nearer the likelier, so that the mean is kept.
 
     The part after the point is exact, and is compared with a draw of 24 bits. So the mean is off by 2**-24 at most.
     """
     below = steps.floor()
     up = draws.like(steps) < steps - below
-    return below.add_(up).copysign_(steps)  # -0.0 and what became zero from below keep their sign
+    signed = below.add_(up).copysign_(steps)  # -0.0, and what became zero from below, keep their sign
+    return steps.copy_(signed)
 
 
-def _overflowed(values: Tensor, format: Format) -> Tensor:
+def _put_overflow_(values: Tensor, format: Format) -> Tensor:
     """Puts what the format has for overflow, and for NaN, into rounded values, and returns them."""
     if format.has_inf:
         return values.masked_fill_(values > format.max, math.inf).masked_fill_(values < -format.max, -math.inf)
     if format.has_nan:
         return values.masked_fill_(values.abs() > format.max, math.nan)
-    return values.clamp_(-format.max, format.max).masked_fill_(values.isnan(), -0.0)  # as its type has it
+    return values.masked_fill_(values.isnan(), -0.0)  # as its type has it
