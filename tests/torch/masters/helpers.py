@@ -42,6 +42,14 @@ def give(model: nn.Module, step: int = 0, scale: float = 1.0) -> None:
         parameter.grad = (grad * scale).to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
 
 
+def first(model: nn.Module) -> nn.Parameter:
+    return next(iter(model.parameters()))
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
 def values_of(optimizer: MasterWeights) -> list[Tensor]:
     return [value.detach().clone() for _, value in optimizer.masters()]
 

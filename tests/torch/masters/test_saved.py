@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 from tests.torch.helpers import same, weights
-from tests.torch.masters.helpers import INSIDE, KINDS, NARROW, everything, give, half_model, values_of, wrapped
+from tests.torch.masters.helpers import (
+    INSIDE,
+    KINDS,
+    NARROW,
+    everything,
+    first,
+    give,
+    gradients_of,
+    half_model,
+    values_of,
+    wrapped,
+)
 from torch import nn
 
 from gradscale.torch import MasterWeights
@@ -68,7 +79,6 @@ def test_a_plain_optimizers_state_is_loaded_and_masters_are_made_of_the_weights(
     model = half_model()
     plain = INSIDE["adamw fused"](model.parameters())
     train(model, plain, range(3))
-    optimizer = wrapped(half_model(), kind)
     optimizer = wrapped(model, kind)
     optimizer.load_state_dict(
         {**plain.state_dict(), "param_groups": [{**plain.state_dict()["param_groups"][0], "lr": 0.5}]}
@@ -136,11 +146,11 @@ def test_weights_that_somebody_has_written_are_taken_over(kind: Kind) -> None:
     optimizer = wrapped(model, kind)
     train(model, optimizer, range(3))
     with torch.no_grad():
-        model[0].weight.fill_(0.25)
+        first(model).fill_(0.25)
     assert values_of(optimizer)[0].unique().tolist() == [0.25]
-    model[0].weight.data = torch.full_like(model[0].weight, 0.5)
+    first(model).data = torch.full_like(first(model), 0.5)
     assert values_of(optimizer)[0].unique().tolist() == [0.5]
-    model[0].weight.data.fill_(0.125)  # torch does not count this one
+    first(model).data.fill_(0.125)  # torch does not count this one
     optimizer.sync_from_model()
     assert values_of(optimizer)[0].unique().tolist() == [0.125]
     give(model, 3)
@@ -182,7 +192,7 @@ def test_a_copy_accumulates_in_float32_if_the_original_did() -> None:
     model = half_model()
     twin, other = copy.deepcopy((model, wrapped(model, grad_fp32=True)))
     twin(torch.ones(1, 4).half()).sum().backward()
-    assert {parameter.grad.dtype for parameter in twin.parameters()} == {torch.float32}
+    assert {grad.dtype for grad in gradients_of(twin)} == {torch.float32}
     other.step()
 
 

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 from tests.torch.helpers import INF, NAN, loss_of, poison, same, small_model, weights
-from tests.torch.masters.helpers import EXACT, INSIDE, KINDS, NARROW, everything, give, half_model, values_of, wrapped
+from tests.torch.masters.helpers import (
+    EXACT,
+    INSIDE,
+    KINDS,
+    NARROW,
+    everything,
+    give,
+    gradients_of,
+    half_model,
+    values_of,
+    wrapped,
+)
 from torch import Tensor, nn
 
 from gradscale import Dynamic, NoScaling, Static
@@ -113,10 +124,10 @@ def test_clipping_is_what_it_is_for_float32_parameters(kind: Kind, inside: str, 
         assert torch.equal(*norms)
         assert norms[0] > 0.01
     # Gradients of an optimizer that is not fused are multiplied there and divided here: one rounding apart.
-    bounds = {"rtol": 0.0, "atol": 0.0} if "fused" in inside else {"rtol": 2.0**-22, "atol": 2.0**-28}
+    rtol, atol = (0.0, 0.0) if "fused" in inside else (2.0**-22, 2.0**-28)
     for value, expected in zip(values_of(optimizer), weights(twin), strict=True):
         exact = expected.abs() >= 2.0**-17
-        torch.testing.assert_close(value[exact], expected[exact], **bounds)
+        torch.testing.assert_close(value[exact], expected[exact], rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -217,9 +228,9 @@ def test_the_order_of_torch_works_with_float32_gradients(kind: type[torch.amp.Gr
     optimizer = wrapped(model, grad_fp32=True)
     scaler = kind("cpu", init_scale=SCALE)
     scaler.scale(loss_of_half(model)).backward()
-    scaled = [parameter.grad.clone() for parameter in model.parameters()]
+    scaled = [grad.clone() for grad in gradients_of(model)]
     scaler.unscale_(optimizer)
-    assert same([parameter.grad * SCALE for parameter in model.parameters()], scaled)
+    assert same([grad * SCALE for grad in gradients_of(model)], scaled)
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     before = weights(model)
     scaler.step(optimizer)

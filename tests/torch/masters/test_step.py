@@ -6,7 +6,18 @@ from typing import Any
 import pytest
 import torch
 from tests.torch.helpers import same, small_model, weights
-from tests.torch.masters.helpers import EXACT, INSIDE, KINDS, NARROW, everything, give, half_model, values_of, wrapped
+from tests.torch.masters.helpers import (
+    EXACT,
+    INSIDE,
+    KINDS,
+    NARROW,
+    everything,
+    first,
+    give,
+    half_model,
+    values_of,
+    wrapped,
+)
 from torch import Tensor, nn
 
 from gradscale.torch import MasterWeights
@@ -110,7 +121,7 @@ def test_parameters_without_gradients_are_left_alone() -> None:
     optimizer = wrapped(model)
     before = weights(model)
     give(model)
-    model[0].weight.grad = None
+    first(model).grad = None
     optimizer.step()
     after = weights(model)
     assert torch.equal(after[0], before[0])
@@ -185,7 +196,7 @@ def test_sparse_gradients_stay_sparse() -> None:
 
 def test_channels_last_weights_are_updated_in_their_own_layout() -> None:
     plain = nn.Conv2d(3, 4, 3).half()
-    other = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    other = copy.deepcopy(plain).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for convolution in (plain, other):
         optimizer = wrapped(convolution)
         for parameter in convolution.parameters():

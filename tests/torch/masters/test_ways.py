@@ -189,8 +189,9 @@ def test_stochastic_rounding_is_right_on_average(dtype: torch.dtype, value: floa
 @pytest.mark.parametrize("dtype", NARROW)
 def test_stochastic_rounding_beyond_the_largest_number_is_to_nearest(dtype: torch.dtype) -> None:
     largest = torch.tensor(torch.finfo(dtype).max)
-    bits = largest.view(torch.int32) + torch.tensor([0, 1, 1000])
-    value = torch.cat([bits.view(torch.float32), torch.tensor([torch.inf, -torch.inf, torch.nan])])
+    below_half_a_unit = torch.full((1_000,), 4_000, dtype=torch.int32)
+    beyond = (largest.view(torch.int32) + below_half_a_unit).view(torch.float32)
+    value = torch.cat([beyond, -beyond, torch.tensor([torch.inf, -torch.inf, torch.nan])])
     rounded, _, _ = there_and_back(Stochastic(0), value, dtype)
     assert torch.equal(rounded.nan_to_num(7.0), value.to(dtype).nan_to_num(7.0))
 
