@@ -47,6 +47,13 @@ def test_operators_count_as_the_functions_they_call() -> None:
     assert {result.dtype for result in results} == {FP16}
 
 
+@pytest.mark.parametrize("listed", [Tensor.__matmul__, Tensor.__rmatmul__, torch.matmul])
+def test_an_operator_may_be_listed_itself(listed: Any) -> None:
+    with casts(half=[listed]):
+        assert (x() @ x()).dtype == FP16
+        assert torch.matmul(x(), x()).dtype == FP16
+
+
 def test_operators_of_torch_ops_count_with_and_without_their_overload() -> None:
     with casts(half=[torch.ops.aten.relu], float=[torch.ops.aten.add.Tensor]):
         assert torch.ops.aten.relu(x()).dtype == FP16
@@ -168,6 +175,12 @@ def test_the_inner_context_decides_and_the_outer_one_holds_again_after_it() -> N
             assert torch.tanh(x()).dtype == FP16
         assert torch.relu(x()).dtype == FP16
         assert types_of(x()) == [FP16]
+
+
+def test_only_one_of_several_contexts_casts_a_call() -> None:
+    again = casts(half=[torch.relu])
+    with autocast(BF16), casts(half=[torch.relu]), again, again:
+        assert torch.relu(x()).dtype == BF16
 
 
 def test_a_context_can_be_entered_again_also_inside_itself() -> None:

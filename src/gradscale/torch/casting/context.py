@@ -20,8 +20,12 @@ from gradscale.torch.casting.stand_in import StandIn, original, stand_in_for
 class casts(TorchFunctionMode, ContextDecorator):
     """Runs the listed functions in the precision they are listed under, and refuses unsafe ones in half precision.
 
-        with torch.autocast("cuda", dtype=torch.float16), casts(float=[torch.cumsum], half=[library.attention]):
-            loss = loss_fn(model(x), y)
+    >>> x = torch.full((4,), 300.0, dtype=torch.float16)
+    >>> x.square()
+    tensor([inf, inf, inf, inf], dtype=torch.float16)
+    >>> with casts(float=[torch.square]):
+    ...     x.square()
+    tensor([90000., 90000., 90000., 90000.])
 
     Also a decorator. Floating-point tensors in the arguments are cast, in nested lists, tuples and dicts too; gradients
     come back in the types that the arguments had. A function is the object that is called: one of torch's, which counts
@@ -66,8 +70,8 @@ class casts(TorchFunctionMode, ContextDecorator):
             self._list("banned", [function], Ban(reason))
 
     def __enter__(self) -> "casts":
-        owner, outer = rules.current()
-        rules.enter(self, self._over(bans() if owner is None else outer))
+        outer = rules.current()
+        rules.enter(self._over(bans() if outer is None else outer))
         for stand_in in self._stand_ins:
             stand_in.take()
         return super().__enter__()
@@ -79,7 +83,7 @@ class casts(TorchFunctionMode, ContextDecorator):
         rules.leave()
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Returns what a function of torch's makes of its arguments. Only the innermost context casts them.
+        """Returns what a function of torch's makes of its arguments, cast.
 
         Args:
             func: what was called.
@@ -87,10 +91,14 @@ class casts(TorchFunctionMode, ContextDecorator):
             args: with these.
             kwargs: and these.
         """
-        owner, held = rules.current()
-        rule = held.get(func) if owner is self else None
-        kwargs = kwargs or {}
-        return func(*args, **kwargs) if rule is None else rule.run(func, args, kwargs, op=True)
+        rule, kwargs = rules.rule_for(func), kwargs or {}
+        if rule is None:
+            return func(*args, **kwargs)
+        rules.enter({})  # torch asks the outer contexts next, and they must leave it at that
+        try:
+            return rule.run(func, args, kwargs, op=True)
+        finally:
+            rules.leave()
 
     def _list(self, parameter: str, functions: Iterable[Function], rule: Rule) -> None:
         for function in map(original, functions):

@@ -26,25 +26,30 @@ Rules = dict[Function, Rule]
 
 
 class _Active(threading.local):
-    """The contexts that this thread is in, innermost last, each with all rules that hold there."""
+    """The rules of the contexts that this thread is in, innermost last: all that hold there, not only its own."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[object, Rules]] = []
+        self.stack: list[Rules] = []
 
 
 _ACTIVE = _Active()
 
 
-def enter(owner: object, rules: Rules) -> None:
+def current() -> Rules | None:
+    """Returns the rules that hold in this thread; None outside of every context."""
+    return _ACTIVE.stack[-1] if _ACTIVE.stack else None
+
+
+def rule_for(function: Function) -> Rule | None:
+    """Returns the rule that holds for a function in this thread."""
+    return _ACTIVE.stack[-1].get(function) if _ACTIVE.stack else None
+
+
+def enter(rules: Rules) -> None:
     """Lets `rules`, and no others, hold in this thread."""
-    _ACTIVE.stack.append((owner, rules))
+    _ACTIVE.stack.append(rules)
 
 
 def leave() -> None:
     """Lets the rules hold again that did before."""
     _ACTIVE.stack.pop()
-
-
-def current() -> tuple[object | None, Rules]:
-    """Returns the innermost context that this thread is in, if any, and all rules that hold there."""
-    return _ACTIVE.stack[-1] if _ACTIVE.stack else (None, {})

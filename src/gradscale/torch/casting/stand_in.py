@@ -8,7 +8,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from gradscale.torch.casting.names import Function
-from gradscale.torch.casting.rules import current
+from gradscale.torch.casting.rules import rule_for
 
 
 class Place(NamedTuple):
@@ -36,7 +36,7 @@ class StandIn:
     def __init__(self, function: FunctionType) -> None:
         @wraps(function)
         def stand_in(*args: Any, **kwargs: Any) -> Any:
-            rule = current()[1].get(function)
+            rule = rule_for(function)
             return function(*args, **kwargs) if rule is None else rule.run(function, args, kwargs, op=False)
 
         _ORIGINALS[stand_in] = function
@@ -57,9 +57,8 @@ class StandIn:
     def take(self) -> None:
         with _LOCK:
             self._wanted += 1
-            if self._wanted == 1:
-                for place, found in self._places:
-                    place.put(staticmethod(self._stand_in) if isinstance(found, staticmethod) else self._stand_in)
+            for place, found in self._places:
+                place.put(staticmethod(self._stand_in) if isinstance(found, staticmethod) else self._stand_in)
 
     def leave(self) -> None:
         with _LOCK:
