@@ -16,7 +16,8 @@ class Gradients:
     Attributes:
         parameters: who owns the gradients.
         grads: the gradients themselves.
-        values: the dense tensors that hold the numbers: the gradients again, but the values of a sparse one.
+        values: the dense tensors that hold the numbers: the gradients again, but the values of a sparse one, and of a
+            distributed one the part that this rank holds.
         optimizers: those that hold the parameters.
     """
 
@@ -47,7 +48,7 @@ def collect(optimizers: Sequence[Optimizer]) -> Gradients:
     grads = [grad for grad in found if grad is not None]
     if len(grads) < len(found):
         parameters = [parameter for parameter, grad in zip(parameters, found, strict=True) if grad is not None]
-    if not [grad for grad in grads if grad.layout is not torch.strided]:
+    if set(map(type, grads)) <= {Tensor} and not [grad for grad in grads if grad.layout is not torch.strided]:
         return Gradients(parameters, grads, grads, optimizers)
     values = [values_of(parameter, grad) for parameter, grad in zip(parameters, grads, strict=True)]
     return Gradients(parameters, [parameter.grad for parameter in parameters], values, optimizers)  # type: ignore[misc]
@@ -77,9 +78,9 @@ def keeps_masters(optimizer: Optimizer) -> bool:
 
 
 def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
-    """Returns the dense tensor that holds the numbers of `parameter.grad`. A sparse one is coalesced in place."""
+    """Returns the dense tensor that holds the numbers of `parameter.grad` here. A sparse one is coalesced in place."""
     if grad.layout is torch.strided:
-        return grad
+        return grad.to_local() if hasattr(grad, "to_local") else grad  # type: ignore[attr-defined]
     if grad.layout is not torch.sparse_coo:
         return grad.values()
     if not grad.is_coalesced():

@@ -17,6 +17,7 @@ from gradscale.torch.letter import on_host
 from gradscale.torch.measure import Measured, all_finite, measure, share_above
 from gradscale.torch.result import StepResult
 from gradscale.torch.rule import Rule
+from gradscale.torch.shards import joined
 from gradscale.torch.window import Window
 
 Optimizer = torch.optim.Optimizer
@@ -131,6 +132,7 @@ def look(
         measured = divide_and_check(values, unit)
     elif sizes:
         measured = measure(values, unit.device, norm=norm, half=grows and in_half)
+        measured = measured if values is gradients.grads else joined(measured, gradients.grads, norm=norm)
     else:
         measured = measure_if_overflowed(values, unit, divided=grows, half=in_half)
     total, divisor, overflowed = leaf(measured.total), leaf(unit), leaf(window.overflowed)
