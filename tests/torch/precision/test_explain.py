@@ -10,7 +10,7 @@ from tests.torch.precision.models import Net, loss_of
 from torch import Tensor, nn
 
 from gradscale import NoScaling, Static
-from gradscale.torch import O1, O2, Explanation, GradScaler, LossScaler, MasterWeights, explain, prepare
+from gradscale.torch import O1, O2, Explanation, GradScaler, LossScaler, MasterWeights, Precision, explain, prepare
 from gradscale.torch.runs import FOLLOWS, parts
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -43,9 +43,11 @@ def test_modules_are_told_with_their_dtypes(precision: str, weights: str, half: 
     assert runs(explanation)["body.1"] == norm
 
 
-def test_kept_modules_run_in_float32() -> None:
-    for precision in (O1, O2):
-        assert runs(explained(replace(precision, keep_fp32=("head",))))["head"] == "float32"
+@pytest.mark.parametrize("precision", [O1, O2])
+def test_kept_modules_run_in_float32_with_all_inside_them(precision: Precision) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.PReLU()), nn.Linear(4, 4))
+    found = runs(explained(replace(precision, keep_fp32=("0",)), model))
+    assert found == {"0": "float32", "0.0": "float32", "0.1": "float32", "1": "float16"}
 
 
 def test_buffers_are_told_of() -> None:
@@ -63,30 +65,31 @@ def test_modules_that_are_alike_share_a_row() -> None:
     ]
 
 
-AUTOCAST: list[tuple[nn.Module, tuple[Any, ...]]] = [
-    (nn.Linear(8, 8), (torch.randn(2, 8),)),
-    (nn.Conv1d(8, 8, 1), (torch.randn(2, 8, 3),)),
-    (nn.ConvTranspose2d(2, 2, 1), (torch.randn(2, 2, 3, 3),)),
-    (nn.MultiheadAttention(8, 2), (torch.randn(3, 2, 8),) * 3),
-    (nn.PReLU(), (torch.randn(2, 8),)),
-    (nn.Embedding(4, 8), (torch.arange(4),)),
-    (nn.BatchNorm1d(8), (torch.randn(2, 8),)),
-    (nn.LayerNorm(8), (torch.randn(2, 8),)),
-    (nn.GroupNorm(2, 8), (torch.randn(2, 8),)),
-    (nn.LSTMCell(8, 8), (torch.randn(2, 8),)),
-    (nn.Bilinear(2, 2, 2), (torch.randn(2, 2), torch.randn(2, 2))),
+AUTOCAST: list[tuple[nn.Module, tuple[Any, ...], str]] = [
+    (nn.Linear(8, 8), (torch.randn(2, 8),), "float16"),
+    (nn.Conv1d(8, 8, 1), (torch.randn(2, 8, 3),), "float16"),
+    (nn.ConvTranspose2d(2, 2, 1), (torch.randn(2, 2, 3, 3),), "float16"),
+    (nn.MultiheadAttention(8, 2), (torch.randn(3, 2, 8),) * 3, "float16"),
+    (nn.PReLU(), (torch.randn(2, 8),), "float16"),
+    (nn.Embedding(4, 8), (torch.arange(4),), "float32"),
+    (nn.BatchNorm1d(8), (torch.randn(2, 8),), FOLLOWS),
+    (nn.LayerNorm(8), (torch.randn(2, 8),), FOLLOWS),
+    (nn.GroupNorm(2, 8), (torch.randn(2, 8),), FOLLOWS),
+    (nn.LSTMCell(8, 8), (torch.randn(2, 8),), FOLLOWS),
+    (nn.Bilinear(2, 2, 2), (torch.randn(2, 2), torch.randn(2, 2)), FOLLOWS),
 ]
 
 
-@pytest.mark.parametrize(("module", "inputs"), AUTOCAST, ids=lambda value: type(value).__name__)
-def test_what_is_told_of_autocast_is_what_it_does_on_this_device(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize(("module", "inputs", "told"), AUTOCAST, ids=lambda value: type(value).__name__)
+def test_what_is_told_of_autocast_is_what_it_does_on_a_cpu(
+    module: nn.Module, inputs: tuple[Any, ...], told: str
+) -> None:
     with torch.autocast("cpu", dtype=HALF):
-        told = next(part.runs for part in parts(module))
+        assert next(part.runs for part in parts(module)) == told
         found = module(*inputs)
     while isinstance(found, tuple):
         found = found[0]
     assert found.dtype is (HALF if told == "float16" else FLOAT)
-    assert told in ("float16", "float32", FOLLOWS)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gradscale import NoScaling, Static
 from gradscale.predictive import Headroom
 from gradscale.torch import O0, O1, O2, O3, MasterWeights, Precision, prepare
+from gradscale.torch.border import border_of
 from gradscale.torch.precision import LEVELS
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
@@ -134,6 +135,37 @@ def test_a_kept_module_gets_float32_and_gives_half_amid_half_weights() -> None:
     assert dtypes(model) == {"0": {HALF}, "1": {FLOAT}, "2": {HALF}}
 
 
+def test_nothing_is_rounded_inside_a_kept_module() -> None:
+    part = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    x = torch.randn(3, 4).half().float()
+    exact = part(x)
+    model, _, _ = prepared(replace(O2, keep_fp32=("0*",)), nn.Sequential(part, nn.Linear(4, 2)))
+    assert torch.equal(model[0](x), exact.half())
+
+
+def test_a_module_with_two_names_is_kept_by_either() -> None:
+    shared = nn.Linear(4, 4)
+    for name in ("first", "second"):
+        model = nn.ModuleDict({"first": shared, "second": shared, "third": nn.Linear(4, 4)})
+        model, _, _ = prepared(replace(O2, keep_fp32=(name,)), copy.deepcopy(model))
+        assert dtypes(model) == {"first": {FLOAT}, "third": {HALF}}
+
+
+def test_batch_norm_needs_no_border_and_float32_models_none_at_all_inside() -> None:
+    model, _, _ = prepared(O2)
+    assert [border_of(model.get_submodule(name)) is None for name in NORMS] == [True, True, False, False, False]
+    model, _, _ = prepared(O0)
+    assert [name for name, part in model.named_modules() if border_of(part) is not None] == [""]
+
+
+def test_only_float32_becomes_half() -> None:
+    model = small_model()
+    model.register_buffer("table", torch.ones(2, dtype=torch.float64))
+    model, _, _ = prepared(O2, model)
+    assert model.table.dtype is torch.float64
+    assert model[0].weight.dtype is HALF
+
+
 def test_a_type_that_matches_nothing_is_no_mistake() -> None:
     prepared(replace(O2, keep_fp32=(nn.LSTM,)))
 
@@ -171,13 +203,22 @@ def test_what_shares_a_weight_with_a_kept_module_is_kept_too() -> None:
     assert model(torch.arange(10)).dtype is FLOAT
 
 
+def test_shared_weights_are_followed_from_module_to_module() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model[1].weight = model[0].weight
+    model[2].bias = model[1].bias
+    model, _, _ = prepared(replace(O2, keep_fp32=("0",)), model)
+    assert dtypes(model) == {"0": {FLOAT}, "1": {FLOAT}, "2": {FLOAT}, "3": {HALF}}
+    assert model(torch.randn(2, 4)).isfinite().all()
+
+
 def test_weights_shared_by_two_models_stay_float32_in_both() -> None:
     one, other = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    other[0].weight = one[0].weight
-    optimizer = torch.optim.SGD([*one.parameters(), other[0].get_parameter("bias"), *other[1].parameters()])
+    other[1].weight = one[0].weight
+    optimizer = torch.optim.SGD([*one.parameters(), *other[0].parameters(), other[1].get_parameter("bias")])
     prepare([one, other], optimizer, replace(O2, keep_fp32=("1",)))
     assert dtypes(other) == {"0": {HALF}, "1": {FLOAT}}
-    assert one[0].weight is other[0].weight
+    assert dtypes(one) == {"0": {FLOAT}}
 
 
 def test_frozen_parameters_become_half_and_stay_frozen() -> None:
