@@ -82,7 +82,7 @@ def test_a_model_that_is_prepared_can_be_sharded_and_its_optimizer_built_then() 
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model, nothing, scaler = prepare(small_model(), None, "bf16")
+    model, nothing, scaler = prepare(small_model(), None, "O1")
     assert nothing is None
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     optimizer = SGD(model.parameters(), lr=0.1)
