@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 CAST = (torch.float32, torch.float16, torch.bfloat16)
 """What is cast into one another. Integers, float64 and complex numbers mean something by being what they are."""
@@ -109,36 +109,44 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
     """Returns `value` with every float32, FP16 or BF16 tensor in it in `dtype`; None casts nothing.
 
     Goes into tuples, lists, dicts, named tuples, dataclasses, packed sequences and whatever is registered as a pytree.
-    No container is written to: where something in it is cast, a copy comes back.
+    No container is written to: where something in it is cast, a copy comes back. Elsewhere it is the same object, for
+    a model may be meant to write to it, as to a cache of keys and values.
     """
     if dtype is None:
         return value
     if isinstance(value, Tensor):
         return value.to(dtype) if value.dtype in CAST else value
-    # These are nearly all there are, and far quicker than the general way below.
+    # Nearly all containers are one of these, and pytrees are far slower.
     if type(value) is tuple or type(value) is list:
-        return type(value)([cast(item, dtype) for item in value])
+        items = [cast(item, dtype) for item in value]
+        return value if _same(items, value) else type(value)(items)
     if type(value) is dict:
-        return {key: cast(item, dtype) for key, item in value.items()}
+        entries = {key: cast(item, dtype) for key, item in value.items()}
+        return value if _same(entries.values(), value.values()) else entries
     return _cast_rare(value, dtype)
 
 
 def _cast_rare(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, PackedSequence):
         return value._replace(data=cast(value.data, dtype))
+    items, tree = tree_flatten(value, is_leaf=lambda item: item is not value)
+    if not tree.is_leaf():
+        new = [cast(item, dtype) for item in items]
+        return value if _same(new, items) else tree_unflatten(new, tree)
     if isinstance(value, Mapping):
         return _changed(value, value, dtype, lambda made, key, item: made.__setitem__(key, item))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return _changed(value, fields, dtype, object.__setattr__)
-    # One level down, or nowhere if there is none.
-    return tree_map(
-        lambda item: item if item is value else cast(item, dtype), value, is_leaf=lambda item: item is not value
-    )
+    return value
+
+
+def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    return all(one is other for one, other in zip(new, old, strict=True))
 
 
 def _changed(whole: Any, items: Mapping[Any, Any], dtype: torch.dtype, put: Callable[[Any, Any, Any], None]) -> Any:
-    """Returns a copy of `whole` with what had to be cast in `items` put in its place.
+    """Returns `whole`, or a copy of it with what had to be cast in `items` put in its place.
 
     A copy and not a new one: its constructor may check or compute, and frozen dataclasses are written to all the same.
     """

@@ -89,11 +89,37 @@ def test_what_is_no_tensor_is_left_alone(value: Any) -> None:
     assert cast((value,), HALF)[0] is value
 
 
-def test_what_needs_no_cast_is_the_same_object() -> None:
-    for value in (one(), Frozen(one()), Record(k=one())):
-        assert cast(value, torch.float32) is value
-    nested = {"a": one()}
-    assert cast(nested, None) is nested
+@pytest.mark.parametrize(
+    "value",
+    [
+        one(),
+        [one(), [one()]],
+        (one(), 3),
+        {"a": {"b": one()}},
+        OrderedDict(k=[one()]),
+        deque([one()]),
+        Pair(one(), [one()]),
+        Frozen(one()),
+        Record(k=one()),
+        torch.Size([2]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_needs_no_cast_is_the_same_object(value: Any) -> None:
+    assert cast(value, torch.float32) is value
+    assert cast(value, None) is value
+
+
+def test_a_model_can_write_to_a_container_it_is_given() -> None:
+    class Remembers(nn.Module):
+        def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+            cache.append(x)
+            return x
+
+    module, cache = Remembers(), [torch.ones(1, dtype=HALF)]
+    set_border(module, Border(HALF, None, torch.float32))
+    module(one(), cache)
+    assert [tensor.dtype for tensor in cache] == [HALF, HALF]
 
 
 def test_casting_a_dataclass_does_not_build_it_again() -> None:
