@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from gradscale.cli.demo import demo
-from gradscale.demo import WAYS, Run, load_demo
+from gradscale.demo import FP8_WAYS, WAYS, Run, load_demo
 from gradscale.demo.digits import load_digits
 from gradscale.histogram import best_static_scale, overflow_share
 
@@ -88,19 +88,22 @@ def test_the_second_heads_gradient_is_too_small_for_fp16() -> None:
     assert AHEAD_WEIGHT / (LENGTH * SEQUENCES) < FP16.smallest_subnormal / 2
 
 
-def test_the_four_ways_are_run_in_order(runs: dict[str, list[Run]]) -> None:
+def test_the_six_ways_are_run_in_order(runs: dict[str, list[Run]]) -> None:
     assert tuple(runs) == tuple(load_demo("torch").steps) == MODELS
     for model in MODELS:
-        assert tuple(run.way for run in runs[model]) == WAYS
+        assert tuple(run.way for run in runs[model]) == WAYS + FP8_WAYS
         assert all(len(run.losses) == len(run.scales) == STEPS for run in runs[model])
 
 
 def test_every_way_starts_from_the_same_weights_and_batches(runs: dict[str, list[Run]]) -> None:
     for model in MODELS:
-        full, *halves = (run.losses[0] for run in runs[model])
+        full, *narrow = (run.losses[0] for run in runs[model])
+        halves, eighths = narrow[:3], narrow[3:]
         assert halves == [halves[0]] * 3
-        assert full != halves[0]
+        assert eighths == [eighths[0]] * 2
+        assert len({full, halves[0], eighths[0]}) == 3
         assert full == pytest.approx(halves[0], rel=1e-3)
+        assert full == pytest.approx(eighths[0], rel=1e-2)
 
 
 def test_a_seed_gives_the_same_runs_again(runs: dict[str, list[Run]]) -> None:
@@ -129,7 +132,7 @@ def test_training_leaves_torchs_random_numbers_and_threads_alone(runs: dict[str,
 
 def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: dict[str, list[Run]]) -> None:
     for model in MODELS:
-        full, _, static, _ = runs[model]
+        full, _, static, *_ = runs[model]
         assert set(static.scales) == {best_static_scale(full.histogram)}
         assert overflow_share(full.histogram, scale=static.scales[0]) == 0.0
 
@@ -140,18 +143,21 @@ def test_the_histogram_holds_activations_too(runs: dict[str, list[Run]]) -> None
     assert histogram.nonzero + int(histogram.zeros) > 2 * parameters
 
 
-def test_only_unscaled_fp16_loses_gradients(runs: dict[str, list[Run]]) -> None:
+def test_only_unscaled_runs_lose_gradients(runs: dict[str, list[Run]]) -> None:
     for model, at_least in (("cnn", 0.4), ("gpt", 0.08)):
-        full, unscaled, static, dynamic = runs[model]
+        full, unscaled, static, dynamic, fp8_unscaled, fp8_dynamic = runs[model]
         assert set(full.lost) == {0.0}
         assert min(unscaled.lost) > at_least
         assert max(static.lost + dynamic.lost) < 0.01
+        assert min(fp8_unscaled.lost) > min(unscaled.lost)
+        assert max(fp8_dynamic.lost) < 0.1 * min(fp8_unscaled.lost)
 
 
 def test_every_step_is_told() -> None:
     told: list[tuple[str, str]] = []
+    ways = load_demo("torch").ways
     compare({"cnn": 2, "gpt": 1}, 0, lambda model, way: told.append((model, way)))
-    assert sorted(told) == sorted([("cnn", way) for way in WAYS] * 2 + [("gpt", way) for way in WAYS])
+    assert sorted(told) == sorted([("cnn", way) for way in ways] * 2 + [("gpt", way) for way in ways])
 
 
 def test_an_error_stops_the_other_runs() -> None:
@@ -212,17 +218,18 @@ def test_an_unknown_model_is_refused_with_the_known_ones(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_unscaled_fp16_fails_where_fp32_and_scaled_fp16_learn() -> None:
+def test_unscaled_fp16_and_fp8_fail_where_fp32_and_scaled_runs_learn() -> None:
     comparisons = compare(load_demo("torch").steps, 0, lambda model, way: None)
     cnn, gpt = (comparison.runs for comparison in comparisons)
 
     accuracy = [run.scores["accuracy"] for run in cnn]
-    assert accuracy[1] < 0.2
-    assert min(accuracy[0], *accuracy[2:]) > 0.8
+    assert max(accuracy[1], accuracy[4]) < 0.2
+    assert min(accuracy[0], *accuracy[2:4], accuracy[5]) > 0.8
     assert np.mean(cnn[1].lost) > 0.4
+    assert np.mean(cnn[4].lost) > 0.6
 
     perplexity = [run.scores["perplexity"] for run in gpt]
-    assert perplexity[1] > 0.9 * len(VOCABULARY)
-    assert max(perplexity[0], *perplexity[2:]) < 15
+    assert min(perplexity[1], perplexity[4]) > 0.9 * len(VOCABULARY)
+    assert max(perplexity[0], *perplexity[2:4], perplexity[5]) < 15
     main_head = [run.scores["main head"] for run in gpt]
     assert max(main_head) < 1.1 * min(main_head)  # nothing but the second head shows that something is wrong

@@ -45,7 +45,9 @@ def a_training_script(folder: Path) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("page", ["torch.md", "troubleshooting.md", "precision.md", "masters.md", "casts.md", "qat.md"])
+@pytest.mark.parametrize(
+    "page", ["torch.md", "troubleshooting.md", "precision.md", "masters.md", "casts.md", "emulate.md", "qat.md"]
+)
 def test_the_code_on_the_page_runs(page: str, tmp_path: Path) -> None:
     names = a_training_script(tmp_path)
     text = (DOCS / page).read_text()

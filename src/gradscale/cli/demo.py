@@ -1,4 +1,4 @@
-"""`gradscale demo`: trains small networks in FP16, with and without loss scaling."""
+"""`gradscale demo`: trains small networks in FP16 and FP8, with and without loss scaling."""
 
 import os
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gradscale.cli._border import console, fail, mistakes_told
-from gradscale.demo import FRAMEWORKS, WAYS, Comparison, Demo, load_demo
+from gradscale.demo import FRAMEWORKS, Comparison, Demo, load_demo
 from gradscale.demo.extra import MissingExtra, check_extra
 from gradscale.demo.plot import save_plot
 from gradscale.demo.table import make_table
@@ -31,12 +31,13 @@ def demo(
         "gradscale-demo.png"
     ),
 ) -> None:
-    """Train networks in FP16 with and without loss scaling; show a table and draw a picture.
+    """Train networks in FP16 and FP8 with and without loss scaling; show a table and draw a picture.
 
     With torch, a deep CNN reads digits, and a small GPT learns the next
     character of Python's own source code and, at a small weight, the one after.
     With numpy, an autoencoder redraws digits and, at a small weight, names them.
-    In FP16 small gradients become zero, and nothing tells. A scale brings them back.
+    Small gradients become zero, and nothing tells. A scale brings them back.
+    FP16 is the machine's own; FP8 is emulated, with torch only.
     """
     try:
         check_extra()
@@ -95,7 +96,7 @@ def _train(shown: Demo, plan: Mapping[str, int], seed: int) -> list[Comparison]:
         bars = {
             (model, way): progress.add_task(f"{model} {way}", total=steps, start=False)
             for model, steps in plan.items()
-            for way in WAYS
+            for way in shown.ways
         }
 
         def tick(model: str, way: str) -> None:

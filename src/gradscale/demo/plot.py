@@ -1,4 +1,4 @@
-"""The picture: the loss, the scale and what FP16 loses, over the steps of the runs."""
+"""The picture: the loss, the scale and what is lost to zero, over the steps of the runs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,6 +16,8 @@ STYLES = (
     {"color": "#d55e00", "linewidth": 2.0},
     {"color": "#0072b2", "linewidth": 3.0},
     {"color": "#009e73", "linewidth": 1.4},
+    {"color": "#e69f00", "linewidth": 2.0, "linestyle": "--"},
+    {"color": "#cc79a7", "linewidth": 2.0, "linestyle": "--"},
 )
 
 SMOOTHING = 0.9
@@ -48,7 +50,7 @@ def _decorate(axes: Any, draw: Callable[[Any, Comparison], None], comparison: Co
 
 def _draw_losses(axes: Any, comparison: Comparison) -> None:
     score = comparison.subject.scores[0]
-    for run, style in zip(comparison.runs, STYLES, strict=True):
+    for run, style in zip(comparison.runs, STYLES, strict=False):
         label = f"{run.way}: {score.name} {run.scores[score.name]:{score.spec}}"
         axes.plot(smoothed(run.losses), label=label, **style)
     axes.set_yscale("log")
@@ -57,7 +59,7 @@ def _draw_losses(axes: Any, comparison: Comparison) -> None:
 
 
 def _draw_scales(axes: Any, comparison: Comparison) -> None:
-    for run, style in zip(comparison.runs, STYLES, strict=True):
+    for run, style in zip(comparison.runs, STYLES, strict=False):
         axes.plot(run.scales, **style)
         skips = [run.scales[step] for step in run.skipped]
         axes.plot(run.skipped, skips, "x", color=style["color"], markersize=7, markeredgewidth=2)
@@ -68,7 +70,7 @@ def _draw_scales(axes: Any, comparison: Comparison) -> None:
 
 
 def _draw_lost(axes: Any, comparison: Comparison) -> None:
-    for run, style in zip(comparison.runs, STYLES, strict=True):
+    for run, style in zip(comparison.runs, STYLES, strict=False):
         axes.plot(run.sampled, [100 * share for share in run.lost], **style)
     axes.set_ylim(0, 100)
     axes.yaxis.set_major_formatter("{x:.0f}%")

@@ -8,10 +8,13 @@ import numpy as np
 from gradscale.histogram import EXPONENTS, ExponentHistogram
 
 WAYS = ("FP32", "FP16 unscaled", "FP16 static", "FP16 dynamic")
-"""The ways to train that are compared."""
+"""The ways to train that every framework compares."""
+
+FP8_WAYS = ("FP8 unscaled", "FP8 dynamic")
+"""Those that are compared where FP8 can be emulated."""
 
 SAMPLE_EVERY = 10
-"""Steps between two looks at what FP16 has lost: each costs a pass in FP32."""
+"""Steps between two looks at what a run has lost: each costs a pass in FP32."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Run:
         losses: the loss that is shown, at each step.
         scales: the scale at each step.
         sampled: the steps at which the next was sampled.
-        lost: share of the parameters' gradients that FP32 has and FP16 has lost to zero, at the same weights.
+        lost: share of the parameters' gradients that FP32 has and the run has lost to zero, at the same weights.
         histogram: exponents of the true gradients, of parameters and activations, at those steps.
         skipped: the steps that were skipped.
         scores: what was measured in the end, by name.
@@ -91,10 +94,12 @@ class Demo:
     """The demo of one framework.
 
     Attributes:
+        ways: the ways it compares, in order.
         steps: the models it can train, by short name, and how many steps each needs to learn.
         compare: trains the models that it is given, each for so many steps, with a seed; tells each step; returns a
             comparison for each model.
     """
 
+    ways: Sequence[str]
     steps: Mapping[str, int]
     compare: Callable[[Mapping[str, int], int, Tick], list[Comparison]]

@@ -45,4 +45,4 @@ def _compare_all(plan: Mapping[str, int], seed: int, tick: Tick) -> list[Compari
     return [Comparison(SUBJECT, list(runs))]
 
 
-DEMO = Demo(steps={SUBJECT.model: 800}, compare=_compare_all)
+DEMO = Demo(ways=WAYS, steps={SUBJECT.model: 800}, compare=_compare_all)

@@ -1,4 +1,4 @@
-"""The demo in PyTorch: real FP16 autocast, on a GPU or on the CPU."""
+"""The demo in PyTorch: real FP16 autocast and emulated FP8, on a GPU or on the CPU."""
 
 from gradscale.demo.torch.compare import DEMO, compare
 from gradscale.demo.torch.train import Way

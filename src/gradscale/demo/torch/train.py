@@ -1,7 +1,7 @@
 """The training loop: one way to train a model, and what became of it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from gradscale.demo.run import SAMPLE_EVERY, Run
 from gradscale.demo.torch.task import Task
+from gradscale.formats import FP8_E4M3, FP8_E5M2
 from gradscale.histogram import exponent_histogram
-from gradscale.torch import LossScaler
+from gradscale.torch import LossScaler, emulate
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,29 @@ class Way:
     Attributes:
         name: what the table and the plot call it.
         policy: the rule for the scale, or `"auto"`.
-        half: run the model under FP16 autocast.
+        block: makes what the model runs in, for a kind of device.
     """
 
     name: str
     policy: Any
-    half: bool
+    block: Callable[[str], AbstractContextManager[Any]]
+
+
+def in_fp32(device: str) -> AbstractContextManager[Any]:
+    """Returns a block that changes nothing."""
+    del device
+    return nullcontext()
+
+
+def in_fp16(device: str) -> AbstractContextManager[Any]:
+    """Returns a block of real FP16."""
+    return torch.autocast(device, dtype=torch.float16)
+
+
+def in_fp8(device: str) -> AbstractContextManager[Any]:
+    """Returns a block of emulated FP8, as it is trained in: E4M3 values that saturate, E5M2 gradients that overflow."""
+    del device
+    return emulate(FP8_E4M3, FP8_E5M2, saturate=True)
 
 
 def train(way: Way, task: Task, model: nn.Module, seed: int, steps: int, tick: Callable[[], None]) -> Run:
@@ -47,7 +65,7 @@ def train(way: Way, task: Task, model: nn.Module, seed: int, steps: int, tick: C
     device = next(model.parameters()).device.type
     for step in range(steps):
         batch = task.batch(generator)
-        with torch.autocast(device, dtype=torch.float16, enabled=way.half):
+        with way.block(device):
             losses = task.losses(model, batch)
         scaler.backward(losses.trained)
         if step % SAMPLE_EVERY == 0:
