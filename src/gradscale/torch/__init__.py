@@ -2,7 +2,8 @@
 
 from gradscale.torch.casting import casts, float_function, half_function, promote_function
 from gradscale.torch.emulate import emulate
-from gradscale.torch.explain import Explanation, explain
+from gradscale.torch.explain import explain
+from gradscale.torch.explanation import Explanation
 from gradscale.torch.grad_scaler import GradScaler
 from gradscale.torch.masters import MasterWeights
 from gradscale.torch.precision import O0, O1, O2, O3, Precision

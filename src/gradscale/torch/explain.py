@@ -4,8 +4,6 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from io import StringIO
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from gradscale.torch.advice import advice
 from gradscale.torch.checks import check_modules
+from gradscale.torch.explanation import Explanation, ModuleRow, OptimizerRow
 from gradscale.torch.gradients import parameters_of
 from gradscale.torch.masters import MasterWeights, bytes_per_parameter
 from gradscale.torch.precision import HALVES
@@ -20,79 +19,6 @@ from gradscale.torch.prepare_checks import as_optimizers
 from gradscale.torch.runs import Part, parts, short
 
 Optimizer = torch.optim.Optimizer
-
-WIDTH = 120
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleRow:
-    """Modules of a model that are alike.
-
-    Attributes:
-        name: the name; of several, the names with a star where they differ.
-        count: how many they are.
-        kind: their class.
-        weights: dtypes of their own weights; empty if they have none.
-        buffers: dtypes of their own buffers; empty if they have none.
-        runs: the dtype they compute in, or that of their input.
-        elements: how many elements their weights have together.
-    """
-
-    name: str
-    count: int
-    kind: str
-    weights: str
-    buffers: str
-    runs: str
-    elements: int
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerRow:
-    """What an optimizer holds, in bytes for each element that it trains.
-
-    Attributes:
-        kind: its class.
-        elements: how many elements it trains.
-        state: dtypes of its state; empty before its first step.
-        weight_bytes: bytes of the model's weights.
-        master_bytes: bytes kept beside half weights.
-        grad_bytes: bytes of the gradients.
-        state_bytes: bytes of the state.
-    """
-
-    kind: str
-    elements: int
-    state: str
-    weight_bytes: float
-    master_bytes: float
-    grad_bytes: float
-    state_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """What `explain` found. Printed, it is a table.
-
-    Attributes:
-        modules: what runs in which precision.
-        optimizers: what is stored for each element.
-        scaling: whether a scaler is needed, and why.
-        warnings: what is likely to be a mistake.
-    """
-
-    modules: tuple[ModuleRow, ...]
-    optimizers: tuple[OptimizerRow, ...]
-    scaling: str
-    warnings: tuple[str, ...]
-
-    def __str__(self) -> str:
-        """Returns tables of modules and optimizers, and what there is to say about scaling."""
-        tables = [_table(MODULE_COLUMNS, [_module_cells(row) for row in self.modules])]
-        if self.optimizers:
-            tables.append(_table(OPTIMIZER_COLUMNS, [_optimizer_cells(row) for row in self.optimizers]))
-        told = [f"Scaler: {self.scaling}", *(f"Warning: {warning}" for warning in self.warnings)]
-        return "\n".join([*tables, *told])
 
 
 def explain(
@@ -205,34 +131,3 @@ def _grad_bytes(parameter: Tensor) -> int:
     if not parameter.requires_grad:
         return 0
     return parameter.numel() * (parameter.grad_dtype or parameter.dtype).itemsize
-
-
-MODULE_COLUMNS = ("module", "class", "weights", "buffers", "runs in", "elements")
-OPTIMIZER_COLUMNS = ("optimizer", "state in", "elements", "weight", "master", "gradient", "state", "bytes in all")
-
-
-def _module_cells(row: ModuleRow) -> list[str]:
-    name = row.name or "(the model itself)"
-    shown = f"{name} ({row.count})" if row.count > 1 else name
-    return [shown, row.kind, row.weights, row.buffers, row.runs, f"{row.elements:,}"]
-
-
-def _optimizer_cells(row: OptimizerRow) -> list[str]:
-    held = [row.weight_bytes, row.master_bytes, row.grad_bytes, row.state_bytes]
-    state = row.state or "none before the first step"
-    return [row.kind, state, f"{row.elements:,}", *(f"{size:.3g}" for size in (*held, sum(held)))]
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    text = StringIO()
-    Console(file=text, width=WIDTH, highlight=False, markup=False, emoji=False, color_system=None).print(table)
-    return "\n".join(line.strip() for line in text.getvalue().strip().splitlines()) + "\n"
