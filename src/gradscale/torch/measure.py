@@ -124,7 +124,7 @@ def _norms(group: Alike) -> Tensor:
 def _norms_by_size(gradients: Sequence[Tensor], large: Sequence[bool]) -> Tensor:
     dotted = [is_large and grad.is_contiguous() for grad, is_large in zip(gradients, large, strict=True)]
     flat = [grad.view(-1) for grad, is_dotted in zip(gradients, dotted, strict=True) if is_dotted]
-    norms = torch.stack([_squared(grad) for grad in flat]).sqrt_() if flat else torch.zeros(0)
+    norms = torch.stack(_squared(flat)).sqrt_() if flat else torch.zeros(0)
     if len(flat) == len(gradients):
         return norms
     rest = [grad for grad, is_dotted in zip(gradients, dotted, strict=True) if not is_dotted]
@@ -132,13 +132,20 @@ def _norms_by_size(gradients: Sequence[Tensor], large: Sequence[bool]) -> Tensor
     return torch.stack([next(by_dot if is_dotted else together) for is_dotted in dotted])
 
 
-def _squared(grad: Tensor) -> Tensor:
-    """Returns the sum of squares of a flat gradient, in float32."""
-    if grad.dtype is torch.float32:
-        return torch.dot(grad, grad)
-    wide = torch.empty(min(grad.numel(), CAST_AT_ONCE), dtype=torch.float32, device=grad.device)
-    casts = (wide[: piece.numel()].copy_(piece) for piece in grad.split(CAST_AT_ONCE))
-    return torch.stack([torch.dot(cast, cast) for cast in casts]).sum()
+def _squared(flat: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the sum of squares of each flat gradient, all of one type, in float32."""
+    if flat[0].dtype is torch.float32:
+        return [torch.dot(grad, grad) for grad in flat]
+    most = min(CAST_AT_ONCE, max(grad.numel() for grad in flat))
+    room = torch.empty(most, dtype=torch.float32, device=flat[0].device)
+    return [_squared_in(room, grad) for grad in flat]
+
+
+def _squared_in(room: Tensor, grad: Tensor) -> Tensor:
+    """Returns the sum of squares of a flat 16-bit gradient, which is cast to float32 in `room`, piece by piece."""
+    casts = (room[: piece.numel()].copy_(piece) for piece in grad.split(room.numel()))
+    squares = [torch.dot(cast, cast) for cast in casts]
+    return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
 
 
 def _largest(group: Alike) -> Tensor:

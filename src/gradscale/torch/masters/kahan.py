@@ -37,9 +37,9 @@ class Kahan(Stateless):
             weight.copy_(value)
             wide = weight.float()
             # Nothing is lost that could come back once a weight is inf.
-            lost.copy_(torch.where(wide.isfinite(), value - wide, 0.0))
+            lost.copy_((value - wide).nan_to_num_(0.0, 0.0, 0.0))
             # Rounded up to half a unit of the weight, it would carry the weight to its neighbour when read.
-            carries = (wide + lost).to(weight.dtype) != weight
+            carries = wide.add_(lost).to(weight.dtype) != weight
             lost.view(torch.int16).sub_(carries.to(torch.int16))
 
     def adopt(self, weight: Tensor, kept: Tensor) -> None:

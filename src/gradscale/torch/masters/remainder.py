@@ -10,13 +10,16 @@ from gradscale.torch.masters.scratch import Scratch
 from gradscale.torch.masters.way import Stateless, refined
 
 TIE = 1 << 15
-"""The one remainder that an int16 cannot hold: a value midway between two weights, the even one nearer to zero."""
+"""The one remainder that an int16 cannot hold: a value midway between two weights, the even one below it."""
 
-NORMAL = 2.0**-14
-"""The smallest normal FP16 number. Below, FP16 numbers are 2**-24 apart."""
+EXPONENT = 0x7F80_0000
+"""The bits of a float32 that hold its exponent."""
 
-GRAIN = 2.0**-40
-"""The unit of the remainder of a subnormal FP16 weight: half of 2**-24 is then 2**15 of them."""
+SMALLEST = 111 << 23
+"""The exponent of 2**-16, as bits. FP16 weights below it have the units of one that is as large."""
+
+HALF_STEP = 2.0**-24
+"""What lies between two FP16 numbers wherever a remainder can be `TIE`."""
 
 
 class Remainder(Stateless):
@@ -24,8 +27,8 @@ class Remainder(Stateless):
 
     The weight is the value rounded to nearest. With BF16 every float32 value comes back bit for bit. With FP16 those
     with 2**-17 <= |value| < 65520 do; smaller ones come back within 2**-41, and larger ones are inf, as in the weight.
-    Of two weights that are equally near, the one farther from zero is taken. `.to(dtype)` takes the even one, and then
-    an even weight stands for one value more than 16 bits can tell apart.
+    Of two weights that are equally near, it may be the odd one, where `.to(dtype)` takes the even one: an even weight
+    would stand for one value more than 16 bits can tell apart.
     """
 
     kept_bytes: ClassVar[int] = 2
@@ -43,18 +46,14 @@ class Remainder(Stateless):
             if weight.dtype is torch.bfloat16:
                 value.view(torch.int32).add_(remainder)
             else:
-                _add_to_half(value, remainder)
+                value.add_(_unit(value).mul_(remainder))
         return values
 
     def write(self, values: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
         """Takes the values apart."""
         for value, weight, remainder in zip(values, weights, kept, strict=True):
-            rounded = value.to(weight.dtype)
-            lost = (_lost_by_bfloat16 if weight.dtype is torch.bfloat16 else _lost_by_half)(value, rounded)
-            # The next weight away from zero is as near, and the remainder fits: 2**15 wraps around to -2**15.
-            rounded.view(torch.int16).add_(lost == TIE)
-            remainder.copy_(lost)
-            weight.copy_(rounded)
+            weight.copy_(value)
+            (_lost_by_bfloat16 if weight.dtype is torch.bfloat16 else _lost_by_half)(value, weight, remainder)
 
     def adopt(self, weight: Tensor, kept: Tensor) -> None:
         """Forgets the remainders: it is not known which weights are still the same."""
@@ -66,23 +65,29 @@ class Remainder(Stateless):
         self.write([refined(weight, value)], [weight], [kept])
 
 
-def _add_to_half(value: Tensor, remainder: Tensor) -> None:
-    """Adds remainders to float32 values of FP16 weights: in float32's last places, or in `GRAIN` if subnormal."""
-    small = (value.abs() + remainder.float() * GRAIN).copysign_(value)
-    normal = value.abs() >= NORMAL
-    value.view(torch.int32).add_(remainder)
-    value.copy_(torch.where(normal, value, small))
+def _lost_by_bfloat16(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Notes how many float32 numbers lie between each value and its weight, in the order of their bits."""
+    lost = value.view(torch.int32) - weight.float().view(torch.int32)
+    # The next weight is as near, and the remainder fits: as an int16, 2**15 wraps around to -2**15.
+    weight.view(torch.int16).add_(_ties(lost))
+    remainder.copy_(lost)
 
 
-def _lost_by_bfloat16(value: Tensor, rounded: Tensor) -> Tensor:
-    """Returns how many float32 numbers lie between each value and what it was rounded to, as int32."""
-    return value.view(torch.int32) - rounded.float().view(torch.int32)
+def _lost_by_half(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Notes how far each value is from its weight, in units that go by the weight; 0 if that is inf or NaN."""
+    wide = weight.float()
+    lost = (value - wide).div_(_unit(wide)).round_().nan_to_num_(0.0, 0.0, 0.0)
+    ties = _ties(lost)
+    weight.copy_(wide.add_(ties, alpha=HALF_STEP))
+    remainder.copy_(lost.add_(ties, alpha=-2 * TIE))
 
 
-def _lost_by_half(value: Tensor, rounded: Tensor) -> Tensor:
-    """Returns the same for FP16, but in `GRAIN` where that is subnormal, and 0 where it is inf or NaN."""
-    wide = rounded.float()
-    units = value.view(torch.int32) - wide.view(torch.int32)
-    grains = ((value.abs() - wide.abs()) / GRAIN).round_().to(torch.int32)
-    lost = torch.where(wide.abs() >= NORMAL, units, grains)
-    return torch.where(wide.isfinite(), lost, 0)
+def _ties(lost: Tensor) -> Tensor:
+    """Returns 1 where a remainder is `TIE` and 0 elsewhere, in its own type. A comparison would be slow on the CPU."""
+    return (1 - (lost - TIE).abs_()).clamp_(min=0)
+
+
+def _unit(wide: Tensor) -> Tensor:
+    """Returns half of what lies between each number and the next float32: it lies below a power of two, too."""
+    bits = wide.view(torch.int32).bitwise_and(EXPONENT).clamp_(min=SMALLEST)
+    return bits.sub_(24 << 23).view(torch.float32)
