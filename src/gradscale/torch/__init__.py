@@ -1,7 +1,7 @@
 """Loss scaling for PyTorch."""
 
 from gradscale.torch.casting import casts, float_function, half_function, promote_function
-from gradscale.torch.emulate import emulate
+from gradscale.torch.emulation import emulate
 from gradscale.torch.explain import explain
 from gradscale.torch.explanation import Explanation
 from gradscale.torch.grad_scaler import GradScaler

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradscale.formats import BF16, FP8_E5M2, FP16, FP32, Format
-from gradscale.torch.emulate.draws import Draws
+from gradscale.torch.emulation.draws import Draws
 
 EXPONENT = 0x7F800000
 """The bits of a float32 that hold its exponent. Alone, they are the power of two at or below its magnitude."""

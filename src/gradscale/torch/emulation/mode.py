@@ -14,10 +14,19 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradscale.formats import BF16, FP16
-from gradscale.torch.emulate.lists import EMBEDDINGS, LED_BY_FIRST, MASKS, OPENED, OPERANDS, PRODUCTS, TO_FLOAT32, WIDE
-from gradscale.torch.emulate.narrow import Narrow, is_rounded_here, share_memory
-from gradscale.torch.emulate.rounded import round_grads, round_result, rounded
-from gradscale.torch.emulate.rounding import Rounding
+from gradscale.torch.emulation.lists import (
+    EMBEDDINGS,
+    LED_BY_FIRST,
+    MASKS,
+    OPENED,
+    OPERANDS,
+    PRODUCTS,
+    TO_FLOAT32,
+    WIDE,
+)
+from gradscale.torch.emulation.narrow import Narrow, is_rounded_here, share_memory
+from gradscale.torch.emulation.rounded import round_grads, round_result, rounded
+from gradscale.torch.emulation.rounding import Rounding
 
 Function = Callable[..., Any]
 

@@ -1,5 +1,5 @@
 """Training in any number format on any machine, with the rounding of that format and the kernels of float32."""
 
-from gradscale.torch.emulate.context import emulate
+from gradscale.torch.emulation.context import emulate
 
 __all__ = ["emulate"]

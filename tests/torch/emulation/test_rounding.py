@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradscale.formats import BF16, FORMATS, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format
-from gradscale.torch.emulate.draws import Draws
-from gradscale.torch.emulate.rounding import Rounding
+from gradscale.torch.emulation.draws import Draws
+from gradscale.torch.emulation.rounding import Rounding
 
 Array = np.ndarray[Any, Any]
 NARROW = [known for known in FORMATS if known is not FP32]

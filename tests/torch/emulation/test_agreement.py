@@ -4,11 +4,12 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from tests.torch.emulate.operations import LAYERS, PRODUCTS, SUMS, are_of, distance, steps_apart
+import torch.nn.functional as F
+from tests.torch.emulation.operations import LAYERS, PRODUCTS, SUMS, are_of, distance, steps_apart
 from torch import Tensor, nn
 
 from gradscale.demo.torch.gpt import GPT
-from gradscale.formats import BF16, FP16, Format
+from gradscale.formats import BF16, FP8_E4M3, FP16, Format
 from gradscale.torch import emulate
 
 DTYPES = {FP16: torch.float16, BF16: torch.bfloat16}
@@ -78,6 +79,17 @@ def test_a_model_makes_the_gradients_that_autocast_makes(name: str, known: Forma
     assert (
         max(distance(one, other) for one, other in zip(found, expected, strict=True)) < 10 * 2.0**-known.mantissa_bits
     )
+
+
+def test_attention_written_in_python_is_rounded_at_each_of_its_products() -> None:
+    attention, x = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 5, 16)
+    with emulate(FP8_E4M3):
+        found, _ = attention(x, x, x, need_weights=False)
+        joined = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
+        q, k, v = joined.unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        expected = attention.out_proj(mixed)
+    assert torch.equal(found, expected)
 
 
 def test_an_lstm_makes_the_gradients_that_autocast_makes() -> None:

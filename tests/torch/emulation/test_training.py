@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.torch.emulate.operations import are_of, distance
+from tests.torch.emulation.operations import are_of, distance
 from tests.torch.helpers import all_finite, batch, same, small_model, weights
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported

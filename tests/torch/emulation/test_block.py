@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.torch.emulate.operations import are_of
+from tests.torch.emulation.operations import are_of
 from torch import Tensor
 
 from gradscale.formats import BF16, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradscale.torch.emulate.rounding import Rounding
+from gradscale.torch.emulation.rounding import Rounding
 
 ONE = torch.tensor(1.0, device="cpu")
 

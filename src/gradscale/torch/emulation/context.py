@@ -6,11 +6,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from gradscale.formats import get_format
-from gradscale.torch.emulate.draws import Draws
-from gradscale.torch.emulate.rounding import Rounding
+from gradscale.torch.emulation.draws import Draws
+from gradscale.torch.emulation.rounding import Rounding
 
 if TYPE_CHECKING:
-    from gradscale.torch.emulate.mode import Mode
+    from gradscale.torch.emulation.mode import Mode
 
 RoundingName = Literal["nearest", "stochastic"]
 
@@ -76,7 +76,7 @@ class emulate(ContextDecorator):
         self._grads = Rounding(get_format(format if grad_format is None else grad_format), saturate_grads, draws)
 
     def __enter__(self) -> Self:
-        from gradscale.torch.emulate.mode import Mode
+        from gradscale.torch.emulation.mode import Mode
 
         mode = Mode(self._values, self._grads)
         if _open.modes:
