@@ -1,6 +1,7 @@
 """`gradscale precisions`: every precision is trained, with every seed, and shown."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -40,6 +41,14 @@ def test_the_table_has_a_row_for_each() -> None:
     assert told.exit_code == 0, told.output
     for name in ("FP32 (O0)", "O2, remainders", "O3", "FP8, emulated", "accuracy"):
         assert name in told.output
+
+
+def test_a_run_that_ends_in_nan_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    from gradscale.demo.torch.precisions import Outcome
+
+    clean, broken = Outcome(1.0, {"accuracy": 0.9}, 0), Outcome(float("nan"), {"accuracy": 0.1}, 9)
+    sys.modules["gradscale.cli.precisions"]._show("cnn", {"FP32 (O0)": [clean, clean], "O3": [broken, broken]})
+    assert "+nan ± nan" in capsys.readouterr().out
 
 
 def test_an_unknown_model_is_refused() -> None:

@@ -2,9 +2,9 @@
 
 import json
 from dataclasses import asdict
-from statistics import mean, stdev
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 import typer
 from rich.progress import Progress
 
@@ -73,12 +73,13 @@ def _show(name: str, ways: "dict[str, list[Outcome]]") -> None:
     scores = list(base[0].scores)
     rows = table(name, "loss", "vs FP32", *scores, "skipped")
     for way, runs in ways.items():
-        differences = [run.loss - other.loss for run, other in zip(runs, base, strict=True)]
+        losses = np.array([run.loss for run in runs])
+        differences = losses - [run.loss for run in base]
         rows.add_row(
             way,
-            f"{mean(run.loss for run in runs):.4f}",
-            "" if runs is base else f"{mean(differences):+.4f} ± {stdev(differences):.4f}",
-            *(f"{mean(run.scores[score] for run in runs):.3f}" for score in scores),
-            f"{mean(run.skipped for run in runs):.1f}",
+            f"{losses.mean():.4f}",
+            "" if runs is base else f"{differences.mean():+.4f} ± {differences.std(ddof=1):.4f}",
+            *(f"{np.mean([run.scores[score] for run in runs]):.3f}" for score in scores),
+            f"{np.mean([run.skipped for run in runs]):.1f}",
         )
     console().print(rows)
