@@ -159,18 +159,18 @@ class MasterWeights(Optimizer):
         finally:
             take_back(narrow, values=lent)
         for slot in narrow:
-            slot.note()
+            slot.leave()
 
     def _settle(self) -> None:
         """Takes over what was loaded, and weights that somebody else has written to."""
         for index, slot in enumerate(self._all_slots()):
-            if not slot.narrow or (slot.untouched and index not in self._loaded):
-                continue
             if index in self._loaded:
                 self._way.restore(self._loaded[index], slot.weight, slot.kept)
-            else:
+            elif slot.narrow and not slot.untouched:
                 self._way.adopt(slot.weight, slot.kept)
-            slot.note()
+            else:
+                continue
+            slot.leave()
         self._loaded = {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -200,7 +200,7 @@ class MasterWeights(Optimizer):
         for slot in self._all_slots():
             if slot.narrow:
                 slot.kept.copy_(self._way.keep(slot.weight))
-                slot.note()
+                slot.leave()
 
     @torch.no_grad()
     def refine(self, values: Mapping[Tensor, Tensor]) -> None:
@@ -211,7 +211,7 @@ class MasterWeights(Optimizer):
         for slot in self._all_slots():
             if slot.narrow and slot.weight in values:
                 self._way.restore(values[slot.weight], slot.weight, slot.kept)
-                slot.note()
+                slot.leave()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class MasterWeights(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for slot in self._all_slots():
-            slot.note()
+            slot.leave()
         for slots in self._slots:
             self._widen(slots)
 

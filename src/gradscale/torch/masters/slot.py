@@ -1,7 +1,6 @@
 """One parameter of the model, and what the optimizer inside holds in its place."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,18 +8,6 @@ from torch import Tensor, nn
 from gradscale.torch.masters.way import Way
 
 NARROW = (torch.float16, torch.bfloat16)
-
-
-class Mark(NamedTuple):
-    """What tells that nobody has written to a tensor since.
-
-    Attributes:
-        version: counts the writes in place.
-        address: where the data is; changes when somebody replaces it.
-    """
-
-    version: int
-    address: int
 
 
 @dataclass(slots=True)
@@ -32,13 +19,15 @@ class Slot:
         master: what the optimizer inside holds: the weight itself if it is wide already. Where values are not held, it
             is empty between steps.
         kept: what the way keeps beside the weight.
-        mark: how the weight was left.
+        version: of the weight when it was left: counts the writes in place.
+        address: of the weight's data then: changes when somebody replaces it.
     """
 
     weight: Tensor
     master: Tensor
     kept: Tensor
-    mark: Mark
+    version: int
+    address: int
 
     @property
     def narrow(self) -> bool:
@@ -47,12 +36,12 @@ class Slot:
 
     @property
     def untouched(self) -> bool:
-        """Whether nobody has written to the weight since it was marked."""
-        return self.mark == mark_of(self.weight)
+        """Whether nobody has written to the weight since it was left."""
+        return self.version == self.weight._version and self.address == self.weight.data_ptr()
 
-    def note(self) -> None:
-        """Marks the weight as it is now."""
-        self.mark = mark_of(self.weight)
+    def leave(self) -> None:
+        """Notes how the weight is now."""
+        self.version, self.address = self.weight._version, self.weight.data_ptr()
 
 
 @torch.no_grad()
@@ -63,15 +52,11 @@ def slot_for(weight: Tensor, way: Way) -> Slot:
         weight: the model's parameter.
         way: how to keep its low bits.
     """
+    state = weight._version, weight.data_ptr()
     if weight.dtype not in NARROW:
-        return Slot(weight, weight, weight, mark_of(weight))
+        return Slot(weight, weight, weight, *state)
     kept = way.keep(weight)
     if way.holds_values:
-        return Slot(weight, kept, kept, mark_of(weight))
+        return Slot(weight, kept, kept, *state)
     nothing = torch.empty(0, dtype=torch.float32, device=weight.device)
-    return Slot(weight, nn.Parameter(nothing, requires_grad=weight.requires_grad), kept, mark_of(weight))
-
-
-def mark_of(tensor: Tensor) -> Mark:
-    """Returns the mark of a tensor as it is now."""
-    return Mark(tensor._version, tensor.data_ptr())
+    return Slot(weight, nn.Parameter(nothing, requires_grad=weight.requires_grad), kept, *state)
