@@ -38,9 +38,6 @@ WIDE = frozenset(
 LED_BY_FIRST = frozenset(["batch_norm", "instance_norm", "prelu"])
 """Functions whose result is as narrow as their first operand, though their parameters are float32."""
 
-TO_FLOAT32 = frozenset(["float", "to", "type"])
-"""Functions that under autocast would have cast to float32 where here they give back what they were given."""
-
 OPENED = frozenset(["multi_head_attention_forward"])
 """Functions written in Python that hold several products, each of which must be rounded for itself."""
 
