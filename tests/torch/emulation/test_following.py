@@ -38,6 +38,8 @@ ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": lambda y: y.mul_(0.3),
     "in place by operator": lambda y: y.__imul__(0.3),
     "put into": lambda y: _put(y),
+    "to where it is": lambda y: y.to("cpu") / 3,
+    "to what it is": lambda y: y.type_as(y) / 3,
     "zeros like it": lambda y: torch.zeros_like(y).add_(0.3),
 }
 
@@ -53,6 +55,8 @@ FLOAT32: dict[str, Callable[[Tensor], Tensor]] = {
     "plus a float32 tensor": lambda y: y + torch.full((8,), 1e-3),
     "in place on a float32 tensor": lambda y: torch.full((6, 8), 1e-3).add_(y),
     "float": lambda y: y.float() / 3,
+    "mean in float32": lambda y: y.mean(0, dtype=torch.float32),
+    "type float32": lambda y: y.type(torch.float32) / 3,
     "to float32": lambda y: y.to(torch.float32) / 3,
 }
 

@@ -21,7 +21,6 @@ from gradscale.torch.emulation.lists import (
     OPENED,
     OPERANDS,
     PRODUCTS,
-    TO_FLOAT32,
     WIDE,
 )
 from gradscale.torch.emulation.narrow import Narrow, is_rounded_here, share_memory
@@ -108,23 +107,28 @@ class Mode(TorchFunctionMode):
         narrow = [tensor for tensor in given if tensor in self._narrow]
         if not narrow:
             return func(*args, **kwargs)
+        if name == "float" or any(arg is torch.float32 for arg in (*args, *kwargs.values())):
+            return _each(func(*args, **kwargs), _unmarked)
         deciding = [tensor for tensor in given if tensor.dim()] or given
         rounds = name != "__get__" and all(tensor in self._narrow for tensor in deciding)
         result = func(*args, **kwargs)
         for tensor in narrow:
             if tensor not in self._narrow:  # it was changed in place
                 self._leave(tensor)
-        return _each(result, partial(self._after, name, given, rounds))
+        return _each(result, partial(self._after, given, rounds))
 
-    def _after(self, name: str, given: Sequence[Tensor], rounds: bool, tensor: Tensor) -> Tensor:
+    def _after(self, given: Sequence[Tensor], rounds: bool, tensor: Tensor) -> Tensor:
         """Returns a result of a function that was given narrow tensors, among others."""
-        if not is_rounded_here(tensor):
+        if not is_rounded_here(tensor) or tensor in self._narrow:
             return tensor
-        if tensor in self._narrow:  # it is one of those given
-            return tensor.view_as(tensor) if name in TO_FLOAT32 else tensor
         if shared := [other for other in given if share_memory(tensor, other)]:
             return self._narrow.mark(tensor) if shared[0] in self._narrow else tensor
         return self._leave(tensor) if rounds else tensor
+
+
+def _unmarked(tensor: Tensor) -> Tensor:
+    """Returns the tensor as another object: what was asked for in float32 is not narrow, even if it was before."""
+    return tensor.view_as(tensor)
 
 
 def _each(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
