@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from gradscale.demo.torch.task import Task
 from gradscale.demo.torch.workers import Workers
 from gradscale.formats import FP8_E4M3, FP8_E5M2
 from gradscale.predictive import Headroom
-from gradscale.torch import O0, O1, O2, O3, LossScaler, Precision, emulate, prepare
+from gradscale.torch import O0, O1, O2, O3, LossScaler, Precision, ScaleStuck, emulate, prepare
 
 LAST = 20
 """Steps at the end whose mean loss is the final one."""
@@ -80,20 +80,24 @@ class Outcome:
 
 
 def train_in(recipe: Recipe, task: Task, model: nn.Module, seed: int, steps: int) -> Outcome:
-    """Returns what became of training `model`. The same seed gives every precision the same batches."""
+    """Returns what became of training `model`. The same seed gives every precision the same batches.
+
+    A run that gets stuck, because its weights are NaN, ends there and has no loss.
+    """
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=task.learning_rate, fused=True)
     model, optimizer, scaler = recipe.prepared(model, optimizer)
     losses: list[float] = []
-    skipped = 0
-    with recipe.context():
+    with recipe.context(), suppress(ScaleStuck):
         for _ in range(steps):
             loss = task.losses(model, task.batch(generator)).trained
-            scaler.backward(loss)
-            skipped += scaler.step(optimizer).skipped()
-            optimizer.zero_grad()
             losses.append(float(loss.detach()))
-        return Outcome(float(np.mean(losses[-LAST:])), task.scores(model), skipped)
+            scaler.backward(loss)
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+    with recipe.context():
+        scores = task.scores(model)
+    return Outcome(float(np.mean(losses[-LAST:])), scores, int(scaler.metrics()["skipped"]))
 
 
 def compare_precisions(
