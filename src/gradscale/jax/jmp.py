@@ -1,8 +1,8 @@
 """Drop-ins for jmp: the same names, fields, leaves and rules, with its faults mended.
 
-`min_loss_scale` survives `jax.jit` and every other transformation; jmp forgets it there, and it becomes 1. A
-`StaticLossScale` may be an array. As in jmp, skipping a step is left to you; `gradscale.jax.value_and_grad` and
-`gradscale.jax.apply` do all of it.
+`min_loss_scale` survives `jax.jit` and every other transformation; jmp forgets it there, and it becomes 1. A scale in
+FP16 works without a `min_loss_scale` in FP16. As in jmp, skipping a step is left to you; `gradscale.jax.value_and_grad`
+and `gradscale.jax.apply` do all of it.
 """
 
 import warnings
@@ -67,13 +67,10 @@ class StaticLossScale:
     """Scales by a constant. A pytree without leaves: another constant is another program.
 
     Attributes:
-        loss_scale: the constant. Of an array the value is kept, and its type.
+        loss_scale: the constant: a number, or an array of one.
     """
 
     loss_scale: Any
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "loss_scale", _constant("loss_scale", self.loss_scale))
 
     def scale(self, tree: T) -> T:
         """Returns `tree` times the scale."""
@@ -122,7 +119,7 @@ class DynamicLossScale:
         for name in ("loss_scale", "min_loss_scale"):
             _warn_if_not_floating(name, getattr(self, name))
         for name in ("period", "factor", "min_loss_scale"):
-            object.__setattr__(self, name, np.asarray(_constant(name, getattr(self, name))).item())
+            object.__setattr__(self, name, _constant(name, getattr(self, name)))
         object.__setattr__(self, "period", whole("period", self.period))
         self._rule()
 
@@ -206,13 +203,13 @@ def _times(tree: T, factor: Any) -> T:
 
 
 def _constant(name: str, value: Any) -> Any:
-    """Returns a number that is no array: what is static must be compared and hashed."""
+    """Returns a Python number: what is static must be compared and hashed."""
     if isinstance(value, Tracer):
         raise TypeError(
             f"`{name}` is static and must be a number or a concrete array. Received: {value}. "
             "Make the loss scale outside of `jax.jit`, and pass it in."
         )
-    return np.asarray(value)[()] if hasattr(value, "dtype") else value
+    return np.asarray(value).item()
 
 
 def _warn_if_not_floating(name: str, value: Any) -> None:
