@@ -99,14 +99,15 @@ def _peak(gradient: Array) -> Array:
 
 def _square(gradient: Array) -> Array:
     """Returns the sum of the squares."""
-    return sum((jnp.sum(jnp.square(part.astype(_real_wide(gradient)))) for part in real_parts(gradient)), start=0)
+    wide = [part.astype(_real_wide(gradient)) for part in real_parts(gradient)]
+    return jnp.sum(jnp.stack([jnp.sum(jnp.square(part)) for part in wide]))
 
 
 def _share_above(gradients: Sequence[Array], edge: float) -> Array:
     """Returns the share of all elements whose magnitude is above `edge`; inf and NaN are. Complex ones count as two."""
     parts = [part.astype(_real_wide(part)) for gradient in gradients for part in real_parts(gradient)]
-    above = sum((jnp.sum(~(jnp.abs(part) <= edge), dtype=jnp.uint32).astype(jnp.float32) for part in parts), start=0.0)
-    return above / max(1, sum(part.size for part in parts))
+    counts = [jnp.sum(~(jnp.abs(part) <= edge), dtype=jnp.uint32).astype(jnp.float32) for part in parts]
+    return jnp.sum(jnp.stack([jnp.float32(0), *counts])) / max(1, sum(part.size for part in parts))
 
 
 def _real_wide(gradient: Array) -> jnp.dtype:

@@ -59,14 +59,12 @@ def scaled(
     """
     check_clip("clip_norm", clip_norm)
 
-    def start(params: Any) -> ScaledState:
+    def start(params: Any) -> Any:
         state = ScaledState(Scaler(policy), init(tx, params))
         _check_inside(state.inner, clip_norm)
         return state
 
-    def update(
-        updates: Any, state: ScaledState, params: Any = None, *, loss: Any = None, **extra: Any
-    ) -> tuple[Any, ScaledState]:
+    def update(updates: Any, state: Any, params: Any = None, *, loss: Any = None, **extra: Any) -> tuple[Any, Any]:
         grads, scaler, result = state.scaler.step(updates, loss, clip_norm=clip_norm, axis_names=axis_names)
         moves, after = updated(tx, grads, state.inner, params, extra)
         still = jax.tree.map(jnp.zeros_like, moves)
