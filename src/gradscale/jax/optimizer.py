@@ -47,7 +47,7 @@ def _same_type(before: Any, after: Any) -> Any:
     old, new = jnp.asarray(before), jnp.asarray(after)
     if old.dtype == new.dtype:
         return after
-    if jnp.issubdtype(old.dtype, jnp.integer):
+    if not moves(old):
         return new.astype(old.dtype)
     raise TypeError(
         "An optimizer must keep the type of its state, and gradients are float32 or wider here. "
