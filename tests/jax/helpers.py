@@ -96,3 +96,13 @@ def same(left: Any, right: Any) -> bool:
         for a, b in pairs
     )
     return alike and jax.tree.structure(left) == jax.tree.structure(right)
+
+
+def number(value: Any) -> float:
+    """Returns an array without dimensions, which must be there, as a Python number."""
+    return float(value)
+
+
+def programs(function: Any) -> int:
+    """Returns how many programs were compiled for a jitted function."""
+    return function._cache_size()

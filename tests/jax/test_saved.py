@@ -56,7 +56,7 @@ def test_a_scaler_goes_through_json(scaler: Scaler) -> None:
 
 
 def test_a_scaler_goes_through_flax_with_its_settings(scaler: Scaler) -> None:
-    read = flax.serialization.from_bytes(Scaler(), flax.serialization.to_bytes(scaler))
+    read: Any = flax.serialization.from_bytes(Scaler(), flax.serialization.to_bytes(scaler))
     assert read.policy == POLICY
     assert same(read, scaler)
 
@@ -68,8 +68,9 @@ def test_scales_that_were_mapped_over_go_through_flax(scaler: Scaler) -> None:
 
 def test_an_optimizer_state_goes_through_flax(scaler: Scaler) -> None:
     tx = scaled(optax.adam(1e-2), POLICY)
-    opt_state = tx.init(params())._replace(scaler=scaler)
-    read = flax.serialization.from_bytes(tx.init(params()), flax.serialization.to_bytes(opt_state))
+    fresh: Any = tx.init(params())
+    opt_state = fresh._replace(scaler=scaler)
+    read = flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(opt_state))
     assert same(read, opt_state)
 
 

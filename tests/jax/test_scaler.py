@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.jax.helpers import INF, NAN, POLICY, same
+from tests.jax.helpers import INF, NAN, POLICY, programs, same
 
 from gradscale import Dynamic, Histogram, NoScaling, Policy, ScaleState, Static, Status, import_state, preset
 from gradscale.jax import Scaler
@@ -55,7 +55,7 @@ def test_a_step_changes_no_type_so_nothing_is_compiled_twice(policy: Policy) -> 
         scaler = step(scaler, jnp.array([value, 1.0]))
     assert kinds(scaler) == before
     assert not any(weak for _, _, weak in before)
-    assert step._cache_size() == 1
+    assert programs(step) == 1
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
