@@ -1,13 +1,14 @@
 """The demo: networks on real data in true FP16, with and without loss scaling.
 
-Read `numpy/train.py` or `torch/train.py` first: their loops are how `gradscale.numpy` and `gradscale.torch` are used.
+Read the `train.py` of a framework first: its loop is how `gradscale.numpy`, `gradscale.torch` and `gradscale.jax` are
+used.
 """
 
 from gradscale.demo.run import WAYS, Comparison, Demo, Run
 
 __all__ = ["FRAMEWORKS", "WAYS", "Comparison", "Demo", "Run", "load_demo"]
 
-FRAMEWORKS = ("torch", "numpy")
+FRAMEWORKS = ("torch", "jax", "numpy")
 """Frameworks that have a demo, the first that is installed being the one to show."""
 
 
@@ -15,6 +16,8 @@ def load_demo(framework: str) -> Demo:
     """Returns the demo of a framework, which it imports."""
     if framework == "torch":
         from gradscale.demo.torch import DEMO
+    elif framework == "jax":
+        from gradscale.demo.jax import DEMO
     else:
         from gradscale.demo.numpy import DEMO
     return DEMO
