@@ -1,5 +1,6 @@
 """The same gradients give the same scales, counters and unscaled gradients as the numpy adapter, bit for bit."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,9 +39,14 @@ def compiled(scaler: Scaler, grads: Any, loss: Any) -> Any:
     return scaler.step(grads, loss)
 
 
+@partial(jax.jit, static_argnums=2)
+def clipped(scaler: Scaler, grads: Any, bound: float) -> Any:
+    return scaler.step(grads, clip_norm=bound)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(steps=STEPS)
 def test_a_run_is_the_same_bit_for_bit(policy: Policy, dtype: str, steps: Any) -> None:
     reference, scaler = LossScaler(policy), Scaler(policy)
@@ -57,11 +63,11 @@ def test_a_run_is_the_same_bit_for_bit(policy: Policy, dtype: str, steps: Any) -
 
 
 @settings(max_examples=50, deadline=None)
-@given(values=st.lists(MAGNITUDES, min_size=4, max_size=4), bound=st.floats(0.01, 100.0))
+@given(values=st.lists(MAGNITUDES, min_size=4, max_size=4), bound=st.sampled_from([0.01, 1.0, 100.0]))
 def test_clipping_is_the_same_up_to_rounding(values: list[float], bound: float) -> None:
     grads = {"a": np.array(values[:2], np.float32), "b": np.array(values[2:], np.float32)}
     expected = LossScaler(Static(8.0)).step(grads, clip_norm=bound)
-    found, _, result = Scaler(Static(8.0)).step(grads, clip_norm=bound)
+    found, _, result = clipped(Scaler(Static(8.0)), grads, bound)
     assert number(result.grad_norm) == pytest.approx(number(expected.grad_norm), rel=1e-6)
     np.testing.assert_allclose(found["a"], expected.grads["a"], rtol=1e-6)
 

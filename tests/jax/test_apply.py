@@ -49,7 +49,7 @@ def test_a_run_with_a_bad_step_ends_as_one_without_it(name: str, bad: float) -> 
 @pytest.mark.parametrize("spike", [0.0, INF])
 def test_both_gates_give_the_same_update(gate: Gate, spike: float) -> None:
     tx = optax.adam(1e-2)
-    _, grads, _, result = value_and_grad(spiked)(Scaler(POLICY), params(), batch(), spike)
+    _, grads, _, result = jax.jit(value_and_grad(spiked))(Scaler(POLICY), params(), batch(), spike)
     after, state = jax.jit(lambda g, r: apply(tx, g, tx.init(params()), params(), r, gate=gate))(grads, result)
     assert int(state[0].count) == (spike == 0.0)
     assert same(after, params()) == (spike == INF)
@@ -129,19 +129,19 @@ def test_a_whole_run_fits_into_a_scan() -> None:
 
 def test_a_scaled_transformation_is_refused() -> None:
     tx = scaled(optax.sgd(0.1))
-    _, grads, _, result = value_and_grad(spiked)(Scaler(), params(), batch(), 0.0)
+    _, grads, _, result = jax.jit(value_and_grad(spiked))(Scaler(), params(), batch(), 0.0)
     with pytest.raises(ValueError, match=r"`apply` takes a plain optax transformation.*Give `tx` itself"):
         apply(tx, grads, tx.init(params()), params(), result)
 
 
 def test_clipping_one_micro_batch_at_a_time_is_refused() -> None:
     tx = OPTIMIZERS["steps"]
-    _, grads, _, result = value_and_grad(spiked, clip_norm=1.0)(Scaler(), params(), batch(), 0.0)
+    _, grads, _, result = jax.jit(value_and_grad(spiked, clip_norm=1.0))(Scaler(), params(), batch(), 0.0)
     with pytest.raises(ValueError, match=r"`clip_norm` would clip each micro-batch on its own.*clip_norm=1\.0"):
         apply(tx, grads, tx.init(params()), params(), result)
 
 
 def test_a_gate_of_another_kind_is_refused() -> None:
-    _, grads, _, result = value_and_grad(spiked)(Scaler(), params(), batch(), 0.0)
+    _, grads, _, result = jax.jit(value_and_grad(spiked))(Scaler(), params(), batch(), 0.0)
     with pytest.raises(ValueError, match=r"`gate` must be 'cond' or 'where'\. Received: gate='if'"):
         apply(optax.sgd(0.1), grads, (), params(), result, gate="if")  # pyright: ignore[reportArgumentType]

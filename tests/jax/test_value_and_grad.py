@@ -31,7 +31,7 @@ def test_eager_and_compiled_results_are_alike() -> None:
 
 @pytest.mark.parametrize("spike", [INF, -INF, NAN])
 def test_a_bad_gradient_makes_all_of_them_zero_and_lowers_the_scale(spike: float) -> None:
-    _, grads, scaler, result = value_and_grad(spiked)(Scaler(POLICY), params(), batch(), spike)
+    _, grads, scaler, result = jax.jit(value_and_grad(spiked))(Scaler(POLICY), params(), batch(), spike)
     assert result.skipped()
     assert result.status is Status.OVERFLOW
     assert same(grads, jax.tree.map(jnp.zeros_like, params()))
@@ -48,7 +48,7 @@ def test_a_bad_loss_skips_the_step_and_leaves_the_scale_alone() -> None:
 
 
 def test_fp16_compute_gives_float32_gradients_near_the_true_ones() -> None:
-    _, grads, _, result = value_and_grad(loss_of)(Scaler(POLICY), params(), batch())
+    _, grads, _, result = jax.jit(value_and_grad(loss_of))(Scaler(POLICY), params(), batch())
     expected = jax.grad(true_loss)(params(), batch())
     assert result.status is Status.APPLIED
     for name, grad in grads.items():
@@ -159,7 +159,7 @@ def test_the_largest_gradient_reaches_a_policy_that_follows_it() -> None:
 
 
 def test_no_scaling_checks_nothing_and_lets_everything_through() -> None:
-    _, grads, scaler, result = value_and_grad(spiked)(Scaler(NoScaling()), params(), batch(), INF)
+    _, grads, scaler, result = jax.jit(value_and_grad(spiked))(Scaler(NoScaling()), params(), batch(), INF)
     assert np.isinf(grads["out"][0, 0])
     assert (result.sizes, result.gated, result.status) == (None, False, Status.APPLIED)
     assert int(scaler.state.applied) == 1
@@ -173,7 +173,7 @@ def test_gradients_of_gradients_go_through() -> None:
 
 
 def test_examples_can_be_mapped_over() -> None:
-    gradients = jax.vmap(value_and_grad(true_loss), in_axes=(None, None, 0))
+    gradients = jax.jit(jax.vmap(value_and_grad(true_loss), in_axes=(None, None, 0)))
     _, grads, _, result = gradients(Scaler(EXACT), params(), batch()[:, None])
     assert grads["out"].shape == (8, 8, 2)
     assert result.applied.shape == (8,)
@@ -181,7 +181,7 @@ def test_examples_can_be_mapped_over() -> None:
 
 def test_select_chooses_what_to_keep() -> None:
     new, old = {"mean": jnp.float32(2)}, {"mean": jnp.float32(1)}
-    good, bad = (value_and_grad(spiked)(Scaler(POLICY), params(), batch(), spike)[3] for spike in (0.0, INF))
+    good, bad = (jax.jit(value_and_grad(spiked))(Scaler(POLICY), params(), batch(), spike)[3] for spike in (0.0, INF))
     assert float(good.select(new, old)["mean"]) == 2.0
     assert float(bad.select(new, old)["mean"]) == 1.0
 
