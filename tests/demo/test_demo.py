@@ -157,8 +157,10 @@ def test_a_mistake_is_told_without_a_traceback(arguments: tuple[Any, ...], text:
     assert isinstance(told.exception, SystemExit)
 
 
-def test_without_torch_and_jax_the_command_takes_numpy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    missing = ("torch", "jax")
+@pytest.mark.parametrize("missing", [("torch", "jax"), ("torch", "optax")])
+def test_without_torch_and_all_of_jax_the_command_takes_numpy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: tuple[str, ...]
+) -> None:
     monkeypatch.setitem(demo.__globals__, "find_spec", lambda name: None if name in missing else find_spec(name))
     told = CliRunner().invoke(app, ["--steps", "1", "--out", str(tmp_path)])
     assert (told.exit_code, "autoencoder" in told.output) == (0, True)

@@ -36,7 +36,8 @@ def demo(
 
     With torch, a deep CNN reads digits, and a small GPT learns the next
     character of Python's own source code and, at a small weight, the one after.
-    With jax, the GPT alone. With numpy, an autoencoder redraws digits and, at a small weight, names them.
+    With jax, the GPT alone. With numpy, an autoencoder redraws digits and, at a
+    small weight, names them.
     In FP16 small gradients become zero, and nothing tells. A scale brings them back.
     """
     try:
@@ -58,14 +59,19 @@ def demo(
 def _load(framework: str | None) -> Demo:
     """Returns the demo of the framework asked for, or of the first that is installed."""
     if framework is None:
-        framework = next(known for known in FRAMEWORKS if find_spec(known))
+        framework = next(known for known in FRAMEWORKS if _is_installed(known))
     if framework not in FRAMEWORKS:
         raise ValueError(f"`--framework` must be one of {', '.join(FRAMEWORKS)}. Received: {framework}.")
-    if find_spec(framework) is None:
+    if not _is_installed(framework):
         raise ValueError(
             f'`--framework` must be installed: pip install "gradscale[{framework}]". Received: {framework}.'
         )
     return load_demo(framework)
+
+
+def _is_installed(framework: str) -> bool:
+    """Returns whether all that the demo of a framework needs is there. Imports nothing."""
+    return all(find_spec(package) for package in FRAMEWORKS[framework])
 
 
 def _chosen(shown: Demo, model: str) -> list[str]:

@@ -8,8 +8,8 @@ from gradscale.demo.run import WAYS, Comparison, Demo, Run
 
 __all__ = ["FRAMEWORKS", "WAYS", "Comparison", "Demo", "Run", "load_demo"]
 
-FRAMEWORKS = ("torch", "jax", "numpy")
-"""Frameworks that have a demo, the first that is installed being the one to show."""
+FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax"), "numpy": ("numpy",)}
+"""Frameworks that have a demo, and the packages it needs. The first that is installed is the one to show."""
 
 
 def load_demo(framework: str) -> Demo:
