@@ -3,24 +3,34 @@
 With `--broken` one of the functions is wrong, and the tests must notice.
 """
 
+import importlib
 import sys
 import unittest
+from typing import Any
 
 import jax.numpy as jnp
-from jmp._src import loss_scale, policy
 
 from gradscale.jax import jmp
 
-for module in (loss_scale, policy):
-    for name in set(vars(module)) & set(jmp.__all__) - {"LossScale"}:
-        setattr(module, name, getattr(jmp, name))
-if "--broken" in sys.argv:
-    loss_scale.all_finite = lambda tree: jnp.array(True)
+MODULES = ("loss_scale", "policy")
 
-from jmp._src import loss_scale_test, policy_test  # noqa: E402
 
-suite = unittest.TestSuite(
-    unittest.defaultTestLoader.loadTestsFromModule(module) for module in (loss_scale_test, policy_test)
-)
-result = unittest.TextTestRunner(stream=sys.stdout).run(suite)
-sys.exit(not result.wasSuccessful())
+def main() -> None:
+    """Puts gradscale's classes in the place of jmp's, and ends with 1 unless all tests pass."""
+    for module in map(_module, MODULES):
+        for name in set(vars(module)) & set(jmp.__all__) - {"LossScale"}:
+            setattr(module, name, getattr(jmp, name))
+    if "--broken" in sys.argv:
+        _module("loss_scale").all_finite = lambda tree: jnp.array(True)
+    tests = [_module(f"{name}_test") for name in MODULES]
+    suite = unittest.TestSuite(map(unittest.defaultTestLoader.loadTestsFromModule, tests))
+    result = unittest.TextTestRunner(stream=sys.stdout).run(suite)
+    sys.exit(not result.wasSuccessful())
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"jmp._src.{name}")
+
+
+if __name__ == "__main__":
+    main()
