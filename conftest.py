@@ -10,6 +10,8 @@ NEEDS = {
     "bench/targets.py": "torch",
     "bench/traffic.py": "torch",
     "jax": "jax",
+    "jax/flax.py": "flax",
+    "demo/jax": "jax",
     "keras": "keras",
     "mxnet": "mxnet",
     "integrations/lightning.py": "lightning",

@@ -1,16 +1,16 @@
 """What the PyTorch benchmarks step: two kinds of models, a few optimizers, and the way sides are timed."""
 
-import gc
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import timing
 import torch
 from machine import THREADS
+from timing import FEWEST
 from torch import Tensor
 
 from gradscale.bench.steps import Case
-from gradscale.bench.turns import Side, take_turns
+from gradscale.bench.turns import Side
 
 CLIP = 1.0
 
@@ -19,13 +19,6 @@ ELEMENTS = 156_250
 
 QUICK_SHARE = 4
 """By how much `--quick` makes models of large tensors smaller. The tensors keep their size: the same kernels run."""
-
-QUICK_S, FULL_S = 5.0, 60.0
-"""Seconds that the rounds of a comparison may take together. With a core taken away, threads that wait for each other
-make a step of many tensors up to a hundred times slower."""
-
-FEWEST = 3
-"""Rounds that a comparison gets however slow they are."""
 
 MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 adamw_fused: MakeOptimizer = partial(torch.optim.AdamW, fused=True)
@@ -48,27 +41,9 @@ def small_case(optimizer: str, make: MakeOptimizer, clip: float | None, tensors:
 def timed(
     make_sides: Callable[[], Mapping[str, Side]], repeats: int, quick: bool, fewest: int = FEWEST
 ) -> dict[str, list[float]]:
-    """Returns the seconds of the sides, which take turns; they are made here, and their memory is free afterwards.
-
-    Args:
-        make_sides: makes the sides.
-        repeats: rounds that count, if the machine is not too busy for them.
-        quick: whether to give up sooner on them.
-        fewest: rounds that count, however long they take.
-    """
+    """Returns the seconds of the sides, as `timing.timed` does, on as many threads of torch as on every machine."""
     torch.set_num_threads(THREADS)
-    gc.collect()
-    sides = make_sides()
-    affordable = (QUICK_S if quick else FULL_S) / _round_s(sides)
-    return take_turns(sides, max(fewest, min(repeats, int(affordable))))
-
-
-def _round_s(sides: Mapping[str, Side]) -> float:
-    """Returns how many seconds it takes until every side has had its turn, preparations included."""
-    start = time.perf_counter()
-    for side in sides.values():
-        side.turn()
-    return time.perf_counter() - start
+    return timing.timed(make_sides, repeats, quick, fewest)
 
 
 def _verb(clip: float | None) -> str:

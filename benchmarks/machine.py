@@ -5,7 +5,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("gradscale", "torch", "numpy")
+PACKAGES = ("gradscale", "torch", "jax", "numpy")
 
 THREADS = 2
 """CPU threads that torch gets, on every machine."""

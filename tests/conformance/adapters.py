@@ -72,6 +72,8 @@ class Registered(NamedTuple):
 REGISTERED: Mapping[str, Registered] = {
     "numpy": Registered("tests.conformance.numpy_adapter", ("numpy",)),
     "torch": Registered("tests.conformance.torch_adapter", ("torch",)),
+    "jax": Registered("tests.conformance.jax_adapter", ("jax", "optax")),
+    "jax-jit": Registered("tests.conformance.jax_jit_adapter", ("jax", "optax")),
 }
 
 

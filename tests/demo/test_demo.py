@@ -147,7 +147,7 @@ def test_a_folder_gets_a_picture_of_its_own(tmp_path: Path) -> None:
         (("--steps", 0), "--steps"),
         (("--seed", -1), "--seed"),
         (("--model", "gpt"), "`--model` must be one of all, autoencoder. Received: gpt."),
-        (("--framework", "caffe"), "`--framework` must be one of torch, numpy. Received: caffe."),
+        (("--framework", "caffe"), "`--framework` must be one of torch, jax, numpy. Received: caffe."),
     ],
 )
 def test_a_mistake_is_told_without_a_traceback(arguments: tuple[Any, ...], text: str) -> None:
@@ -157,8 +157,11 @@ def test_a_mistake_is_told_without_a_traceback(arguments: tuple[Any, ...], text:
     assert isinstance(told.exception, SystemExit)
 
 
-def test_without_torch_the_command_takes_numpy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(demo.__globals__, "find_spec", lambda name: None if name == "torch" else find_spec(name))
+@pytest.mark.parametrize("missing", [("torch", "jax"), ("torch", "optax")])
+def test_without_torch_and_all_of_jax_the_command_takes_numpy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: tuple[str, ...]
+) -> None:
+    monkeypatch.setitem(demo.__globals__, "find_spec", lambda name: None if name in missing else find_spec(name))
     told = CliRunner().invoke(app, ["--steps", "1", "--out", str(tmp_path)])
     assert (told.exit_code, "autoencoder" in told.output) == (0, True)
     asked_for = CliRunner().invoke(app, ["--framework", "torch", "--out", str(tmp_path)])

@@ -20,7 +20,8 @@ PICTURES = (".png", ".svg")
 
 def demo(
     framework: Annotated[
-        str | None, typer.Option(help="torch or numpy; torch where it is installed, unless said otherwise.")
+        str | None,
+        typer.Option(help="torch, jax or numpy; the first of them that is installed, unless said otherwise."),
     ] = None,
     model: Annotated[str, typer.Option(help="Which model to train: cnn or gpt, with torch.")] = "all",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the split, the start and the batches.")] = 0,
@@ -35,7 +36,8 @@ def demo(
 
     With torch, a deep CNN reads digits, and a small GPT learns the next
     character of Python's own source code and, at a small weight, the one after.
-    With numpy, an autoencoder redraws digits and, at a small weight, names them.
+    With jax, the GPT alone. With numpy, an autoencoder redraws digits and, at a
+    small weight, names them.
     Small gradients become zero, and nothing tells. A scale brings them back.
     FP16 is the machine's own; FP8 is emulated, with torch only.
     """
@@ -58,14 +60,19 @@ def demo(
 def _load(framework: str | None) -> Demo:
     """Returns the demo of the framework asked for, or of the first that is installed."""
     if framework is None:
-        framework = next(known for known in FRAMEWORKS if find_spec(known))
+        framework = next(known for known in FRAMEWORKS if _is_installed(known))
     if framework not in FRAMEWORKS:
         raise ValueError(f"`--framework` must be one of {', '.join(FRAMEWORKS)}. Received: {framework}.")
-    if find_spec(framework) is None:
+    if not _is_installed(framework):
         raise ValueError(
             f'`--framework` must be installed: pip install "gradscale[{framework}]". Received: {framework}.'
         )
     return load_demo(framework)
+
+
+def _is_installed(framework: str) -> bool:
+    """Returns whether all that the demo of a framework needs is there. Imports nothing."""
+    return all(find_spec(package) for package in FRAMEWORKS[framework])
 
 
 def _chosen(shown: Demo, model: str) -> list[str]:

@@ -1,19 +1,13 @@
-"""The text: the source code of Python's own standard library, which comes with the interpreter."""
+"""The text, as torch takes it."""
 
-import sysconfig
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-MODULES = ("argparse", "ast", "dataclasses", "difflib", "inspect", "subprocess")
-"""Modules of one file each, in every Python since 3.11: about half a megabyte."""
+from gradscale.demo.text import VOCABULARY, load_numbers
 
-VOCABULARY = "\n" + "".join(map(chr, range(32, 127)))
-"""The characters: the printable ones of ASCII and the end of a line. Others are left out of the text."""
-
-TEST_SHARE = 0.1
+__all__ = ["VOCABULARY", "Text", "load_text"]
 
 
 @dataclass(frozen=True)
@@ -40,9 +34,5 @@ class Text:
 
 def load_text() -> Text:
     """Returns the text. The same interpreter gives the same text."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    source = "".join((folder / f"{module}.py").read_text(encoding="utf-8") for module in MODULES)
-    number = {character: index for index, character in enumerate(VOCABULARY)}
-    numbers = torch.tensor([number[character] for character in source if character in number])
-    train_size = int(len(numbers) * (1 - TEST_SHARE))
-    return Text(numbers[:train_size], numbers[train_size:])
+    train, test = load_numbers()
+    return Text(torch.from_numpy(train), torch.from_numpy(test))

@@ -1,0 +1,59 @@
+"""What the adapter refuses: policies that are not static, and losses that cannot be meant."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from gradscale.policy import Policy, check_policy
+
+
+def check_static(policy: Policy) -> None:
+    """Raises unless `policy` is a policy that JAX can compare and hash: it is a static part of the scaler."""
+    check_policy(policy)
+    try:
+        hash(policy)
+    except TypeError as error:
+        raise TypeError(
+            "The settings of a policy must be Python numbers, as JAX compiles one program for each of them. "
+            f"Received: policy={policy!r}. For many policies at once make one scaler of each."
+        ) from error
+
+
+def check_count(name: str, value: int) -> None:
+    """Raises if `value` is not an integer from 0 on."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an integer. Received: {name}={value!r} ({type(value).__name__}).")
+    if value < 0:
+        raise ValueError(f"`{name}` must not be negative. Received: {name}={value!r}.")
+
+
+def checked_loss(loss: Any, policy: Policy) -> Array:
+    """Returns `loss` as an array; raises if the scale cannot multiply it, or its cotangent, exactly.
+
+    JAX would take an integer loss without a word, and all gradients would be zero.
+    """
+    if isinstance(loss, tuple | list | dict):
+        raise TypeError(
+            "A loss must be one number. "
+            f"Received: a {type(loss).__name__}. If it holds a loss and something else, pass `has_aux=True`."
+        )
+    value = jnp.asarray(loss)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"A loss must be a floating-point number. Received: {value.dtype.name}.")
+    if value.dtype.itemsize < 4 and policy.needs:
+        raise TypeError(
+            f"A loss must be float32 or wider, as a scale like 65536 does not fit a narrower type. "
+            f"Received: {value.dtype.name}. Cast what the model puts out, before the loss is taken of it: "
+            "`outputs.astype('float32')`."
+        )
+    return value
+
+
+def check_scalar(loss: Array) -> None:
+    """Raises unless `loss` has no dimensions."""
+    if loss.shape:
+        raise TypeError(
+            "`fun` must return a loss without dimensions. "
+            f"Received: shape {loss.shape}. Take the mean, or map over the examples with `jax.vmap`."
+        )

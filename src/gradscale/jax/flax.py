@@ -1,0 +1,135 @@
+"""A drop-in for flax' `DynamicScale`: the same fields, rule and results, with its faults mended.
+
+The rule is that of flax 0.12.8, which grows after `growth_interval` + 1 clean steps; flax has counted differently in
+other versions.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from gradscale.jax.jmp import all_finite
+from gradscale.peers._ladder import Ladder, LadderState
+from gradscale.peers.flax import dynamic_scale
+from gradscale.state import Seen
+
+__all__ = ["DynamicScale", "DynamicScaleResult"]
+
+AxisNames = str | Sequence[str]
+
+
+class DynamicScaleResult(NamedTuple):
+    """What the function that `DynamicScale.value_and_grad` returns gives back.
+
+    Attributes:
+        dynamic_scale: the scale for the next step.
+        finite: whether no gradient is inf or NaN. Applying only such gradients is left to you.
+        aux: the loss, in float32 or wider, or the loss and what came with it.
+        grad: the gradients, unscaled, in float32.
+    """
+
+    dynamic_scale: "DynamicScale"
+    finite: jax.Array
+    aux: Any
+    grad: Any
+
+
+class DynamicScale(struct.PyTreeNode):
+    """A loss scale that grows after a run of clean steps and backs off when a gradient is inf or NaN.
+
+    What is mended: under `jax.vmap`, the scale that comes out can be used for the next step; `agree_axis` makes
+    devices that average nothing decide together; the loss is returned as it was, and not divided back from a product
+    that may be infinite; and a default scale in a compiled step compiles once.
+
+    Attributes:
+        growth_factor: what the scale is multiplied by when it grows.
+        backoff_factor: what the scale is multiplied by when it backs off.
+        growth_interval: clean steps in a row before the next one grows the scale.
+        fin_steps: clean steps in a row. A leaf.
+        scale: what the loss is multiplied by. A leaf. As a vector, which is how `jax.vmap` returns it, it counts as
+            the smallest of its numbers, and `fin_steps` likewise: one overflow lowers the scale of all.
+        minimum_scale: the scale never falls below; None for no such bound.
+
+    >>> dynamic_scale = DynamicScale(growth_interval=10)
+    >>> dynamic_scale, finite, loss, grad = dynamic_scale.value_and_grad(lambda x: x * x)(3.0)
+    >>> float(loss), float(grad), bool(finite), float(dynamic_scale.scale)
+    (9.0, 6.0, True, 65536.0)
+    """
+
+    growth_factor: float = struct.field(pytree_node=False, default=2.0)
+    backoff_factor: float = struct.field(pytree_node=False, default=0.5)
+    growth_interval: int = struct.field(pytree_node=False, default=2000)
+    # Arrays: a Python number that becomes an array after the first step compiles the step a second time.
+    fin_steps: Any = struct.field(default_factory=lambda: jnp.int32(0))
+    scale: Any = struct.field(default_factory=lambda: jnp.float32(65536))
+    minimum_scale: float | None = struct.field(pytree_node=False, default=float(jnp.finfo(jnp.float32).tiny))
+
+    def value_and_grad(
+        self,
+        fun: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        axis_name: AxisNames | None = None,
+        agree_axis: AxisNames | None = None,
+    ) -> Callable[..., DynamicScaleResult]:
+        """Returns a function of the arguments of `fun` that gives a `DynamicScaleResult`.
+
+        Args:
+            fun: returns a loss, a scalar; with `has_aux`, a loss and anything else.
+            argnums: which arguments to differentiate by.
+            has_aux: whether `fun` returns something beside the loss.
+            axis_name: axes that the gradients are averaged over, which also makes all devices along them agree.
+            agree_axis: axes along which the devices, or the rows of a `jax.vmap`, shall agree whether all of them are
+                finite, while each keeps gradients of its own.
+        """
+        scale = _together(self.scale, jnp.float32)
+
+        @wraps(fun)
+        def scaled(*args: Any) -> tuple[Any, Any]:
+            returned = fun(*args)
+            loss = returned[0] if has_aux else returned
+            return scale * loss, returned
+
+        differentiated = jax.value_and_grad(scaled, argnums, has_aux=True)
+
+        def step(*args: Any) -> DynamicScaleResult:
+            (scaled_loss, returned), grads = differentiated(*args)
+            loss, *others = returned if has_aux else (returned,)
+            loss = jnp.asarray(loss, scaled_loss.dtype)
+            grads = jax.tree_util.tree_map(lambda grad: jnp.asarray(grad, jnp.float32) / scale, grads)
+            grads = grads if axis_name is None else lax.pmean(grads, axis_name)
+            finite = _agreed(all_finite(grads), agree_axis)
+            return DynamicScaleResult(self._after(finite), finite, (loss, *others) if has_aux else loss, grads)
+
+        return step
+
+    def _after(self, finite: jax.Array) -> "DynamicScale":
+        """Returns the scale for the next step."""
+        state = LadderState(scale=_together(self.scale, jnp.float32), clean_steps=_together(self.fin_steps, jnp.int32))
+        after = self._rule().next(state, Seen(finite=finite), jnp)
+        return self.replace(fin_steps=after.clean_steps, scale=after.scale)
+
+    def _rule(self) -> Ladder:
+        """Returns flax' rule. Raises if a setting is out of range."""
+        return dynamic_scale(
+            self.growth_factor, self.backoff_factor, self.growth_interval, minimum_scale=self.minimum_scale
+        )
+
+
+def _together(leaf: Any, dtype: Any) -> jax.Array:
+    """Returns the smallest number of a leaf, as a scalar.
+
+    Rows that began with the same scale and count, and stepped alone, together hold what they would have come to had
+    they stepped as one: whichever overflowed has the lower scale, and the count 0.
+    """
+    return jnp.asarray(leaf, dtype).min()
+
+
+def _agreed(finite: jax.Array, axis: AxisNames | None) -> jax.Array:
+    """Returns whether `finite` holds all along the axes."""
+    return finite if axis is None else lax.pmin(finite.astype(jnp.int32), axis).astype(bool)

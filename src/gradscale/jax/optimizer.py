@@ -1,0 +1,56 @@
+"""What an optax transformation makes of true gradients, with types and integer leaves looked after."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradscale.jax.tree import moves, split, wide_type
+
+
+def init(tx: optax.GradientTransformation, params: Any) -> Any:
+    """Returns the state of `tx` for gradients in float32 or wider, as those of this package are.
+
+    The same as `tx.init(params)` unless parameters are narrower, FP16 or BF16. Moments of that type would lose what
+    the scale saved, and would change their type at the first step.
+    """
+    parts = split(params, "params")
+    wide = [jnp.asarray(leaf) for leaf in parts.moving]
+    return tx.init(parts.filled([leaf.astype(wide_type(leaf)) for leaf in wide]))
+
+
+def updated(
+    tx: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, extra: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Returns the updates that `tx` makes of true gradients, and its next state, of the same type as before.
+
+    Integer leaves get an update of zero: weight decay would move them.
+
+    Raises:
+        TypeError: the state would change its type, as moments of FP16 parameters do.
+    """
+    updates, after = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra)
+    still = split(updates if params is None else params, "params")
+    moving = [leaf for leaf, like in zip(jax.tree.leaves(updates), still.leaves, strict=True) if moves(like)]
+    return still.gradients(moving), jax.tree.map(_same_type, opt_state, after)
+
+
+def holds(kind: type, tree: Any) -> bool:
+    """Returns whether there is a node of the class `kind` anywhere in `tree`."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return any(isinstance(node, kind) for node in nodes)
+
+
+def _same_type(before: Any, after: Any) -> Any:
+    """Returns `after` if it has the type of `before`; moments of integers, all zero, are brought back to it."""
+    old, new = jnp.asarray(before), jnp.asarray(after)
+    if old.dtype == new.dtype:
+        return after
+    if not moves(old):
+        return new.astype(old.dtype)
+    raise TypeError(
+        "An optimizer must keep the type of its state, and gradients are float32 or wider here. "
+        f"Received: {old.dtype.name} state that becomes {new.dtype.name}. "
+        "Make the state with `gradscale.jax.init(tx, params)`."
+    )

@@ -1,0 +1,111 @@
+"""`scaled`: loss scaling as an optax transformation, around the optimizer."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from gradscale.decide import check_clip
+from gradscale.jax.agree import AxisNames
+from gradscale.jax.optimizer import holds, init, updated
+from gradscale.jax.scaler import DEFAULT_POLICY, Scaler
+from gradscale.policy import Policy
+
+
+class ScaledState(NamedTuple):
+    """State of `scaled`.
+
+    Attributes:
+        scaler: the scale and its counters.
+        inner: state of the transformation inside.
+    """
+
+    scaler: Scaler
+    inner: Any
+
+
+def scaled(
+    tx: optax.GradientTransformation,
+    policy: Policy = DEFAULT_POLICY,
+    clip_norm: float | None = None,
+    *,
+    axis_names: AxisNames = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns a transformation that takes scaled gradients: it unscales, checks and clips them for `tx`, or skips.
+
+    Multiply the loss by `loss_scale(opt_state)`. A skipped step gives updates of zero and leaves the state of `tx` as
+    it was, so no schedule advances. `update` takes the true loss as `loss=`, if you want one that is not finite to be
+    told from an overflow.
+
+    It must be the outermost: what comes before sees scaled gradients, what comes after runs on a skip too. Chains,
+    `MultiSteps`, `masked`, `inject_hyperparams` and schedules go inside. `loss_scale` refuses a state in which it is
+    not the outermost. `apply` is quicker where you can use it: this makes a copy of the optimizer's state.
+
+    >>> tx = scaled(optax.sgd(0.5))
+    >>> params = {"w": jnp.float32(3.0)}
+    >>> opt_state = tx.init(params)
+    >>> grads = jax.grad(lambda p: p["w"] ** 2 * loss_scale(opt_state))(params)
+    >>> updates, opt_state = tx.update(grads, opt_state, params)
+    >>> float(updates["w"])
+    -3.0
+
+    Args:
+        tx: the optimizer.
+        policy: the rule for the scale.
+        clip_norm: bound on the norm of all gradients together, in true units.
+        axis_names: mapped axes to agree over. By default all axes of `shard_map` and `pmap`.
+    """
+    check_clip("clip_norm", clip_norm)
+
+    def start(params: Any) -> Any:
+        state = ScaledState(Scaler(policy), init(tx, params))
+        _check_inside(state.inner, clip_norm)
+        return state
+
+    def update(updates: Any, state: Any, params: Any = None, *, loss: Any = None, **extra: Any) -> tuple[Any, Any]:
+        grads, scaler, result = state.scaler.step(updates, loss, clip_norm=clip_norm, axis_names=axis_names)
+        moves, after = updated(tx, grads, state.inner, params, extra)
+        still = jax.tree.map(jnp.zeros_like, moves)
+        moves, inner = result.select((moves, after), (still, state.inner)) if result.gated else (moves, after)
+        return moves, ScaledState(scaler, inner if result.attempted else state.inner)
+
+    return optax.GradientTransformationExtraArgs(start, update)
+
+
+def loss_scale(opt_state: Any) -> Array:
+    """Returns what the loss is to be multiplied by, from a state of `scaled`. Does not wait for the device.
+
+    Raises:
+        ValueError: the state is not one of `scaled`, or `scaled` is inside another transformation.
+    """
+    if isinstance(opt_state, ScaledState):
+        return opt_state.scaler.loss_scale
+    if holds(ScaledState, opt_state):
+        raise ValueError(
+            "`scaled` must be the outermost transformation: outside of it, gradients are still scaled and a skipped "
+            f"step is not known. Received: it is inside a {type(opt_state).__name__}. "
+            "Write `scaled(optax.chain(...))`, `scaled(optax.MultiSteps(...))` and so on, and give the state of that."
+        )
+    raise ValueError(
+        f"`loss_scale` takes the state of `scaled(tx).init(params)`. Received: {type(opt_state).__name__}. "
+        "With `value_and_grad` the scale is `scaler.loss_scale`."
+    )
+
+
+def _check_inside(inner: Any, clip_norm: float | None) -> None:
+    """Raises if what is inside of `scaled` cannot be meant."""
+    if holds(ScaledState, inner):
+        raise ValueError("`scaled` must not be inside another `scaled`: gradients would be divided twice. Use one.")
+    check_accumulation(inner, clip_norm)
+
+
+def check_accumulation(opt_state: Any, clip_norm: float | None) -> None:
+    """Raises if gradients would be clipped one micro-batch at a time."""
+    if clip_norm is not None and holds(optax.MultiStepsState, opt_state):
+        raise ValueError(
+            "`clip_norm` would clip each micro-batch on its own, not the gradients that `optax.MultiSteps` adds up. "
+            f"Received: clip_norm={clip_norm!r}. Clip inside: "
+            "`optax.MultiSteps(optax.chain(optax.clip_by_global_norm(bound), tx), every_k_schedule=k)`."
+        )

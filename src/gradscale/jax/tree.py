@@ -1,0 +1,122 @@
+"""Gradients and states as pytrees: which leaves take part, what they are called, and how to put them back."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from gradscale.record import place
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A pytree taken apart: the leaves that have gradients, and the rest.
+
+    Attributes:
+        moving: floating-point and complex leaves.
+        names: what the moving leaves are called, as in `encoder.0.weight`.
+        leaves: all leaves.
+        structure: the structure of the pytree.
+    """
+
+    moving: tuple[Any, ...]
+    names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    structure: Any
+
+    def filled(self, moving: Sequence[Any]) -> Any:
+        """Returns the pytree with `moving` in the place of its own, and everything else as it was."""
+        given = iter(moving)
+        return self.structure.unflatten([next(given) if moves(leaf) else leaf for leaf in self.leaves])
+
+    def gradients(self, moving: Sequence[Any]) -> Any:
+        """Returns the pytree with `moving` in the place of its own, and zeros for everything else.
+
+        An optimizer then leaves an integer where it is. None would change the structure.
+        """
+        given = iter(moving)
+        return self.structure.unflatten([next(given) if moves(leaf) else _nothing(leaf) for leaf in self.leaves])
+
+
+def split(tree: Any, what: str) -> Split:
+    """Returns `tree` taken apart.
+
+    Args:
+        tree: a pytree of arrays and numbers. None is a leaf that is not there.
+        what: what to call it in an error.
+
+    Raises:
+        TypeError: a leaf is neither an array nor a number.
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    for path, leaf in paths:
+        _check_leaf(_name(path, what), leaf, what)
+    moving = [(path, leaf) for path, leaf in paths if moves(leaf)]
+    return Split(
+        moving=tuple(leaf for _, leaf in moving),
+        names=tuple(_name(path, what) for path, _ in moving),
+        leaves=tuple(leaf for _, leaf in paths),
+        structure=structure,
+    )
+
+
+def moves(leaf: Any) -> bool:
+    """Returns whether `leaf` can have a gradient."""
+    return jnp.issubdtype(_dtype(leaf), jnp.inexact)
+
+
+def wide_type(leaf: Array) -> Any:
+    """Returns the type of an unscaled gradient, by the type it came in: at least float32, so that nothing is lost."""
+    return jnp.promote_types(leaf.dtype, jnp.float32)
+
+
+def real_parts(leaf: Array) -> tuple[Array, ...]:
+    """Returns `leaf`, or its real and imaginary parts where it is complex."""
+    return (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
+
+
+def as_pytree(record: R) -> R:
+    """Returns a copy of `record` that JAX takes as a pytree, with an array of its own in every field.
+
+    They are strong types from the start: Python numbers would compile a step a second time. And they are not shared:
+    two fields with the same zero in them could not be donated.
+    """
+    _register(type(record))
+    return place(record, jnp.array)
+
+
+@functools.cache
+def _register(kind: type) -> None:
+    """Tells JAX that every field of the dataclass `kind` holds arrays."""
+    jax.tree_util.register_dataclass(kind, [field.name for field in fields(kind)], [])
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
+
+
+def _nothing(leaf: Any) -> Any:
+    """Returns a gradient of zero for a leaf that has none; for a random key, which cannot be added to, JAX's own."""
+    if jnp.issubdtype(_dtype(leaf), jax.dtypes.extended):
+        return np.zeros(leaf.shape, jax.dtypes.float0)
+    is_bare = _dtype(leaf) == jax.dtypes.float0  # what `jax.grad(allow_int=True)` gives; no optimizer can add to it
+    return jnp.zeros(leaf.shape, jnp.int32) if is_bare else jnp.zeros_like(leaf)
+
+
+def _check_leaf(name: str, leaf: Any, what: str) -> None:
+    if not isinstance(leaf, int | float | complex | np.generic) and not hasattr(leaf, "dtype"):
+        raise TypeError(
+            f"Every leaf of {what} must be an array or a number. Received: {name!r} of type {type(leaf).__name__}. "
+            "Take it out first, for example with `equinox.partition(model, equinox.is_inexact_array)`."
+        )
+
+
+def _name(path: Any, what: str) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".") or what

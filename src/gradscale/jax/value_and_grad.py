@@ -1,0 +1,98 @@
+"""`value_and_grad`: scales, differentiates, checks, unscales and clips, and moves the scale."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from gradscale.jax.agree import AxisNames, mapped_axes
+from gradscale.jax.checks import check_count
+from gradscale.jax.differentiate import Forward, Signature, check_mean, forward
+from gradscale.jax.result import StepResult
+from gradscale.jax.retry import attempts
+from gradscale.jax.scaler import Scaler
+from gradscale.jax.step import Asked, Attempt, attempt, finish
+
+Gradient = Callable[..., tuple[Any, Any, Scaler, StepResult]]
+"""Takes a scaler and the function's own arguments; returns value, gradients, the next scaler and the result."""
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    clip_norm: float | None = None,
+    norm: bool = False,
+    retries: int = 0,
+    axis_names: AxisNames = None,
+    mean_axes: str | tuple[str, ...] = (),
+) -> Gradient:
+    """Returns a function like `jax.value_and_grad(fun)` that takes a scaler first, and returns four things.
+
+    `(scaler, *args, **kwargs) -> value, grads, scaler, result`. The value is the true loss, or (loss, aux). The
+    gradients are true too, in float32 or wider: divided by the scale, and clipped. If one was inf or NaN, or the loss
+    was, they are all zeros, and `result.applied` is False; `apply` then leaves everything as it is. The scaler is the
+    one for the next step. Nothing waits for the device.
+
+    Gradients are read once for what is asked, largest magnitude or norm; whether they are finite is told by either.
+    Leaves that are no floating-point numbers get zeros. The function can be differentiated again unless it retries.
+
+    >>> import jax
+    >>> loss = lambda w, x: jax.numpy.sum(w * x)
+    >>> value, grads, scaler, result = value_and_grad(loss)(Scaler(), jnp.ones(2), jnp.array([3.0, 4.0]))
+    >>> float(value), grads.tolist(), bool(result.applied)
+    (7.0, [3.0, 4.0], True)
+
+    Args:
+        fun: returns a loss in float32 or wider, without dimensions.
+        argnums: which of `args` to differentiate by: one, or several.
+        has_aux: whether `fun` returns (loss, aux).
+        clip_norm: bound on the norm of all gradients together, in true units.
+        norm: measure the norm for the result even if nothing is clipped.
+        retries: how often to run the backward pass again, at a lower scale each time, when it overflows. The forward
+            pass is run once. It keeps what the backward pass needs alive for longer.
+        axis_names: mapped axes to agree over: what one device finds counts for all of them. By default all axes of
+            `shard_map` and `pmap`.
+        mean_axes: mapped axes to average the gradients over before they are looked at, under `pmap` and with
+            `check_vma=False`.
+
+    Raises:
+        TypeError: `retries` is not an integer, or `clip_norm` not a number.
+        ValueError: `retries` is negative, or `clip_norm` not positive.
+    """
+    asked = Asked(clip_norm, norm, axis_names)
+    signature = Signature(argnums, has_aux)
+    check_count("retries", retries)
+
+    @functools.wraps(fun)
+    def value_and_gradients(scaler: Scaler, *args: Any, **kwargs: Any) -> tuple[Any, Any, Scaler, StepResult]:
+        _check_scaler(scaler)
+        run = forward(fun, signature, scaler.policy, args, kwargs)
+        last = _backward(scaler, run, asked, retries, mean_axes)
+        gradients, state, result = finish(scaler.policy, scaler.state, last, run.params.names, asked)
+        value = (run.loss, run.aux) if has_aux else run.loss
+        return value, run.params.gradients(gradients), scaler.moved(state), result
+
+    return value_and_gradients
+
+
+def _backward(scaler: Scaler, run: Forward, asked: Asked, retries: int, mean_axes: str | tuple[str, ...]) -> Attempt:
+    """Runs the backward pass, and again while it overflows; returns the last attempt."""
+    axes = mapped_axes(mean_axes)
+    check_mean(run, axes)
+    loss_finite = jnp.isfinite(run.loss)
+    if retries and scaler.policy.needs and run.params.moving:
+        pull = functools.partial(run.gradients, mean_axes=axes)
+        return attempts(scaler.policy, scaler.state, pull, loss_finite, asked, retries)
+    gradients = run.gradients(scaler.loss_scale, axes)
+    return attempt(scaler.policy, scaler.state, gradients, loss_finite, asked)
+
+
+def _check_scaler(scaler: Any) -> None:
+    if not isinstance(scaler, Scaler):
+        raise TypeError(
+            "The first argument must be a `Scaler`; those of `fun` come after it. "
+            f"Received: {type(scaler).__name__}. Make one with `Scaler(policy)`."
+        )

@@ -1,0 +1,82 @@
+"""The same gradients give the same scales, counters and unscaled gradients as the numpy adapter, bit for bit."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.jax.helpers import INF, NAN, number
+
+from gradscale import Dynamic, Histogram, Policy, Static
+from gradscale.jax import Scaler
+from gradscale.numpy import LossScaler
+from gradscale.predictive import Headroom, LogMax
+
+POLICIES = [
+    Dynamic(init_scale=3.0, growth_factor=1.7, backoff_factor=0.3, growth_interval=2, hysteresis=2, max_scale=1e6),
+    Static(1000.0),
+    Headroom(init_scale=2.0**10),
+    LogMax(init_scale=2.0**10),
+    Histogram(init_scale=2.0**10, period=2),
+]
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": jnp.bfloat16}
+
+# FP32 numbers below 2**-126 are zero to JAX on a CPU, also the squares and quotients of such numbers.
+MAGNITUDES = st.floats(2.0**-14, 2.0**15, width=16)
+NUMBERS = st.one_of(MAGNITUDES, MAGNITUDES.map(lambda x: -x), st.sampled_from([0.0, INF, -INF, NAN]))
+STEPS = st.lists(
+    st.tuples(st.lists(NUMBERS, min_size=3, max_size=3), st.sampled_from([1.0, 1.0, 1.0, NAN])), max_size=12
+)
+
+
+@jax.jit
+def compiled(scaler: Scaler, grads: Any, loss: Any) -> Any:
+    return scaler.step(grads, loss)
+
+
+@partial(jax.jit, static_argnums=2)
+def clipped(scaler: Scaler, grads: Any, bound: float) -> Any:
+    return scaler.step(grads, clip_norm=bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+@settings(max_examples=12, deadline=None)
+@given(steps=STEPS)
+def test_a_run_is_the_same_bit_for_bit(policy: Policy, dtype: str, steps: Any) -> None:
+    reference, scaler = LossScaler(policy), Scaler(policy)
+    for values, loss in steps:
+        grads = {"a": np.array(values[:2], DTYPES[dtype]), "b": np.array(values[2], DTYPES[dtype])}
+        expected = reference.step(grads, loss=np.float32(loss))
+        found, scaler, result = compiled(scaler, grads, np.float32(loss))
+        assert scaler.to_dict() == reference.state_dict()
+        assert result.status is expected.status
+        assert [culprit.name for culprit in result.culprits()] == [culprit.name for culprit in expected.culprits]
+        if expected.applied:
+            assert np.asarray(found["a"]).tobytes() == expected.grads["a"].tobytes()
+            assert np.asarray(found["b"]).tobytes() == expected.grads["b"].tobytes()
+
+
+@settings(max_examples=50, deadline=None)
+@given(values=st.lists(MAGNITUDES, min_size=4, max_size=4), bound=st.sampled_from([0.01, 1.0, 100.0]))
+def test_clipping_is_the_same_up_to_rounding(values: list[float], bound: float) -> None:
+    grads = {"a": np.array(values[:2], np.float32), "b": np.array(values[2:], np.float32)}
+    expected = LossScaler(Static(8.0)).step(grads, clip_norm=bound)
+    found, _, result = clipped(Scaler(Static(8.0)), grads, bound)
+    assert number(result.grad_norm) == pytest.approx(number(expected.grad_norm), rel=1e-6)
+    np.testing.assert_allclose(found["a"], expected.grads["a"], rtol=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(flags=st.lists(st.booleans(), max_size=40))
+def test_the_scale_stays_between_its_bounds(flags: list[bool]) -> None:
+    policy = Dynamic(init_scale=8.0, growth_interval=1, min_scale=2.0, max_scale=20.0)
+    scaler = Scaler(policy)
+    for finite in flags:
+        _, scaler, _ = compiled(scaler, np.float32(1.0 if finite else INF), np.float32(1))
+        assert 2.0 <= float(scaler.loss_scale) <= 20.0

@@ -1,0 +1,113 @@
+"""Models of flax nnx, flax linen and equinox: trained by the same two calls."""
+
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tests.jax.helpers import INF, POLICY, batch
+
+from gradscale.jax import Scaler, StepResult, apply, value_and_grad
+
+TX = optax.adam(0.05)
+
+
+def finite(tree: Any) -> bool:
+    return all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
+
+
+class Norm(nnx.Module):
+    """A network with statistics of its batches, which are not to be trained."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.hidden = nnx.Linear(4, 8, dtype=jnp.float16, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.out = nnx.Linear(8, 1, dtype=jnp.float16, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.out(jax.nn.relu(self.norm(self.hidden(x)))).astype(jnp.float32)
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_flax_nnx_trains_and_keeps_its_statistics_on_a_skip(retries: int) -> None:
+    structure, weights, rest = nnx.split(Norm(nnx.Rngs(0)), nnx.Param, ...)
+
+    def cost(weights: Any, rest: Any, x: Any) -> Any:
+        model = nnx.merge(structure, weights, rest)
+        loss = jnp.mean(jnp.square(model(x) - 1.0))
+        return loss, nnx.state(model, nnx.Not(nnx.Param))
+
+    gradient = value_and_grad(cost, has_aux=True, clip_norm=1.0, retries=retries)
+
+    @jax.jit
+    def step(weights: Any, rest: Any, opt_state: Any, scaler: Scaler, x: Any) -> Any:
+        (loss, after), grads, scaler, result = gradient(scaler, weights, rest, x)
+        weights, opt_state = apply(TX, grads, opt_state, weights, result)
+        return weights, result.select(after, rest), opt_state, scaler, (loss, result)
+
+    opt_state, scaler, losses = TX.init(weights), Scaler(POLICY), []
+    for number in range(6):
+        x = batch() if number != 3 else batch().at[0, 0].set(INF)
+        before = rest
+        weights, rest, opt_state, scaler, (loss, result) = step(weights, rest, opt_state, scaler, x)
+        assert bool(result.applied) == (number != 3)
+        if number == 3:
+            assert all(map(np.array_equal, jax.tree.leaves(before), jax.tree.leaves(rest)))
+        else:
+            losses.append(float(loss))
+    assert losses == sorted(losses, reverse=True)
+    assert finite((weights, rest, opt_state))
+
+
+def test_a_whole_nnx_module_can_be_the_argument() -> None:
+    model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    _, grads, _, result = value_and_grad(lambda m, x: jnp.mean(m(x) ** 2))(Scaler(POLICY), model, batch())
+    expected = nnx.grad(lambda m, x: jnp.mean(m(x) ** 2))(model, batch())
+    assert bool(result.applied)
+    for grad, other in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(grad, other, rtol=1e-6)
+
+
+def test_flax_linen_trains() -> None:
+    model = nn.Sequential([nn.Dense(8, dtype=jnp.float16), nn.relu, nn.Dense(1, dtype=jnp.float16)])
+    weights = model.init(jax.random.key(0), batch())
+    assert descends(weights, lambda w, x: jnp.mean(jnp.square(model.apply(w, x).astype(jnp.float32) - 1.0)))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_equinox_trains_once_it_is_partitioned() -> None:
+    weights, rest = eqx.partition(eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0)), eqx.is_inexact_array)
+
+    def cost(weights: Any, x: Any) -> Any:
+        model = eqx.combine(weights, rest)
+        half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16) if eqx.is_inexact_array(leaf) else leaf, model)
+        return jnp.mean(jnp.square(jax.vmap(half)(x.astype(jnp.float16)).astype(jnp.float32) - 1.0))
+
+    assert descends(weights, cost)
+
+
+def test_an_equinox_module_that_is_not_partitioned_is_refused_by_name() -> None:
+    model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"Received: 'activation' of type .*`equinox\.partition"):
+        value_and_grad(lambda m, x: jnp.mean(jax.vmap(m)(x)))(Scaler(), model, batch())
+
+
+def descends(weights: Any, cost: Any) -> bool:
+    """Returns whether five steps lower the loss each, and all parameters stay finite."""
+    gradient = value_and_grad(cost, clip_norm=1.0)
+
+    @jax.jit
+    def step(weights: Any, opt_state: Any, scaler: Scaler) -> tuple[Any, Any, Scaler, Any, StepResult]:
+        loss, grads, scaler, result = gradient(scaler, weights, batch())
+        return *apply(TX, grads, opt_state, weights, result), scaler, loss, result
+
+    opt_state, scaler, losses = TX.init(weights), Scaler(POLICY), []
+    for _ in range(5):
+        weights, opt_state, scaler, loss, result = step(weights, opt_state, scaler)
+        losses.append(float(loss))
+        assert bool(result.applied)
+    return losses == sorted(losses, reverse=True) and finite(weights)

@@ -1,0 +1,75 @@
+"""How often the compiled step reads the gradients: once for what is asked, and never for the flag alone."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from gradscale import Dynamic, NoScaling, Policy
+from gradscale.jax import Scaler, apply, value_and_grad
+from gradscale.predictive import Headroom
+
+SHAPE = "16,32"
+
+
+def optimised(function: Any, *args: Any) -> str:
+    return jax.jit(function).lower(*args).compile().as_text() or ""
+
+
+def compiled(policy: Policy, **options: Any) -> str:
+    """Returns the optimised program of a step. The one gradient has a shape that nothing else has."""
+    scaler = Scaler(policy)
+
+    def step(state: Scaler, gradient: Any) -> Any:
+        return state.step(gradient, **options)
+
+    return optimised(step, scaler, jnp.ones((16, 32)))
+
+
+def reads(program: str) -> tuple[int, int]:
+    """Returns how many operations of the main program take the gradient: those that reduce it, and the others."""
+    entry = program[program.index("\nENTRY") :]
+    lines = [
+        line for line in entry.splitlines() if "%gradient" in line.split(" = ", 1)[-1] and "parameter(" not in line
+    ]
+    reducing = [line for line in lines if not re.search(rf" = f32\[{SHAPE}\]", line)]
+    return len(reducing), len(lines) - len(reducing)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "expected"),
+    [
+        (Dynamic(), {}, (1, 1)),
+        (Dynamic(), {"clip_norm": 1.0}, (1, 1)),
+        (Dynamic(), {"norm": True}, (1, 1)),
+        (Headroom(), {}, (1, 1)),
+        (Headroom(), {"clip_norm": 1.0}, (2, 1)),
+        (NoScaling(), {}, (0, 1)),
+        (NoScaling(), {"clip_norm": 1.0}, (1, 1)),
+    ],
+)
+def test_gradients_are_read_once_for_what_is_asked_and_once_to_unscale(
+    policy: Policy, options: Any, expected: tuple[int, int]
+) -> None:
+    assert reads(compiled(policy, **options)) == expected
+
+
+def test_the_count_can_tell_a_second_read() -> None:
+    def twice(gradient: Any) -> Any:
+        return jnp.max(jnp.abs(gradient)), jnp.sum(gradient**2), gradient * 2
+
+    assert reads(optimised(twice, jnp.ones((16, 32)))) == (2, 1)
+
+
+def test_a_whole_step_calls_nothing_on_the_host() -> None:
+    tx = optax.adam(1e-2)
+
+    def step(state: Scaler, weight: Any) -> Any:
+        _, grads, state, result = value_and_grad(lambda w: jnp.sum(w**2), clip_norm=1.0, retries=2)(state, weight)
+        return apply(tx, grads, tx.init(weight), weight, result), state
+
+    program = optimised(step, Scaler(), jnp.ones(4))
+    assert not re.search(r"callback|outfeed|infeed|send|recv", program)

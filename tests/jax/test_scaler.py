@@ -1,0 +1,166 @@
+"""`Scaler`: a value that keeps its policy, its types and its arrays through every transformation of JAX."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.jax.helpers import INF, NAN, POLICY, programs, same
+
+from gradscale import Dynamic, Histogram, NoScaling, Policy, ScaleState, Static, Status, import_state, preset
+from gradscale.jax import Scaler
+from gradscale.predictive import Headroom, LogMax
+from gradscale.record import Record
+
+ODD = Dynamic(
+    init_scale=96.0,
+    growth_factor=3.0,
+    backoff_factor=0.25,
+    growth_interval=7,
+    hysteresis=3,
+    refill="clean",
+    min_scale=2.0,
+    max_scale=4096.0,
+)
+
+POLICIES = [
+    ODD,
+    Static(3.0),
+    NoScaling(),
+    Headroom(),
+    LogMax(),
+    Histogram(),
+    preset("flax"),
+    preset("jmp", loss_scale=2.0**15),
+    preset("deepspeed"),
+]
+
+
+def kinds(tree: Any) -> list[tuple[Any, Any, bool]]:
+    return [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_a_step_changes_no_type_so_nothing_is_compiled_twice(policy: Policy) -> None:
+    @jax.jit
+    def step(scaler: Scaler, grad: Any) -> Scaler:
+        return scaler.step(grad, jnp.float32(1))[1]
+
+    scaler = Scaler(policy)
+    before = kinds(scaler)
+    for value in (1.0, INF, 2.0):
+        scaler = step(scaler, jnp.array([value, 1.0]))
+    assert kinds(scaler) == before
+    assert not any(weak for _, _, weak in before)
+    assert programs(step) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_every_setting_is_kept_through_jit_vmap_and_scan(policy: Policy) -> None:
+    scaler = Scaler(policy)
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), scaler)
+    looped, _ = jax.lax.scan(lambda carry, grad: (carry.step(grad)[1], None), scaler, jnp.ones((3, 2)))
+    mapped = jax.vmap(lambda one: one.step(jnp.ones(2))[1])(many)
+    assert jax.jit(lambda one: one)(scaler).policy == looped.policy == mapped.policy == policy
+    assert type(looped.state) is type(mapped.state) is type(policy.start())
+
+
+def test_every_setting_is_kept_through_grad_and_checkpoint() -> None:
+    @jax.checkpoint
+    def cost(weight: Any, scaler: Scaler) -> Any:
+        assert scaler.policy == ODD
+        return scaler.scale(weight**2) / scaler.loss_scale
+
+    assert jax.grad(cost)(jnp.float32(3), Scaler(ODD)) == 6.0
+
+
+def test_scales_move_on_their_own_under_vmap() -> None:
+    scalers = jax.vmap(lambda scale: Scaler(POLICY).moved(ScaleState(**state_at(scale))))(jnp.array([8.0, 1024.0]))
+    _, after, result = jax.vmap(lambda scaler, grad: scaler.step(grad))(scalers, jnp.array([[1.0, 1.0], [INF, 1.0]]))
+    assert after.state.scale.tolist() == [8.0, 512.0]
+    assert result.applied.tolist() == [True, False]
+
+
+def state_at(scale: Any) -> dict[str, Any]:
+    counts = dict.fromkeys(("clean_steps", "credits", "applied", "skipped", "consecutive_skips"), jnp.int32(1))
+    return {"scale": scale, "stuck": jnp.bool_(False), **counts}
+
+
+@pytest.mark.filterwarnings("error:Some donated buffers were not usable")
+def test_a_scaler_can_be_donated_and_the_result_outlives_it() -> None:
+    @partial(jax.jit, donate_argnums=0)
+    def step(scaler: Scaler, grad: Any) -> Any:
+        return scaler.step(grad)[1:]
+
+    scaler, first = step(Scaler(POLICY), jnp.array([INF]))
+    scaler, second = step(scaler, jnp.array([1.0]))
+    assert [float(one.scale) for one in (first, second)] == [1024.0, 512.0]
+    assert [float(one.next_scale) for one in (first, second)] == [512.0, 512.0]
+
+
+def test_leaves_are_named_after_the_fields_of_the_state() -> None:
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(Scaler())[0]]
+    assert paths[:2] == [".state.scale", ".state.clean_steps"]
+
+
+def test_scale_multiplies_every_loss_of_a_pytree() -> None:
+    assert Scaler(POLICY).scale({"a": jnp.float32(2), "b": [jnp.ones(2)]})["b"][0].tolist() == [1024.0, 1024.0]
+
+
+def test_an_infinite_loss_given_to_step_leaves_the_scale_alone() -> None:
+    grads, scaler, result = Scaler(POLICY).step({"w": jnp.ones(2)}, {"a": jnp.float32(1), "b": jnp.array([1.0, NAN])})
+    assert result.status is Status.NONFINITE_LOSS
+    assert float(scaler.loss_scale) == 1024.0
+    assert grads["w"].tolist() == [0.0, 0.0]
+
+
+def test_metrics_count_applied_and_skipped_steps() -> None:
+    scaler = Scaler(POLICY)
+    for value in (1.0, INF, 1.0, 1.0):
+        scaler = scaler.step(jnp.array([value]))[1]
+    metrics = {name: float(value) for name, value in scaler.metrics().items()}
+    assert metrics == {"scale": 512.0, "applied": 3.0, "skipped": 1.0, "skip_rate": 0.25}
+
+
+def test_another_systems_state_can_be_taken_over() -> None:
+    policy, state = import_state("flax", {"fin_steps": 5, "scale": 2.0**20})
+    scaler = Scaler(policy, state)
+    assert float(scaler.loss_scale) == 2.0**20
+    assert int(scaler.state.clean_steps) == 5
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_a_scaler_goes_through_its_dict(policy: Policy) -> None:
+    scaler = Scaler(policy)
+    for value in (2.0, INF, INF, 8.0):
+        scaler = scaler.step(jnp.array([value, -1.0]))[1]
+    assert same(Scaler.from_dict(scaler.to_dict()), scaler)
+
+
+def test_a_class_is_not_a_policy() -> None:
+    with pytest.raises(TypeError, match=r"`policy` must be a policy, such as `Dynamic\(\)`"):
+        Scaler(Dynamic)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_state_of_another_policy_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"`state` must be a HeadroomState"):
+        Scaler(Headroom(), Dynamic().start())
+
+
+def test_a_policy_with_arrays_as_settings_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Several(Record):
+        scales: Any
+        needs: ClassVar[frozenset[str]] = frozenset({"finite"})
+
+        def start(self) -> ScaleState:
+            return ScaleState(scale=np.float32(1))
+
+        def next(self, state: Any, seen: Any, xp: Any) -> Any:
+            return state
+
+    with pytest.raises(TypeError, match=r"settings of a policy must be Python numbers.*make one scaler of each"):
+        Scaler(Several(np.ones(2)))
