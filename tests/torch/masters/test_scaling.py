@@ -88,6 +88,22 @@ def test_scaled_training_is_training_and_a_skipped_step_is_none(kind: Kind, insi
         assert same(everything(model, optimizer), before)
 
 
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("inside", ["adamw fused", "adamw foreach"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_after_a_skip_as_if_there_had_been_none(kind: Kind, inside: str, scaler: str) -> None:
+    """Random numbers included: none are drawn where the host sees the skip."""
+    model, twin = half_model(), half_model()
+    optimizer, plain = wrapped(model, kind, inside), wrapped(twin, kind, inside)
+    step = SCALERS[scaler]()
+    for number in range(4):
+        give(twin, number)
+        plain.step()
+        step(model, optimizer, number, INF)
+        step(model, optimizer, number, None)
+    assert same(everything(model, optimizer), everything(twin, plain))
+
+
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("inside", ["sgd fused", "sgd dampened", "adamw fused", "adamw foreach"])
 @pytest.mark.parametrize("scaler", SCALERS)

@@ -264,6 +264,20 @@ def test_float32_gradients_are_used_without_a_copy(monkeypatch: pytest.MonkeyPat
     assert optimizer._grad_room._rooms == {}
 
 
+def test_float32_gradients_in_another_layout_are_used_as_they_should_be() -> None:
+    model, twin = half_model(), half_model()
+    optimizers = [wrapped(each, grad_fp32=True) for each in (model, twin)]
+    for each in (model, twin):
+        give(each)
+    weight = first(twin)
+    assert weight.grad is not None
+    weight.grad = weight.grad.T.contiguous().T
+    assert weight.grad.stride() != weight.stride()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert same(weights(twin), weights(model))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lent_beyond_the_step_and_no_temporary_is_as_large_as_the_model(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
