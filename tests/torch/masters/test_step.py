@@ -340,6 +340,16 @@ def test_what_cannot_be_wrapped_is_refused_and_left_as_it_is() -> None:
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
 
 
+def test_gradients_that_are_there_become_float32_where_that_is_asked_for() -> None:
+    model = half_model()
+    give(model)
+    before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    wrapped(model, grad_fp32=True)
+    after = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert {grad.dtype for grad in after} == {torch.float32}
+    assert same(after, [grad.float() for grad in before])
+
+
 def test_a_float32_model_needs_no_masters() -> None:
     model = small_model()
     optimizer = wrapped(model)
