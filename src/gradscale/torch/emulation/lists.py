@@ -7,7 +7,7 @@ Functions are known by name, since one comes by many ways: `torch.matmul`, `Tens
 PRODUCTS = frozenset(
     """
     linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addr addbmm baddbmm
-    einsum tensordot chain_matmul linalg_multi_dot linalg_matmul
+    einsum tensordot inner chain_matmul linalg_multi_dot linalg_matmul linalg_vecdot
     conv1d conv2d conv3d conv_tbc convolution conv_transpose1d conv_transpose2d conv_transpose3d
     scaled_dot_product_attention
     rnn_tanh rnn_relu lstm gru rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell
