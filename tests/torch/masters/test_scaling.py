@@ -164,9 +164,10 @@ def test_clipping_without_scaling_rounds_no_gradient(dtype: torch.dtype) -> None
         torch.testing.assert_close(value, expected, rtol=2.0**-22, atol=2.0**-30)
 
 
-def test_small_gradients_that_fp16_cannot_hold_unscaled_reach_the_masters() -> None:
+@pytest.mark.parametrize("fused", [None, False, True])
+def test_small_gradients_that_fp16_cannot_hold_unscaled_reach_the_masters(fused: bool | None) -> None:
     parameter = nn.Parameter(torch.zeros(3).half())
-    optimizer = MasterWeights(torch.optim.SGD([parameter], lr=1.0))
+    optimizer = MasterWeights(torch.optim.SGD([parameter], lr=1.0, fused=fused))
     scaler = LossScaler(policy=Static(2.0**16))
     scaler.backward(torch.ones((), requires_grad=True))
     parameter.grad = torch.full((3,), 2.0**-12).half()
