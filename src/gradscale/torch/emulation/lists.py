@@ -38,6 +38,9 @@ WIDE = frozenset(
 LED_BY_FIRST = frozenset(["batch_norm", "instance_norm", "prelu"])
 """Functions whose result is as narrow as their first operand, though their parameters are float32."""
 
+LIKE_ANOTHER = frozenset(["to", "type_as"])
+"""Methods whose result is as narrow as their second operand, where that is a tensor."""
+
 OPENED = frozenset(["multi_head_attention_forward"])
 """Functions written in Python that hold several products, each of which must be rounded for itself."""
 
