@@ -225,6 +225,20 @@ def test_fp16_gradients_are_read_once_where_their_division_cannot_overflow(monke
     assert asked == [False, False]
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("bad", [None, INF, NAN])
+def test_large_16_bit_gradients_are_measured_piece_by_piece(
+    dtype: torch.dtype, bad: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradscale.torch.measure.CAST_AT_ONCE", 40_000)
+    gradients = [torch.randn(elements).to(dtype) for elements in (100_001, 33_000, 40_000, 7)]
+    if bad is not None:
+        gradients[0][-1] = bad
+    sizes = measure(gradients, torch.device("cpu"), norm=True, half=False).sizes
+    expected = torch.stack([gradient.double().norm() for gradient in gradients]).float()
+    torch.testing.assert_close(sizes, expected, rtol=1e-5, atol=0.0, equal_nan=True)
+
+
 def test_true_gradients_in_fp16_are_refused_with_the_way_out() -> None:
     model = half_model()
     optimizer = wrapped(model)
