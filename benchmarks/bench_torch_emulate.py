@@ -6,8 +6,9 @@ Baseline: the same model and batch under `torch.autocast("cpu")`. Float32, witho
 Machine:  printed with the results; two CPU threads.
 Command:  python benchmarks/bench_torch_emulate.py [--quick]
 Caveats:  few CPUs multiply FP16 matrices; where one does, autocast is many times faster than here. BF16, for which more
-          have instructions, has no goal. The optimizer's step is not timed: it is float32 on all sides. No GPU was
-          measured.
+          have instructions, has no goal. The optimizer's step is not timed: it is float32 on all sides. With other work
+          on both cores, every operation that is shared between threads waits for one of them. Emulation has more
+          operations than autocast, so it then loses its lead. No GPU was measured.
 """
 
 from collections.abc import Callable

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from gradscale import __version__
 from gradscale.cli import app
 
-COMMANDS = ("demo", "formats", "policies", "replay", "bench", "doctor")
+COMMANDS = ("demo", "formats", "policies", "replay", "bench", "precisions", "doctor")
 
 
 @functools.cache
@@ -120,7 +120,7 @@ def test_the_documentation_has_a_section_for_every_command_and_its_commands_pars
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     assert all(f"## {command}\n" in page for command in COMMANDS)
     shown = [re.sub(r"^.*?gradscale ", "", block) for block in re.findall(r"```sh\n(.*)\n```", page)]
-    assert len(shown) == 9
+    assert len(shown) == 10
     for line in shown:
         told = CliRunner().invoke(app, [*shlex.split(line), "--help"])
         assert told.exit_code == 0, line

@@ -91,16 +91,17 @@ def _dtypes(tensors: Iterable[Tensor]) -> set[torch.dtype]:
 def _optimizer_row(optimizer: Optimizer) -> OptimizerRow:
     parameters = list(parameters_of([optimizer]))
     elements = sum(map(Tensor.numel, parameters))
+    shares = max(elements, 1)  # parameters may all be empty
     state = [value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
     return OptimizerRow(
         kind=_kind(optimizer),
         elements=elements,
         # Step counts are tensors of one element: of no interest here.
         state=short(*_dtypes(value for value in state if value.dim())),
-        weight_bytes=sum(map(_bytes, parameters)) / elements,
-        master_bytes=_master_bytes(optimizer, parameters) / elements,
-        grad_bytes=sum(map(_grad_bytes, parameters)) / elements,
-        state_bytes=sum(map(_bytes, state)) / elements,
+        weight_bytes=sum(map(_bytes, parameters)) / shares,
+        master_bytes=_master_bytes(optimizer, parameters) / shares,
+        grad_bytes=sum(map(_grad_bytes, parameters)) / shares,
+        state_bytes=sum(map(_bytes, state)) / shares,
     )
 
 

@@ -143,9 +143,10 @@ def _squared(flat: Sequence[Tensor]) -> list[Tensor]:
 
 def _squared_in(room: Tensor, grad: Tensor) -> Tensor:
     """Returns the sum of squares of a flat 16-bit gradient, which is cast to float32 in `room`, piece by piece."""
-    casts = (room[: piece.numel()].copy_(piece) for piece in grad.split(room.numel()))
-    squares = [torch.dot(cast, cast) for cast in casts]
-    return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
+    if grad.numel() > room.numel():
+        return torch.stack([_squared_in(room, piece) for piece in grad.split(room.numel())]).sum()
+    cast = room[: grad.numel()].copy_(grad)
+    return torch.dot(cast, cast)
 
 
 def _largest(group: Alike) -> Tensor:

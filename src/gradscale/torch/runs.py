@@ -10,10 +10,9 @@ from gradscale.torch.border import border_of
 
 FOLLOWS = "its input"
 
-HALF = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.PReLU)
-"""Modules that autocast runs in half precision on every device."""
-
-HALF_ON_ACCELERATORS = (nn.RNNBase, nn.RNNCellBase)
+HALF = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.PReLU, nn.RNNBase, nn.RNNCellBase)
+"""Modules that autocast runs in half precision on every device. On a CPU some recurrent ones return float32: only
+their products are half."""
 
 FLOAT_ON_ACCELERATORS = (
     *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softplus),
@@ -73,10 +72,9 @@ def _runs(module: nn.Module, device: str, autocast: torch.dtype | None) -> str:
 
 
 def _runs_under_autocast(module: nn.Module, device: str, autocast: torch.dtype) -> str:
-    on_accelerator = device != "cpu"
-    if isinstance(module, HALF) or (on_accelerator and isinstance(module, HALF_ON_ACCELERATORS)):
+    if isinstance(module, HALF):
         return short(autocast)
-    return "float32" if on_accelerator and isinstance(module, FLOAT_ON_ACCELERATORS) else FOLLOWS
+    return "float32" if device != "cpu" and isinstance(module, FLOAT_ON_ACCELERATORS) else FOLLOWS
 
 
 def short(*dtypes: torch.dtype) -> str:

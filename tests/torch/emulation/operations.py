@@ -40,11 +40,13 @@ SUMS = {
     "bmm": Operation(torch.bmm, ((3, 5, 24), (3, 24, 7))),
     "addmm": Operation(torch.addmm, ((5, 7), (5, 24), (24, 7))),
     "baddbmm": Operation(torch.baddbmm, ((3, 5, 7), (3, 5, 24), (3, 24, 7))),
+    "inner": Operation(torch.inner, ((5, 24), (7, 24))),
     "einsum": Operation(lambda a, b: torch.einsum("bik,bjk->bij", a, b), ((3, 5, 24), (3, 7, 24))),
 }
 """Products whose sums autocast computes in float32 on a CPU, too."""
 
 OTHERS = {
+    "vecdot": Operation(torch.linalg.vecdot, ((5, 24), (5, 24))),
     "addbmm": Operation(torch.addbmm, ((5, 7), (3, 5, 24), (3, 24, 7))),
     "conv1d": Operation(F.conv1d, ((2, 4, 9), (6, 4, 3), (6,))),
     "conv2d": Operation(F.conv2d, ((2, 4, 9, 9), (6, 4, 3, 3), (6,))),

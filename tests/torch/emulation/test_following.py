@@ -40,6 +40,8 @@ ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
     "put into": lambda y: _put(y),
     "to where it is": lambda y: y.to("cpu") / 3,
     "to what it is": lambda y: y.type_as(y) / 3,
+    "a float32 tensor to its type": lambda y: (y.float() / 3).type_as(y),
+    "a float32 tensor to what it is": lambda y: (y.float() / 3).to(y) / 3,
     "zeros like it": lambda y: torch.zeros_like(y).add_(0.3),
 }
 
@@ -58,6 +60,8 @@ FLOAT32: dict[str, Callable[[Tensor], Tensor]] = {
     "mean in float32": lambda y: y.mean(0, dtype=torch.float32),
     "type float32": lambda y: y.type(torch.float32) / 3,
     "to float32": lambda y: y.to(torch.float32) / 3,
+    "to the type of a float32 tensor": lambda y: y.type_as(torch.ones(1)) / 3,
+    "to what a float32 tensor is": lambda y: y.to(torch.ones(1)) / 3,
 }
 
 

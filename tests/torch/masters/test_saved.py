@@ -80,6 +80,7 @@ def test_a_plain_optimizers_state_is_loaded_and_masters_are_made_of_the_weights(
     plain = INSIDE["adamw fused"](model.parameters())
     train(model, plain, range(3))
     optimizer = wrapped(model, kind)
+    train(model, optimizer, range(3, 5))
     optimizer.load_state_dict(
         {**plain.state_dict(), "param_groups": [{**plain.state_dict()["param_groups"][0], "lr": 0.5}]}
     )
@@ -186,6 +187,17 @@ def test_a_copy_goes_on_like_the_original_and_apart_from_it(kind: Kind, way: str
     train(model, optimizer, range(3, 6))
     assert same(everything(twin, other), everything(model, optimizer))
     scheduler.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_knows_of_weights_that_were_written_before(kind: Kind) -> None:
+    model = half_model()
+    optimizer = wrapped(model, kind)
+    train(model, optimizer, range(3))
+    with torch.no_grad():
+        first(model).fill_(0.25)
+    _, other = copy.deepcopy((model, optimizer))
+    assert values_of(other)[0].unique().tolist() == [0.25]
 
 
 def test_a_copy_accumulates_in_float32_if_the_original_did() -> None:

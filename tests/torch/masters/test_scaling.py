@@ -88,6 +88,22 @@ def test_scaled_training_is_training_and_a_skipped_step_is_none(kind: Kind, insi
         assert same(everything(model, optimizer), before)
 
 
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("inside", ["adamw fused", "adamw foreach"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_after_a_skip_as_if_there_had_been_none(kind: Kind, inside: str, scaler: str) -> None:
+    """Random numbers included: none are drawn where the host sees the skip."""
+    model, twin = half_model(), half_model()
+    optimizer, plain = wrapped(model, kind, inside), wrapped(twin, kind, inside)
+    step = SCALERS[scaler]()
+    for number in range(4):
+        give(twin, number)
+        plain.step()
+        step(model, optimizer, number, INF)
+        step(model, optimizer, number, None)
+    assert same(everything(model, optimizer), everything(twin, plain))
+
+
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("inside", ["sgd fused", "sgd dampened", "adamw fused", "adamw foreach"])
 @pytest.mark.parametrize("scaler", SCALERS)
@@ -148,9 +164,10 @@ def test_clipping_without_scaling_rounds_no_gradient(dtype: torch.dtype) -> None
         torch.testing.assert_close(value, expected, rtol=2.0**-22, atol=2.0**-30)
 
 
-def test_small_gradients_that_fp16_cannot_hold_unscaled_reach_the_masters() -> None:
+@pytest.mark.parametrize("fused", [None, False, True])
+def test_small_gradients_that_fp16_cannot_hold_unscaled_reach_the_masters(fused: bool | None) -> None:
     parameter = nn.Parameter(torch.zeros(3).half())
-    optimizer = MasterWeights(torch.optim.SGD([parameter], lr=1.0))
+    optimizer = MasterWeights(torch.optim.SGD([parameter], lr=1.0, fused=fused))
     scaler = LossScaler(policy=Static(2.0**16))
     scaler.backward(torch.ones((), requires_grad=True))
     parameter.grad = torch.full((3,), 2.0**-12).half()
@@ -206,6 +223,20 @@ def test_fp16_gradients_are_read_once_where_their_division_cannot_overflow(monke
             warnings.simplefilter("ignore")
             scaler.step(optimizer, clip_norm=1.0)
     assert asked == [False, False]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("bad", [None, INF, NAN])
+def test_large_16_bit_gradients_are_measured_piece_by_piece(
+    dtype: torch.dtype, bad: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradscale.torch.measure.CAST_AT_ONCE", 40_000)
+    gradients = [torch.randn(elements).to(dtype) for elements in (100_001, 33_000, 40_000, 7)]
+    if bad is not None:
+        gradients[0][-1] = bad
+    sizes = measure(gradients, torch.device("cpu"), norm=True, half=False).sizes
+    expected = torch.stack([gradient.double().norm() for gradient in gradients]).float()
+    torch.testing.assert_close(sizes, expected, rtol=1e-5, atol=0.0, equal_nan=True)
 
 
 def test_true_gradients_in_fp16_are_refused_with_the_way_out() -> None:

@@ -264,6 +264,20 @@ def test_float32_gradients_are_used_without_a_copy(monkeypatch: pytest.MonkeyPat
     assert optimizer._grad_room._rooms == {}
 
 
+def test_float32_gradients_in_another_layout_are_used_as_they_should_be() -> None:
+    model, twin = half_model(), half_model()
+    optimizers = [wrapped(each, grad_fp32=True) for each in (model, twin)]
+    for each in (model, twin):
+        give(each)
+    weight = first(twin)
+    assert weight.grad is not None
+    weight.grad = weight.grad.T.contiguous().T
+    assert weight.grad.stride() != weight.stride()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert same(weights(twin), weights(model))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lent_beyond_the_step_and_no_temporary_is_as_large_as_the_model(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
@@ -324,6 +338,16 @@ def test_what_cannot_be_wrapped_is_refused_and_left_as_it_is() -> None:
     with pytest.raises(ValueError, match="A scheduler has been built on this optimizer"):
         MasterWeights(optimizer)
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+def test_gradients_that_are_there_become_float32_where_that_is_asked_for() -> None:
+    model = half_model()
+    give(model)
+    before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    wrapped(model, grad_fp32=True)
+    after = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert {grad.dtype for grad in after} == {torch.float32}
+    assert same(after, [grad.float() for grad in before])
 
 
 def test_a_float32_model_needs_no_masters() -> None:

@@ -215,6 +215,13 @@ def test_the_bytes_told_are_those_of_the_tensors(kind: Kind, grad_fp32: bool) ->
     assert bytes_per_parameter(kind, grad_fp32=grad_fp32) == tensors / 100
 
 
+def test_scratch_lends_tensors_where_the_others_are() -> None:
+    given = [torch.zeros(2), torch.zeros(3, device="meta"), torch.zeros(4)]
+    lent = Scratch().like(given)
+    assert [tensor.device for tensor in lent] == [tensor.device for tensor in given]
+    assert [tensor.storage_offset() for tensor in lent] == [0, 0, 2]
+
+
 def test_scratch_lends_tensors_that_lie_in_memory_as_the_others_do() -> None:
     plain, channels_last = torch.zeros(3, 5), torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
     gaps, scalar, empty = torch.zeros(4, 6)[:, ::2], torch.zeros(()), torch.zeros(0, 2)

@@ -75,7 +75,6 @@ AUTOCAST: list[tuple[nn.Module, tuple[Any, ...], str]] = [
     (nn.BatchNorm1d(8), (torch.randn(2, 8),), FOLLOWS),
     (nn.LayerNorm(8), (torch.randn(2, 8),), FOLLOWS),
     (nn.GroupNorm(2, 8), (torch.randn(2, 8),), FOLLOWS),
-    (nn.LSTMCell(8, 8), (torch.randn(2, 8),), FOLLOWS),
     (nn.Bilinear(2, 2, 2), (torch.randn(2, 2), torch.randn(2, 2)), FOLLOWS),
 ]
 
@@ -90,6 +89,17 @@ def test_what_is_told_of_autocast_is_what_it_does_on_a_cpu(
     while isinstance(found, tuple):
         found = found[0]
     assert found.dtype is (HALF if told == "float16" else FLOAT)
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_recurrent_layers_compute_products_in_half_under_autocast_whatever_they_return(kind: type[nn.Module]) -> None:
+    module, inputs = kind(8, 8), torch.randn(2, 8)
+    with torch.autocast("cpu", dtype=HALF):
+        told = explain(module)
+        found = module(inputs)[0].float()
+    assert told.modules[0].runs == "float16"
+    assert told.scaling.startswith("needed")
+    assert not torch.equal(found, module(inputs)[0])
 
 
 @pytest.mark.parametrize(
@@ -246,3 +256,8 @@ def test_what_is_told_of_a_prepared_model_is_what_runs() -> None:
             own.register_hook(lambda grad, name=name: found.__setitem__(name, str(grad.dtype).removeprefix("torch.")))
     loss_of(model).backward()
     assert found == told
+
+
+def test_an_optimizer_whose_parameters_are_all_empty_holds_nothing() -> None:
+    row = explain(nn.Linear(2, 2), torch.optim.SGD([nn.Parameter(torch.empty(0))])).optimizers[0]
+    assert (row.elements, row.weight_bytes, row.master_bytes, row.grad_bytes, row.state_bytes) == (0, 0, 0, 0, 0)

@@ -7,7 +7,7 @@ Functions are known by name, since one comes by many ways: `torch.matmul`, `Tens
 PRODUCTS = frozenset(
     """
     linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addr addbmm baddbmm
-    einsum tensordot chain_matmul linalg_multi_dot linalg_matmul
+    einsum tensordot inner chain_matmul linalg_multi_dot linalg_matmul linalg_vecdot
     conv1d conv2d conv3d conv_tbc convolution conv_transpose1d conv_transpose2d conv_transpose3d
     scaled_dot_product_attention
     rnn_tanh rnn_relu lstm gru rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell
@@ -37,6 +37,9 @@ WIDE = frozenset(
 
 LED_BY_FIRST = frozenset(["batch_norm", "instance_norm", "prelu"])
 """Functions whose result is as narrow as their first operand, though their parameters are float32."""
+
+LIKE_ANOTHER = frozenset(["to", "type_as"])
+"""Methods whose result is as narrow as their second operand, where that is a tensor."""
 
 OPENED = frozenset(["multi_head_attention_forward"])
 """Functions written in Python that hold several products, each of which must be rounded for itself."""

@@ -17,6 +17,7 @@ from gradscale.formats import BF16, FP16
 from gradscale.torch.emulation.lists import (
     EMBEDDINGS,
     LED_BY_FIRST,
+    LIKE_ANOTHER,
     MASKS,
     OPENED,
     OPERANDS,
@@ -107,6 +108,8 @@ class Mode(TorchFunctionMode):
         narrow = [tensor for tensor in given if tensor in self._narrow]
         if not narrow:
             return func(*args, **kwargs)
+        if name in LIKE_ANOTHER and len(given) == 2:
+            return self._like(given[1], func(*args, **kwargs))
         if name == "float" or any(arg is torch.float32 for arg in (*args, *kwargs.values())):
             return _each(func(*args, **kwargs), _unmarked)
         deciding = [tensor for tensor in given if tensor.dim()] or given
@@ -116,6 +119,12 @@ class Mode(TorchFunctionMode):
             if tensor not in self._narrow:  # it was changed in place
                 self._leave(tensor)
         return _each(result, partial(self._after, given, rounds))
+
+    def _like(self, other: Tensor, tensor: Tensor) -> Tensor:
+        """Returns a tensor that was brought to the type of another: narrow if that one is, else float32."""
+        if (tensor in self._narrow) is (other in self._narrow):
+            return tensor
+        return _unmarked(tensor) if tensor in self._narrow else self._narrow.mark(self._enter(tensor))
 
     def _after(self, given: Sequence[Tensor], rounds: bool, tensor: Tensor) -> Tensor:
         """Returns a result of a function that was given narrow tensors, among others."""

@@ -97,7 +97,7 @@ class MasterWeights(Optimizer):
             if slot.narrow and slot.weight in inside:
                 inside[slot.master] = saved.widened(inside.pop(slot.weight))
             if slot.narrow and self.grad_fp32:
-                slot.weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
+                _accumulate_in_float32(slot.weight)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -256,6 +256,13 @@ class MasterWeights(Optimizer):
     def _all_slots(self) -> Iterator[Slot]:
         for slots in self._slots:
             yield from slots
+
+
+def _accumulate_in_float32(weight: Tensor) -> None:
+    # torch refuses to change the type of a gradient that is there.
+    grad, weight.grad = weight.grad, None
+    weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    weight.grad = None if grad is None else grad.float()
 
 
 _FIELDS = (

@@ -1,7 +1,7 @@
 """Float32 memory for the moment of a step, used again and again."""
 
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -21,14 +21,18 @@ class Scratch:
         """Returns a float32 tensor for each, uninitialised, with the same layout in memory where that has no gaps.
 
         Args:
-            tensors: what they shall look like, all of them on one device.
+            tensors: what they shall look like, and where they shall be.
         """
-        sizes = [tensor.numel() for tensor in tensors]
-        room = self._room(tensors[0].device, sum(sizes))
+        begins: list[int] = []
+        elements: dict[torch.device, int] = defaultdict(int)
+        for tensor in tensors:
+            begins.append(elements[tensor.device])
+            elements[tensor.device] += tensor.numel()
+        rooms = {device: self._room(device, count) for device, count in elements.items()}
         # One view each: a view of a piece that `split` returns takes three times as long.
         return [
-            room.as_strided(tensor.shape, _stride(tensor), end - size)
-            for tensor, size, end in zip(tensors, sizes, accumulate(sizes), strict=True)
+            rooms[tensor.device].as_strided(tensor.shape, _stride(tensor), begin)
+            for tensor, begin in zip(tensors, begins, strict=True)
         ]
 
     def _room(self, device: torch.device, elements: int) -> Tensor:
