@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tests.jax.helpers import INF, NAN, POLICY, batch, loss_of, number, params, same, spiked, true_loss
 
 from gradscale import Dynamic, Histogram, Status
-from gradscale.jax import Scaler, StepResult, apply, loss_scale, scaled, value_and_grad
+from gradscale.jax import Culprit, Scaler, StepResult, apply, loss_scale, scaled, value_and_grad
 from gradscale.predictive import Headroom
 
 DEVICES = 8
@@ -50,7 +50,7 @@ def test_what_one_device_finds_counts_for_all(mesh: Any, bad: float) -> None:
     assert result.status is Status.OVERFLOW
     assert float(scaler.loss_scale) == 512.0
     assert same(grads, jax.tree.map(jnp.zeros_like, params()))
-    assert [culprit.name for culprit in result.culprits()] == ["out"]
+    assert result.culprits() == [Culprit("out", "nan" if bad != bad else "inf")]
 
 
 @pytest.mark.parametrize("retries", [0, 2])
