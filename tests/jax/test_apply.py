@@ -25,8 +25,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("bad", [INF, NAN])
-def test_a_run_with_a_bad_step_ends_as_one_without_it(name: str, bad: float) -> None:
+def test_a_run_with_bad_steps_ends_as_one_without_them(name: str) -> None:
     tx = OPTIMIZERS[name]
     gradient = value_and_grad(spiked)
 
@@ -42,7 +41,7 @@ def test_a_run_with_a_bad_step_ends_as_one_without_it(name: str, bad: float) -> 
             good += spike == 0.0
         return weights, opt_state
 
-    assert same(run([bad, 0.0, 0.0, bad, 0.0, 0.0]), run([0.0, 0.0, 0.0, 0.0]))
+    assert same(run([INF, 0.0, 0.0, NAN, 0.0, 0.0]), run([0.0, 0.0, 0.0, 0.0]))
 
 
 @pytest.mark.parametrize("gate", ["cond", "where"])
@@ -72,7 +71,8 @@ def test_integer_leaves_stay_whatever_the_weight_decay() -> None:
     step = trainer(tx, lambda p: jnp.sum(p["w"]))
     after, opt_state, _, _ = step(tree, tx.init(tree), Scaler(EXACT))
     assert (int(after["count"]), bool(after["flag"])) == (1000, True)
-    assert float(after["w"][0]) < 1.0
+    alone, _, _, _ = step({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)}), Scaler(EXACT))
+    assert same(after["w"], alone["w"])
     assert jax.tree.map(lambda leaf: leaf.dtype, opt_state) == jax.tree.map(lambda leaf: leaf.dtype, tx.init(tree))
 
 

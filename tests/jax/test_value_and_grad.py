@@ -125,6 +125,13 @@ def test_aux_comes_with_the_value() -> None:
     assert (float(value), float(aux["w"]), float(grads)) == (9.0, 3.0, 6.0)
 
 
+def test_the_scaler_can_be_donated_by_its_name() -> None:
+    step = jax.jit(value_and_grad(true_loss), donate_argnames="scaler")
+    scaler = Scaler(POLICY)
+    step(scaler, params(), batch())
+    assert scaler.loss_scale.is_deleted()
+
+
 def test_arguments_are_chosen_by_number_and_keywords_pass_through() -> None:
     def cost(first: Any, second: Any, *, power: int) -> Any:
         return first * second**power

@@ -93,10 +93,10 @@ def forward(
     return Forward(loss, aux, params, pullback)
 
 
-def check_mean(pass_: Forward, mean_axes: Sequence[str]) -> None:
+def check_mean(run: Forward, mean_axes: Sequence[str]) -> None:
     """Raises if JAX has added up the gradients already: their mean would be their sum."""
-    known = varying_axes(jax.typeof(pass_.loss)) & set(mean_axes)
-    if known and not all(known <= varying_axes(jax.typeof(leaf)) for leaf in pass_.params.moving):
+    known = varying_axes(jax.typeof(run.loss)) & set(mean_axes)
+    if known and not all(known <= varying_axes(jax.typeof(leaf)) for leaf in run.params.moving):
         raise ValueError(
             "`mean_axes` is for `pmap` and for `shard_map` with `check_vma=False`, where each device has gradients of "
             f"its own. Here JAX adds them up over {sorted(known)} itself. Take the mean of the loss inside `fun` "

@@ -27,8 +27,9 @@ class Culprit:
     kind: Literal["inf", "nan"]
 
 
-def _static(default: Any = ...) -> Any:
-    return field(metadata={"static": True}) if default is ... else field(default=default, metadata={"static": True})
+def _static() -> Any:
+    """Returns a field that is part of the program, not of the data."""
+    return field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

@@ -18,8 +18,8 @@ def register_with_flax(kind: type) -> None:
     would refuse a scaler.
     """
     flax: Any = sys.modules.get("flax.serialization")
-    if flax is not None and kind not in flax._STATE_DICT_REGISTRY:
-        flax.register_serialization_state(kind, to_state_dict, from_state_dict)
+    if flax is not None:
+        flax.register_serialization_state(kind, to_state_dict, from_state_dict, override=True)
 
 
 def to_state_dict(scaler: Any) -> dict[str, Any]:

@@ -66,7 +66,6 @@ def value_and_grad(
     signature = Signature(argnums, has_aux)
     check_count("retries", retries)
 
-    @functools.wraps(fun)
     def value_and_gradients(scaler: Scaler, *args: Any, **kwargs: Any) -> tuple[Any, Any, Scaler, StepResult]:
         _check_scaler(scaler)
         run = forward(fun, signature, scaler.policy, args, kwargs)
