@@ -1,4 +1,4 @@
-"""How often the compiled step reads the gradients: once for what is asked, and never for the flag alone."""
+"""How often the compiled step reads the gradients: once for each size that is asked, and once to unscale."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ from gradscale import Dynamic, NoScaling, Policy
 from gradscale.jax import Scaler, apply, value_and_grad
 from gradscale.predictive import Headroom
 
-SHAPE = "16,32"
+SHAPE = "64,96"
 
 
 def optimised(function: Any, *args: Any) -> str:
@@ -26,7 +26,7 @@ def compiled(policy: Policy, **options: Any) -> str:
     def step(state: Scaler, gradient: Any) -> Any:
         return state.step(gradient, **options)
 
-    return optimised(step, scaler, jnp.ones((16, 32)))
+    return optimised(step, scaler, jnp.ones((64, 96)))
 
 
 def reads(program: str) -> tuple[int, int]:
@@ -45,13 +45,13 @@ def reads(program: str) -> tuple[int, int]:
         (Dynamic(), {}, (1, 1)),
         (Dynamic(), {"clip_norm": 1.0}, (1, 1)),
         (Dynamic(), {"norm": True}, (1, 1)),
-        (Headroom(), {}, (1, 1)),
+        (Headroom(), {}, (2, 1)),  # the flag cannot come with the largest magnitude: XLA loses a NaN in `max`
         (Headroom(), {"clip_norm": 1.0}, (2, 1)),
         (NoScaling(), {}, (0, 1)),
         (NoScaling(), {"clip_norm": 1.0}, (1, 1)),
     ],
 )
-def test_gradients_are_read_once_for_what_is_asked_and_once_to_unscale(
+def test_gradients_are_read_once_for_each_size_that_is_asked_and_once_to_unscale(
     policy: Policy, options: Any, expected: tuple[int, int]
 ) -> None:
     assert reads(compiled(policy, **options)) == expected
@@ -61,7 +61,7 @@ def test_the_count_can_tell_a_second_read() -> None:
     def twice(gradient: Any) -> Any:
         return jnp.max(jnp.abs(gradient)), jnp.sum(gradient**2), gradient * 2
 
-    assert reads(optimised(twice, jnp.ones((16, 32)))) == (2, 1)
+    assert reads(optimised(twice, jnp.ones((64, 96)))) == (2, 1)
 
 
 def test_a_whole_step_calls_nothing_on_the_host() -> None:

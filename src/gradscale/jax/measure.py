@@ -1,5 +1,6 @@
 """Room one, measure: a read of the gradients that says whether they are finite, how large, and which are not."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,19 +19,21 @@ class Measured(NamedTuple):
     """What was found in the gradients, still scaled. A part that nobody asked for has no elements.
 
     Attributes:
-        peaks: largest magnitude in each gradient; inf or NaN where it holds one.
-        squares: sum of the squares of each gradient.
+        peaks: largest magnitude in each gradient; anything where it holds an inf or NaN.
+        totals: sum of the magnitudes of each gradient, halved; inf or NaN where it holds one.
+        squares: sum of the squares of each gradient; inf or NaN where it holds one.
         share: share of the elements above the edge that a policy watches, 0-d.
     """
 
     peaks: Array
+    totals: Array
     squares: Array
     share: Array
 
     @property
     def sizes(self) -> Array:
-        """One number per gradient, its largest magnitude or its norm; not finite where the gradient is not."""
-        return self.peaks if self.peaks.size else jnp.sqrt(self.squares)
+        """One number per gradient, no less than half its largest magnitude; inf or NaN where the gradient holds one."""
+        return self.totals if self.totals.size else jnp.sqrt(self.squares)
 
     @property
     def norm(self) -> Array:
@@ -39,7 +42,7 @@ class Measured(NamedTuple):
 
     def finite(self, unit: Array) -> Array:
         """Returns whether every gradient is finite, now and once it is divided by `unit`."""
-        return jnp.all(jnp.isfinite(self.sizes * (1.0 / unit)))
+        return jnp.all(jnp.isfinite(self.sizes * (2.0 / unit)))
 
     def seen(self, unit: Array, loss_finite: Array) -> Seen:
         """Returns the facts that the decision is made from, in true units.
@@ -49,52 +52,73 @@ class Measured(NamedTuple):
             loss_finite: whether the loss was finite, on every device.
         """
         unscale = 1.0 / unit
-        peak = jnp.max(self.peaks, initial=0.0) * unscale
+        finite = self.finite(unit)
+        peak = jnp.minimum(jnp.max(self.peaks, initial=0.0) * unscale, FP32.max)
         return Seen(
-            finite=self.finite(unit),
+            finite=finite,
             loss_finite=loss_finite,
-            amax=jnp.minimum(peak, FP32.max).astype(jnp.float32),
+            amax=jnp.where(finite, peak, FP32.max).astype(jnp.float32),
             norm=self.norm * unscale,
             upper_share=self.share,
         )
 
 
-def measure(gradients: Sequence[Array], policy: Policy, *, norm: bool) -> tuple[list[Array], list[Array], Array]:
-    """Returns peaks, squares and share, as in `Measured`, on this device. Reads every gradient once for each it needs.
+class Found(NamedTuple):
+    """What one device found, as in `Measured`: lists with a number for each gradient, empty where nobody asked."""
 
-    Whether all is finite comes with either size, so it costs no read of its own. It is told from the squares only
-    where nothing else is read: those of a finite float32 gradient above 1.8e19 are not.
+    peaks: list[Array]
+    totals: list[Array]
+    squares: list[Array]
+    share: Array
+
+
+def measure(gradients: Sequence[Array], policy: Policy, *, norm: bool) -> Found:
+    """Returns what this device finds in the gradients. Reads them once for each size that is needed.
+
+    Whether all is finite comes with a sum, of squares where the norm is wanted and else of magnitudes, and costs no
+    read of its own. It cannot come with the largest magnitude: XLA's kernel for the CPU loses a NaN in `max` from
+    some 4,096 elements on. Finite gradients count as an overflow where the sum is one: from 1.8e19 on for squares.
 
     Args:
         gradients: floating-point or complex arrays.
         policy: says what it needs.
         norm: whether the norm is wanted.
     """
-    wants_peaks = "amax" in policy.needs or ("finite" in policy.needs and not norm)
-    peaks = [_peak(gradient) for gradient in gradients] if wants_peaks else []
-    squares = [_square(gradient) for gradient in gradients] if norm else []
     edge: float = getattr(policy, "edge_magnitude", math.inf)
-    return peaks, squares, _share_above(gradients, edge) if "upper_share" in policy.needs else jnp.float32(0)
+    return Found(
+        peaks=[_peak(gradient) for gradient in gradients] if "amax" in policy.needs else [],
+        totals=[_total(gradient) for gradient in gradients] if policy.needs and not norm else [],
+        squares=[_square(gradient) for gradient in gradients] if norm else [],
+        share=_share_above(gradients, edge) if "upper_share" in policy.needs else jnp.float32(0),
+    )
 
 
-def agreed(
-    found: tuple[list[Array], list[Array], Array], loss_finite: Array, axes: Sequence[str]
-) -> tuple[Measured, Array]:
+def agreed(found: Found, loss_finite: Array, axes: Sequence[str]) -> tuple[Measured, Array]:
     """Returns what all devices together found, and whether the loss was finite on all of them.
 
     Two small all-reduces where parameters are spread over devices, one where they are not, none without axes.
     """
-    peaks, squares, share = found
-    numbers = [*peaks, *summed(squares, axes), share, (~loss_finite).astype(jnp.float32)]
+    lists = found.peaks, found.totals, summed(found.squares, axes)
+    numbers = [*itertools.chain(*lists), found.share, (~loss_finite).astype(jnp.float32)]
     packed = worst(jnp.stack(jnp.broadcast_arrays(*numbers)), axes)
-    sizes, (share, bad_loss) = packed[:-2], packed[-2:]
-    return Measured(sizes[: len(peaks)], sizes[len(peaks) :], share.astype(jnp.float32)), bad_loss == 0
+    ends = itertools.accumulate(map(len, lists))
+    peaks, totals, squares = (packed[end - len(one) : end] for end, one in zip(ends, lists, strict=True))
+    return Measured(peaks, totals, squares, packed[-2].astype(jnp.float32)), packed[-1] == 0
 
 
 def _peak(gradient: Array) -> Array:
-    """Returns the largest magnitude; NaN where there is one."""
+    """Returns the largest magnitude; anything where there is a NaN."""
     parts = [jnp.max(jnp.abs(part), initial=0.0) for part in real_parts(gradient)]
     return jnp.max(jnp.stack(parts)).astype(_real_wide(gradient))
+
+
+def _total(gradient: Array) -> Array:
+    """Returns half the sum of the magnitudes.
+
+    Half, so that XLA does not write the magnitudes to memory to share them with `_peak`: that takes four times as long.
+    """
+    wide = [part.astype(_real_wide(gradient)) for part in real_parts(gradient)]
+    return jnp.sum(jnp.stack([jnp.sum(jnp.abs(part * 0.5)) for part in wide]))
 
 
 def _square(gradient: Array) -> Array:

@@ -46,7 +46,7 @@ class StepResult:
         next_scale: the scale of the next step.
         loss_finite: bool; False if the loss was inf or NaN, on this device or another.
         retries: how often the backward pass was run again.
-        sizes: one number per gradient, inf or NaN where the gradient holds one; None if nothing was checked.
+        sizes: one number per gradient, of about its size; inf or NaN where it holds one. None if nothing was checked.
         grad_norm: the true norm, unscaled and before clipping; None unless `clip_norm` or `norm=True` was given.
         amax: the largest magnitude of any gradient, unscaled; None unless the policy needs it.
         names: what the gradients are called, in the order of `sizes`.

@@ -1,0 +1,89 @@
+"""No inf and no NaN gets past the measure, in gradients of any size, type and place.
+
+XLA has kernels of its own for large arrays, in which a NaN may be lost, so small arrays prove nothing.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gradscale import Dynamic, Policy
+from gradscale.jax import Scaler, StepResult
+from gradscale.predictive import Headroom, Histogram, LogMax
+
+SHAPES = [(1,), (37,), (4096,), (3, 3, 16, 32), (97, 1031)]
+TYPES = ["float16", "bfloat16", "float32", "complex64"]
+ASKED: list[tuple[Policy, dict[str, Any]]] = [
+    (Dynamic(), {}),
+    (Dynamic(), {"clip_norm": 1.0}),
+    (Headroom(), {}),
+    (Headroom(), {"norm": True}),
+    (LogMax(), {}),
+    (Histogram(), {}),
+]
+
+
+def steps(policy: Policy, options: Any) -> Any:
+    """Returns a compiled step, and the scaler to start with."""
+
+    def step(scaler: Scaler, gradients: Any) -> StepResult:
+        return scaler.step(gradients, **options)[2]
+
+    return jax.jit(step), Scaler(policy)
+
+
+def gradient(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    values = np.random.default_rng(0).normal(0, 1, shape)
+    return np.asarray(jnp.asarray(values, dtype)).copy()
+
+
+def places(size: int) -> list[int]:
+    """Returns positions at both ends and in between, where one kernel or another works on the rest of an array."""
+    return sorted({0, size // 3, size // 2, size - 1})
+
+
+@pytest.mark.parametrize(("policy", "options"), ASKED)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_one_bad_number_skips_the_step_and_is_called_by_its_name(policy: Policy, options: Any, dtype: str) -> None:
+    step, scaler = steps(policy, options)
+    fine = {str(shape): gradient(shape, dtype) for shape in SHAPES}
+    for name, values in fine.items():
+        for place in places(values.size):
+            for bad, kind in ((np.nan, "nan"), (np.inf, "inf"), (-np.inf, "inf")):
+                hurt = values.copy()
+                hurt.flat[place] = bad
+                result = step(scaler, {**fine, name: hurt})
+                assert result.skipped(), (name, place, bad)
+                assert [(culprit.name, culprit.kind) for culprit in result.culprits()] == [(name, kind)]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_nan_beside_an_inf_is_a_nan(dtype: str) -> None:
+    step, scaler = steps(Headroom(), {})
+    values = gradient((4096,), dtype)
+    values[7], values[4000] = np.inf, np.nan
+    assert [culprit.kind for culprit in step(scaler, values).culprits()] == ["nan"]
+
+
+@pytest.mark.parametrize(("policy", "options"), ASKED)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_finite_gradients_are_applied_up_to_the_largest_number(policy: Policy, options: Any, dtype: str) -> None:
+    step, scaler = steps(policy, options)
+    values = gradient((4096,), dtype)
+    values[99] = min(float(jnp.finfo(dtype).max), 1e18)  # whose square is still a float32
+    assert not step(scaler, values).skipped()
+
+
+def test_the_largest_magnitude_is_that_of_all_gradients() -> None:
+    step, scaler = steps(Headroom(init_scale=4.0), {})
+    values = gradient((97, 1031), "float32")
+    values[50, 1000] = -123.0
+    assert float(step(scaler, values).amax) == 123.0 / 4
+
+
+def test_gradients_that_overflow_only_once_they_are_unscaled_are_skipped() -> None:
+    step, scaler = steps(Dynamic(init_scale=2.0**-4, min_scale=2.0**-8), {})
+    assert step(scaler, jnp.full(10, 1e38)).skipped()
