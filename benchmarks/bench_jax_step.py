@@ -1,8 +1,8 @@
 """A compiled JAX training step with loss scaling, against flax, jmp and no scaling at all.
 
 Claim:    with `gradscale.jax.value_and_grad` and `apply`, a step takes no longer than with flax' `DynamicScale` or jmp;
-          at most 0.90 of flax' when gradients are clipped, unless the model takes nearly all the time; at most 1.02 of
-          a step with no scaling where it does; and no longer than a step with no scaling when both clip.
+          at most 0.90 of flax' when gradients are clipped; at most 1.02 of a step with no scaling where the model takes
+          nearly all the time; and no longer than a step with no scaling when both clip.
 Baseline: "no scaling": jax.value_and_grad, optax.clip_by_global_norm where it clips, Adam. "flax": DynamicScale, then
           the same, then `where` over parameters and optimizer state. "jmp": DynamicLossScale, all_finite, select_tree.
 Machine:  printed with the results; XLA takes as many threads as there are cores.
@@ -198,8 +198,7 @@ def cases(quick: bool) -> list[tuple[Case, dict[str, float | None]]]:
         (compute, {FLAX: 1.00, JMP: 1.00, BARE: 1.02}),
         (half, {FLAX: 1.00, JMP: 1.00, BARE: None}),
         (replace(optimizer, clip=CLIP), {FLAX: 0.90, JMP: 1.00, BARE: 1.00}),
-        # Here the model takes nearly all the time, on every side alike.
-        (replace(compute, clip=CLIP), {FLAX: 1.00, JMP: 1.00, BARE: 1.00}),
+        (replace(compute, clip=CLIP), {FLAX: 0.90, JMP: 1.00, BARE: 1.00}),
         (replace(half, clip=CLIP), {FLAX: 0.90, JMP: 1.00, BARE: 1.00}),
     ]
 
