@@ -41,4 +41,4 @@ def compare(plan: Mapping[str, int], seed: int, tick: Tick) -> list[Comparison]:
     return [Comparison(SUBJECT, runs)]
 
 
-DEMO = Demo(steps={SUBJECT.model: 300}, compare=compare)
+DEMO = Demo(ways=WAYS, steps={SUBJECT.model: 300}, compare=compare)
