@@ -56,7 +56,7 @@ def _blank(state: Any, pull: Pull, loss_finite: Array, policy: Policy, asked: As
 
 
 def _zeros(kind: Any) -> Array:
-    """Returns zeros of a type, that differ along the same mapped axes as far as JAX is concerned."""
-    zeros = jnp.zeros(kind.shape, kind.dtype)
-    axes = tuple(sorted(varying_axes(kind)))
+    """Returns zeros of a type, spread over devices and different along mapped axes alike, as far as JAX knows."""
+    zeros = jnp.zeros_like(kind)
+    axes = tuple(sorted(varying_axes(kind) - varying_axes(jax.typeof(zeros))))
     return lax.pcast(zeros, axes, to="varying") if axes else zeros
