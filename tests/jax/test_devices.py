@@ -186,6 +186,15 @@ def test_sharded_arrays_under_plain_jit_need_no_help(mesh: Any, retries: int) ->
             np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
 
 
+def test_retries_take_arrays_whose_spread_is_part_of_their_type() -> None:
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        weights = jax.device_put(jnp.ones(DEVICES), NamedSharding(mesh, P("data")))
+        _, grads, _, result = jax.jit(value_and_grad(lambda w: jnp.sum(w**2), retries=1))(Scaler(POLICY), weights)
+    assert result.status is Status.APPLIED
+    assert grads.tolist() == [2.0] * DEVICES
+
+
 def test_the_optax_transformation_agrees_too(mesh: Any) -> None:
     tx = scaled(optax.sgd(0.1), POLICY)
 
