@@ -101,6 +101,13 @@ def test_a_scaler_can_be_donated_and_the_result_outlives_it() -> None:
     assert [float(one.next_scale) for one in (first, second)] == [512.0, 512.0]
 
 
+@pytest.mark.parametrize("policy", [POLICY, Static(8.0)])
+def test_a_result_that_was_not_compiled_outlives_the_scaler_too(policy: Policy) -> None:
+    _, scaler, result = Scaler(policy).step(jnp.ones(2))
+    jax.jit(lambda scaler: scaler.step(jnp.ones(2))[1], donate_argnums=0)(scaler)
+    assert float(result.scale) == float(result.next_scale) == float(Scaler(policy).loss_scale)
+
+
 def test_leaves_are_named_after_the_fields_of_the_state() -> None:
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(Scaler())[0]]
     assert paths[:2] == [".state.scale", ".state.clean_steps"]

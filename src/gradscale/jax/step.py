@@ -109,8 +109,8 @@ def _result(
     measured = last.measured
     return StepResult(
         applied=applied,
-        scale=last.state.scale,
-        next_scale=after.scale,
+        scale=jnp.copy(last.state.scale),  # the scaler's own arrays may be donated while the result is kept
+        next_scale=jnp.copy(after.scale),
         loss_finite=last.loss_finite,
         retries=last.retries,
         sizes=measured.sizes if measured.sizes.size else None,
