@@ -76,6 +76,16 @@ def test_integer_leaves_stay_whatever_the_weight_decay() -> None:
     assert jax.tree.map(lambda leaf: leaf.dtype, opt_state) == jax.tree.map(lambda leaf: leaf.dtype, tx.init(tree))
 
 
+@pytest.mark.parametrize("gate", ["cond", "where"])
+def test_random_keys_stay(gate: Gate) -> None:
+    tx = optax.adamw(0.5)
+    tree = {"w": jnp.ones(2), "key": jax.random.key(7)}
+    _, grads, _, result = value_and_grad(lambda p: jnp.sum(p["w"]))(Scaler(EXACT), tree)
+    after, _ = jax.jit(partial(apply, tx, gate=gate))(grads, init(tx, tree), tree, result)
+    assert after["key"] == tree["key"]
+    assert float(after["w"][0]) < 1.0
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_narrow_parameters_get_wide_moments_from_init(dtype: Any) -> None:
     tx = optax.adam(1e-2)
@@ -145,3 +155,14 @@ def test_a_gate_of_another_kind_is_refused() -> None:
     _, grads, _, result = jax.jit(value_and_grad(spiked))(Scaler(), params(), batch(), 0.0)
     with pytest.raises(ValueError, match=r"`gate` must be 'cond' or 'where'\. Received: gate='if'"):
         apply(optax.sgd(0.1), grads, (), params(), result, gate="if")  # pyright: ignore[reportArgumentType]
+
+
+def test_gradients_of_other_parameters_are_refused() -> None:
+    grads, _, result = Scaler(EXACT).step({"w": jnp.ones(2), "b": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"same structure as the parameters.*'b': \*.*and parameters.*Give what was"):
+        apply(optax.sgd(0.1), grads, optax.sgd(0.1).init({"w": jnp.ones(2)}), {"w": jnp.ones(2)}, result)
+
+
+def test_a_result_of_another_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"`result` must be what `value_and_grad`.*Received: Scaler\. Write `apply"):
+        apply(optax.sgd(0.1), {}, (), {}, Scaler())  # pyright: ignore[reportArgumentType]

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import optax
 from jax import lax
 
-from gradscale.jax.optimizer import holds, updated
+from gradscale.jax.optimizer import holds, moved, updated
 from gradscale.jax.result import StepResult
 from gradscale.jax.transformation import ScaledState, check_accumulation
 
@@ -39,14 +39,15 @@ def apply(
         **extra: further arguments for `tx.update`, such as `value=loss`.
 
     Raises:
-        TypeError: the optimizer changed the type of its state, as moments of FP16 parameters do.
-        ValueError: `gate` is neither, or `tx` cannot be right here.
+        TypeError: `result` is not a `StepResult`, or the optimizer changed the type of its state, as moments of FP16
+            parameters do.
+        ValueError: `gate` is neither, `tx` cannot be right here, or gradients and parameters are different pytrees.
     """
     _check(opt_state, result, gate)
 
     def update() -> tuple[Any, Any]:
         updates, after = updated(tx, grads, opt_state, params, extra)
-        return optax.apply_updates(params, updates), after
+        return moved(params, updates), after
 
     if not result.attempted:
         return params, opt_state
@@ -61,6 +62,11 @@ def _check(opt_state: Any, result: StepResult, gate: str) -> None:
     """Raises if the arguments of `apply` cannot be meant."""
     if gate not in ("cond", "where"):
         raise ValueError(f"`gate` must be 'cond' or 'where'. Received: gate={gate!r}.")
+    if not isinstance(result, StepResult):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            "`result` must be what `value_and_grad` or `Scaler.step` returned last. "
+            f"Received: {type(result).__name__}. Write `apply(tx, grads, opt_state, params, result)`."
+        )
     if holds(ScaledState, opt_state):
         raise ValueError(
             "`apply` takes a plain optax transformation: `scaled` would divide true gradients by the scale once more. "

@@ -6,18 +6,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradscale.jax.tree import moves, split, wide_type
+from gradscale.jax.tree import moves, split, wide_type, without_keys
 
 
 def init(tx: optax.GradientTransformation, params: Any) -> Any:
     """Returns the state of `tx` for gradients in float32 or wider, as those of this package are.
 
-    The same as `tx.init(params)` unless parameters are narrower, FP16 or BF16. Moments of that type would lose what
-    the scale saved, and would change their type at the first step.
+    The same as `tx.init(params)` unless parameters are narrower, FP16 or BF16, or there are random keys among them.
+    Moments of FP16 would lose what the scale saved, and would change their type at the first step.
     """
     parts = split(params, "params")
     wide = [jnp.asarray(leaf) for leaf in parts.moving]
-    return tx.init(parts.filled([leaf.astype(wide_type(leaf)) for leaf in wide]))
+    return tx.init(without_keys(parts.filled([leaf.astype(wide_type(leaf)) for leaf in wide])))
 
 
 def updated(
@@ -29,17 +29,36 @@ def updated(
 
     Raises:
         TypeError: the state would change its type, as moments of FP16 parameters do.
+        ValueError: gradients and parameters are different pytrees.
     """
-    updates, after = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra)
+    _check_alike(grads, params)
+    updates, after = optax.with_extra_args_support(tx).update(grads, opt_state, without_keys(params), **extra)
     still = split(updates if params is None else params, "params")
     moving = [leaf for leaf, like in zip(jax.tree.leaves(updates), still.leaves, strict=True) if moves(like)]
     return still.gradients(moving), jax.tree.map(_same_type, opt_state, after)
+
+
+def moved(params: Any, updates: Any) -> Any:
+    """Returns parameters with updates added; leaves that are no floating-point numbers as they were."""
+    parts = split(params, "params")
+    moving: Any = optax.apply_updates(parts.moving, split(updates, "updates").moving)
+    return parts.filled(moving)
 
 
 def holds(kind: type, tree: Any) -> bool:
     """Returns whether there is a node of the class `kind` anywhere in `tree`."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     return any(isinstance(node, kind) for node in nodes)
+
+
+def _check_alike(grads: Any, params: Any) -> None:
+    """Raises if there are parameters, and the gradients are not theirs."""
+    own, theirs = jax.tree.structure(grads), jax.tree.structure(params)
+    if params is not None and own != theirs:
+        raise ValueError(
+            "Gradients must be a pytree of the same structure as the parameters they are of. "
+            f"Received: gradients {own} and parameters {theirs}. Give what was differentiated as `params`."
+        )
 
 
 def _same_type(before: Any, after: Any) -> Any:

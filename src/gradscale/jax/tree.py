@@ -82,6 +82,11 @@ def real_parts(leaf: Array) -> tuple[Array, ...]:
     return (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
 
 
+def without_keys(tree: Any) -> Any:
+    """Returns `tree` with zeros in the place of random keys, with which an optimizer could not work."""
+    return jax.tree.map(lambda leaf: _nothing(leaf) if _is_key(leaf) else leaf, tree)
+
+
 def as_pytree(record: R) -> R:
     """Returns a copy of `record` that JAX takes as a pytree, with an array of its own in every field.
 
@@ -103,11 +108,14 @@ def _dtype(leaf: Any) -> Any:
 
 
 def _nothing(leaf: Any) -> Any:
-    """Returns a gradient of zero for a leaf that has none; for a random key, which cannot be added to, JAX's own."""
-    if jnp.issubdtype(_dtype(leaf), jax.dtypes.extended):
-        return np.zeros(leaf.shape, jax.dtypes.float0)
-    is_bare = _dtype(leaf) == jax.dtypes.float0  # what `jax.grad(allow_int=True)` gives; no optimizer can add to it
-    return jnp.zeros(leaf.shape, jnp.int32) if is_bare else jnp.zeros_like(leaf)
+    """Returns a gradient of zero for a leaf that has none; of integers where an optimizer could not work with it."""
+    is_bare = _dtype(leaf) == jax.dtypes.float0  # what `jax.grad(allow_int=True)` gives
+    return jnp.zeros(leaf.shape, jnp.int32) if is_bare or _is_key(leaf) else jnp.zeros_like(leaf)
+
+
+def _is_key(leaf: Any) -> bool:
+    """Returns whether `leaf` is a random key, or several."""
+    return jnp.issubdtype(_dtype(leaf), jax.dtypes.extended)
 
 
 def _check_leaf(name: str, leaf: Any, what: str) -> None:
