@@ -132,6 +132,11 @@ def test_a_state_without_a_scale_is_refused() -> None:
         loss_scale(optax.adam(1e-2).init(params()))
 
 
+def test_an_update_of_another_state_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"takes the state of `scaled\(tx\)\.init\(params\)`.*Received: tuple"):
+        scaled(optax.sgd(0.1)).update(params(), optax.sgd(0.1).init(params()))
+
+
 def test_one_inside_another_is_refused() -> None:
     with pytest.raises(ValueError, match="`scaled` must not be inside another `scaled`"):
         scaled(optax.chain(scaled(optax.sgd(0.1)), optax.scale(2.0))).init(params())
@@ -145,6 +150,11 @@ def test_clipping_one_micro_batch_at_a_time_is_refused() -> None:
 def test_a_bad_bound_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="`clip_norm` must be greater than 0"):
         scaled(optax.sgd(0.1), clip_norm=-1.0)
+
+
+def test_what_is_no_policy_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match=r"`policy` must be a policy.*Received: policy='dynamic'"):
+        scaled(optax.sgd(0.1), "dynamic")  # pyright: ignore[reportArgumentType]
 
 
 def test_the_state_is_a_named_tuple() -> None:

@@ -9,6 +9,7 @@ from jax import Array
 
 from gradscale.decide import check_clip
 from gradscale.jax.agree import AxisNames
+from gradscale.jax.checks import check_static
 from gradscale.jax.optimizer import holds, init, updated
 from gradscale.jax.scaler import DEFAULT_POLICY, Scaler
 from gradscale.policy import Policy
@@ -57,6 +58,7 @@ def scaled(
         clip_norm: bound on the norm of all gradients together, in true units.
         axis_names: mapped axes to agree over. By default all axes of `shard_map` and `pmap`.
     """
+    check_static(policy)
     check_clip("clip_norm", clip_norm)
 
     def start(params: Any) -> Any:
@@ -65,6 +67,7 @@ def scaled(
         return state
 
     def update(updates: Any, state: Any, params: Any = None, *, loss: Any = None, **extra: Any) -> tuple[Any, Any]:
+        loss_scale(state)  # raises if this is not a state of `scaled`
         grads, scaler, result = state.scaler.step(updates, loss, clip_norm=clip_norm, axis_names=axis_names)
         moves, after = updated(tx, grads, state.inner, params, extra)
         still = jax.tree.map(jnp.zeros_like, moves)
