@@ -1,9 +1,10 @@
-"""Models of flax nnx, flax linen and equinox: trained by the same two calls."""
+"""Models of flax nnx, flax linen, haiku and equinox: trained by the same two calls."""
 
 from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from flax import nnx
 from tests.jax.helpers import INF, POLICY, batch
 
 from gradscale.jax import Scaler, StepResult, apply, value_and_grad
+from gradscale.jax.casting import get_policy
 
 TX = optax.adam(0.05)
 
@@ -70,6 +72,21 @@ def test_a_whole_nnx_module_can_be_the_argument() -> None:
     assert bool(result.applied)
     for grad, other in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(grad, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "held"),
+    [(Norm, r"\['BatchStat'\]"), (lambda rngs: nnx.Dropout(0.5, rngs=rngs), r"\['RngCount', 'RngKey'\]")],
+)
+def test_an_nnx_module_that_changes_in_a_call_is_refused(kind: Any, held: str) -> None:
+    with pytest.raises(TypeError, match=rf"must hold parameters only.*with {held}\. Take it apart.*`nnx\.merge`"):
+        value_and_grad(lambda m, x: jnp.mean(m(x)))(Scaler(POLICY), kind(nnx.Rngs(0)), batch())
+
+
+def test_haiku_trains_in_the_types_of_a_policy() -> None:
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(1)(x)))
+    half = get_policy("p=f32,c=f16,o=f32").wrap(model.apply)
+    assert descends(model.init(jax.random.key(0), batch()), lambda w, x: jnp.mean(jnp.square(half(w, x) - 1.0)))
 
 
 def test_flax_linen_trains() -> None:

@@ -1,7 +1,9 @@
 """What the adapter refuses: policies that are not static, and losses that cannot be meant."""
 
+import sys
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -33,10 +35,10 @@ def checked_loss(loss: Any, policy: Policy) -> Array:
 
     JAX would take an integer loss without a word, and all gradients would be zero.
     """
-    if isinstance(loss, tuple | list | dict):
+    if loss is None or isinstance(loss, tuple | list | dict):
         raise TypeError(
             "A loss must be one number. "
-            f"Received: a {type(loss).__name__}. If it holds a loss and something else, pass `has_aux=True`."
+            f"Received: {type(loss).__name__}. If it holds a loss and something else, pass `has_aux=True`."
         )
     value = jnp.asarray(loss)
     if not jnp.issubdtype(value.dtype, jnp.floating):
@@ -56,4 +58,22 @@ def check_scalar(loss: Array) -> None:
         raise TypeError(
             "`fun` must return a loss without dimensions. "
             f"Received: shape {loss.shape}. Take the mean, or map over the examples with `jax.vmap`."
+        )
+
+
+def check_module(argument: Any) -> None:
+    """Raises if `argument`, to be differentiated, is a module of flax nnx that holds more than parameters.
+
+    It is copied on the way. The statistics it gathers would be lost, and an optimizer would train them.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(argument, nnx.Module):
+        return
+    rest = nnx.state(argument, nnx.Not(nnx.Param))
+    kinds = {type(node).__name__ for node in jax.tree.leaves(rest, is_leaf=lambda node: isinstance(node, nnx.Variable))}
+    if kinds:
+        raise TypeError(
+            "A module of flax nnx to differentiate must hold parameters only, as what it changes in itself is lost. "
+            f"Received: a {type(argument).__name__} with {sorted(kinds)}. Take it apart, `structure, params, rest = "
+            "nnx.split(model, nnx.Param, ...)`, differentiate by `params`, and call `nnx.merge` inside `fun`."
         )

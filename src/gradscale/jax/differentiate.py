@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from gradscale.jax.agree import varying_axes
-from gradscale.jax.checks import check_scalar, checked_loss
+from gradscale.jax.checks import check_module, check_scalar, checked_loss
 from gradscale.jax.tree import Split, split
 from gradscale.policy import Policy
 
@@ -79,6 +79,8 @@ def forward(
     """
     params = split(signature.arguments(args), "the arguments to differentiate")
     chosen = signature.chosen(args)
+    for position in chosen:
+        check_module(args[position])
     rest = [None if position in chosen else arg for position, arg in enumerate(args)]
     others, structure = jax.tree.flatten((rest, kwargs))
 
