@@ -37,8 +37,9 @@ class Measured(NamedTuple):
 
     @property
     def norm(self) -> Array:
-        """Norm of all gradients together, scaled."""
-        return jnp.sqrt(jnp.sum(self.squares))
+        """Norm of all gradients together, scaled. Its derivative at zero is zero; that of a bare root is NaN."""
+        total = jnp.sum(self.squares)
+        return jnp.where(total == 0, 0.0, jnp.sqrt(jnp.where(total == 0, 1.0, total)))
 
     def finite(self, unit: Array) -> Array:
         """Returns whether every gradient is finite, now and once it is divided by `unit`."""

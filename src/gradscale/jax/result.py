@@ -77,11 +77,13 @@ class StepResult:
 
     def skipped(self) -> bool:
         """Returns whether the step was skipped. Waits for the device."""
+        self._check_one()
         return not bool(self.applied)
 
     @property
     def status(self) -> Status:
         """What became of the step. Waits for the device."""
+        self._check_one()
         if not self.attempted:
             return Status.NO_GRADS
         if self.applied:
@@ -93,6 +95,16 @@ class StepResult:
 
         Costs no further pass over the gradients: the sizes were kept from the step.
         """
+        self._check_one()
         sizes = [] if self.sizes is None else np.asarray(self.sizes).tolist()
         bad = [(name, size) for name, size in zip(self.names, sizes, strict=False) if not math.isfinite(size)]
         return [Culprit(name, "nan" if math.isnan(size) else "inf") for name, size in bad]
+
+    def _check_one(self) -> None:
+        """Raises if this is many results at once."""
+        shape = jnp.shape(self.applied)
+        if shape:
+            raise ValueError(
+                "This is known of one step at a time. Received: results stacked up in the shape "
+                f"{shape}, by `scan`, `vmap` or `pmap`. Take one: `jax.tree.map(lambda leaf: leaf[0], results)`."
+            )
