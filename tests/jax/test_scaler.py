@@ -11,7 +11,7 @@ import pytest
 from tests.jax.helpers import INF, NAN, POLICY, programs, same
 
 from gradscale import Dynamic, Histogram, NoScaling, Policy, ScaleState, Static, Status, import_state, preset
-from gradscale.jax import Scaler
+from gradscale.jax import Scaler, ScaleStuck, StepResult
 from gradscale.predictive import Headroom, LogMax
 from gradscale.record import Record
 
@@ -171,3 +171,31 @@ def test_a_policy_with_arrays_as_settings_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"settings of a policy must be Python numbers.*make one scaler of each"):
         Scaler(Several(np.ones(2)))
+
+
+def stuck_run(steps: int, gradients: Any, loss: float = 1.0) -> tuple[Scaler, StepResult]:
+    """Returns what is left of a run whose every step is the same."""
+    scaler = Scaler(Dynamic(init_scale=2.0, min_scale=1.0))
+    step = jax.jit(lambda scaler: scaler.step(gradients, jnp.float32(loss))[1:])
+    scaler, result = step(scaler)
+    for _ in range(steps - 1):
+        scaler, result = step(scaler)
+    return scaler, result
+
+
+def test_a_run_that_skips_every_step_at_the_lowest_scale_is_stuck() -> None:
+    scaler, result = stuck_run(5, {"fine": jnp.ones(2), "hurt": jnp.array([1.0, jnp.nan])})
+    scaler.check(result, max_consecutive_skips=6)
+    with pytest.raises(ScaleStuck, match=r"5 steps in a row.*one parameter, 'hurt', overflows.*hurt \(nan\)\."):
+        scaler.check(result, max_consecutive_skips=5)
+
+
+def test_a_run_whose_loss_is_never_finite_is_stuck() -> None:
+    scaler, result = stuck_run(3, {"fine": jnp.ones(2)}, loss=jnp.inf)
+    with pytest.raises(ScaleStuck, match="the loss itself is inf or NaN"):
+        scaler.check(result, max_consecutive_skips=3)
+
+
+def test_a_run_that_still_has_a_lower_scale_to_try_is_not_stuck() -> None:
+    _, scaler, result = Scaler(Dynamic(init_scale=2.0**10)).step({"hurt": jnp.array([jnp.inf])})
+    scaler.check(result, max_consecutive_skips=1)

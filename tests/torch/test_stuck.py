@@ -88,7 +88,7 @@ def test_gradients_that_only_grad_took_are_a_cause_of_their_own() -> None:
     x = torch.ones(1, dtype=torch.float16, requires_grad=True)
     scaler.grad((x.float() * 2.0).sum(), x)
     scaler.backward(loss_of(model))
-    with pytest.raises(ScaleStuck, match=r"overflowed that `step` did not read: those of `scaler\.grad`"):
+    with pytest.raises(ScaleStuck, match=r"overflowed that the step did not read: those of `scaler\.grad`"):
         scaler.step(torch.optim.SGD(model.parameters()))
 
 

@@ -6,9 +6,11 @@ from gradscale.jax.result import Culprit, StepResult
 from gradscale.jax.scaler import Scaler
 from gradscale.jax.transformation import ScaledState, loss_scale, scaled
 from gradscale.jax.value_and_grad import value_and_grad
+from gradscale.stuck import ScaleStuck
 
 __all__ = [
     "Culprit",
+    "ScaleStuck",
     "ScaledState",
     "Scaler",
     "StepResult",

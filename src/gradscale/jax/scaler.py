@@ -18,6 +18,7 @@ from gradscale.policy import Dynamic, NoScaling, Policy
 from gradscale.record import with_values
 from gradscale.saved import check_state, read_saved, write_saved
 from gradscale.state import ScaleState
+from gradscale.stuck import MAX_CONSECUTIVE_SKIPS, ScaleStuck, likely_cause
 
 DEFAULT_POLICY = Dynamic()
 
@@ -113,6 +114,24 @@ class Scaler:
         applied, skipped = self.state.applied, self.state.skipped
         steps = jnp.maximum(applied + skipped, 1).astype(jnp.float32)
         return {"scale": self.loss_scale, "applied": applied, "skipped": skipped, "skip_rate": skipped / steps}
+
+    def check(self, result: StepResult, max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS) -> None:
+        """Raises if the run is stuck: step after step was skipped, and no lower scale is left to try.
+
+        A compiled step cannot raise. Call this outside of it, now and then: it waits for the device.
+
+        Args:
+            result: what the last step returned beside this scaler.
+            max_consecutive_skips: skipped steps in a row before the run is stuck.
+
+        Raises:
+            ScaleStuck: the run is stuck. It names the parameters to blame, and the likely cause.
+        """
+        skips = int(self.state.consecutive_skips)
+        if skips >= max_consecutive_skips and (self.state.stuck or not result.loss_finite):
+            culprits = result.culprits()
+            cause = likely_cause(result.status, culprits, len(result.names))
+            raise ScaleStuck(skips, float(self.loss_scale), culprits, cause)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the policy and its state as plain values that go through JSON. Waits for the device."""

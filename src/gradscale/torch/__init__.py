@@ -1,5 +1,6 @@
 """Loss scaling for PyTorch."""
 
+from gradscale.stuck import ScaleStuck
 from gradscale.torch.casting import casts, float_function, half_function, promote_function
 from gradscale.torch.emulation import emulate
 from gradscale.torch.explain import explain
@@ -10,7 +11,6 @@ from gradscale.torch.precision import O0, O1, O2, O3, Precision
 from gradscale.torch.prepare import prepare
 from gradscale.torch.result import Culprit, StepResult
 from gradscale.torch.scaler import LossScaler
-from gradscale.torch.stuck import ScaleStuck
 
 __all__ = [
     "O0",

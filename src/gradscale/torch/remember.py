@@ -10,9 +10,9 @@ from torch import Tensor
 
 from gradscale.formats import FP16
 from gradscale.state import ScaleState
+from gradscale.stuck import ScaleStuck, likely_cause
 from gradscale.torch.letter import Letter
 from gradscale.torch.result import StepResult
-from gradscale.torch.stuck import ScaleStuck, diagnose
 
 OnStuck = Literal["raise", "warn"] | Callable[[ScaleStuck], None]
 
@@ -108,14 +108,21 @@ class Memory:
     def _report(self, result: StepResult, skips: int) -> None:
         """Tells of a stuck run: by an error at every step, otherwise once until a step is applied again."""
         if self._on_stuck == "raise":
-            raise diagnose(result, skips)
+            raise _diagnosis(result, skips)
         if self._told:
             return
         self._told = True
         if self._on_stuck == "warn":
-            warnings.warn(str(diagnose(result, skips)), stacklevel=6)
+            warnings.warn(str(_diagnosis(result, skips)), stacklevel=6)
         elif callable(self._on_stuck):
-            self._on_stuck(diagnose(result, skips))
+            self._on_stuck(_diagnosis(result, skips))
+
+
+def _diagnosis(result: StepResult, skips: int) -> ScaleStuck:
+    """Returns the error that describes a stuck run from its last step. Waits for the device."""
+    culprits = result.culprits()
+    cause = likely_cause(result.status, culprits, result.parameters)
+    return ScaleStuck(skips, float(result.next_scale), culprits, cause)
 
 
 def _as_metrics(letter: Letter) -> dict[str, float]:

@@ -11,6 +11,7 @@ from gradscale.decide import check_clip
 from gradscale.policy import Policy, check_policy
 from gradscale.predictive import Headroom
 from gradscale.saved import write_saved
+from gradscale.stuck import MAX_CONSECUTIVE_SKIPS
 from gradscale.torch import apply
 from gradscale.torch.agree import Agreement
 from gradscale.torch.buffers import BufferGuard
@@ -62,7 +63,7 @@ class LossScaler:
         *,
         device: torch.device | str | None = None,
         group: Any = None,
-        max_consecutive_skips: int = 50,
+        max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
         on_stuck: OnStuck = "raise",
     ) -> None:
         self._modules = check_modules(model)
