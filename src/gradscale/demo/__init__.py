@@ -1,14 +1,14 @@
 """The demo: networks on real data in true FP16 and emulated FP8, with and without loss scaling.
 
-Read the `train.py` of a framework first: its loop is how `gradscale.numpy`, `gradscale.torch` and `gradscale.jax` are
-used.
+Read the `train.py` of a framework first: its loop is how `gradscale.numpy`, `gradscale.torch`, `gradscale.jax` and
+`gradscale.mxnet` are used.
 """
 
 from gradscale.demo.run import FP8_WAYS, WAYS, Comparison, Demo, Run
 
 __all__ = ["FP8_WAYS", "FRAMEWORKS", "WAYS", "Comparison", "Demo", "Run", "load_demo"]
 
-FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax"), "numpy": ("numpy",)}
+FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax"), "mxnet": ("mxnet",), "numpy": ("numpy",)}
 """Frameworks that have a demo, and the packages it needs. The first that is installed is the one to show."""
 
 
@@ -18,6 +18,8 @@ def load_demo(framework: str) -> Demo:
         from gradscale.demo.torch import DEMO
     elif framework == "jax":
         from gradscale.demo.jax import DEMO
+    elif framework == "mxnet":
+        from gradscale.demo.mxnet import DEMO
     else:
         from gradscale.demo.numpy import DEMO
     return DEMO
