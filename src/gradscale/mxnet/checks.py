@@ -4,6 +4,7 @@ from typing import Any
 
 from mxnet import gluon
 
+from gradscale.mxnet.gradients import is_half
 from gradscale.policy import Policy
 
 
@@ -39,7 +40,7 @@ def check_update_place(trainer: Any) -> None:
 
 def check_masters(trainer: Any, policy: Policy) -> None:
     """Raises if float16 weights would be updated in float16, where one over a large scale is zero."""
-    half = [param.name for param in trainer._params if str(param.dtype) in ("float16", "<class 'numpy.float16'>")]
+    half = [param.name for param in trainer._params if is_half(param)]
     if half and policy.needs and not trainer._optimizer.multi_precision:
         raise ValueError(
             "Parameters in float16 need an optimizer that computes in float32, as 1/scale and many updates are zero in "

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 class Slot(NamedTuple):
     """One parameter's gradient on one context.
@@ -20,7 +22,7 @@ class Slot(NamedTuple):
     @property
     def fresh(self) -> bool:
         """Whether a backward pass has written the gradient since the last step."""
-        return self.weight._fresh_grad
+        return bool(self.weight._fresh_grad)
 
     @property
     def values(self) -> Any:
@@ -31,7 +33,7 @@ class Slot(NamedTuple):
     def multiply(self, factor: float) -> None:
         """Multiplies the gradient in place, in float32: a factor like 2**-25 is zero in float16."""
         grad = self.grad.as_nd_ndarray()
-        wide = grad.astype("float32") if grad.dtype == "float16" else grad
+        wide = grad.astype("float32") if is_half(grad) else grad
         (wide * factor).astype(grad.dtype).copyto(grad)
 
 
@@ -59,3 +61,8 @@ def spend(gradients: Gradients) -> None:
     for slots in gradients:
         for slot in slots:
             slot.weight._fresh_grad = False
+
+
+def is_half(array: Any) -> bool:
+    """Returns whether a parameter or an array of MXNet's is kept in float16. (Its `dtype` is a name or a class.)"""
+    return np.dtype(array.dtype) == np.float16

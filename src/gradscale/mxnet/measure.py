@@ -14,7 +14,7 @@ from gradscale.state import Seen
 
 Array = np.ndarray[Any, Any]
 
-PIECE = 2**14
+PIECE = 2**13
 """Elements that are added up at a time. MXNet adds one after the other in float32: of 30 million it loses 7%."""
 
 ARRAYS = 200
@@ -42,8 +42,8 @@ class Measured:
 def measure(contexts: Sequence[Sequence[Any]], policy: Policy) -> list[Measured]:
     """Returns what was found on each context. All of them are at work before the first is waited for.
 
-    Sums of squares tell the norm, and whether all is finite: they take a twentieth of the time that MXNet's
-    `multi_all_finite` takes on a CPU.
+    Sums of squares tell the norm, and whether all is finite: on a CPU they take about a tenth of the time that MXNet's
+    own check takes, `multi_all_finite`.
 
     Args:
         contexts: the gradients on each context, as dense arrays.
@@ -97,7 +97,7 @@ def _read(arrays: Sequence[Any], squares: list[Any], peaks: Any, below: list[Any
     bad = [index for index, size in enumerate(sizes) if not math.isfinite(size)]
     if bad:
         # Squares of float32 numbers above 1.8e19 are not finite either, so these are looked at once more.
-        shrunk = [(arrays[index] * SHRINK).astype("float32") for index in bad]
+        shrunk = [(arrays[index].astype("float64") * SHRINK).astype("float32") for index in bad]
         sizes[bad] = np.sqrt(_summed(_squares(shrunk), [counts[index] for index in bad])) / SHRINK
     total = sum(array.size for array in arrays)
     kept = _summed(below, counts).sum() if below else total
