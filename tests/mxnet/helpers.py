@@ -5,6 +5,7 @@ from typing import Any
 
 import mxnet as mx
 from mxnet import autograd, gluon, nd
+from mxnet.contrib import amp
 
 from gradscale.mxnet import scale_loss
 
@@ -44,7 +45,12 @@ def make_trainer(*params: Any, **options: Any) -> Any:
     return gluon.Trainer(list(params), "sgd", {"learning_rate": 1.0, "multi_precision": True}, **options)
 
 
-def losses(trainer: Any, *slopes: Sequence[float], value: float = 1.0) -> list[Any]:
+def use_mxnets_amp(trainer: Any) -> None:
+    """Does what `amp.init_trainer` does. That wants `amp.init` first, which changes the operators of the process."""
+    trainer._amp_loss_scaler, trainer._amp_original_scale = amp.loss_scaler.LossScaler(), trainer._scale
+
+
+def losses(trainer: Any, *slopes: Any, value: float = 1.0) -> list[Any]:
     """Returns a loss for each context, of all parameters, with the gradients that are given. Must be recorded."""
     found = []
     for context, slope in zip(trainer._contexts, slopes, strict=True):
@@ -53,7 +59,7 @@ def losses(trainer: Any, *slopes: Sequence[float], value: float = 1.0) -> list[A
     return found
 
 
-def backward(trainer: Any, *slopes: Sequence[float], value: float = 1.0) -> None:
+def backward(trainer: Any, *slopes: Any, value: float = 1.0) -> None:
     """Makes gradients of scaled losses: on each context those that are given, in true units."""
     with autograd.record(), scale_loss(losses(trainer, *slopes, value=value), trainer) as scaled:
         autograd.backward(scaled)

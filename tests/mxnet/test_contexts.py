@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
-import mxnet as mx
 import pytest
 from mxnet import autograd
-from tests.mxnet.helpers import TWO, backward, losses, make_parameter, make_trainer, weights
+from mxnet.contrib import amp
+from tests.mxnet.helpers import TWO, backward, losses, make_parameter, make_trainer, use_mxnets_amp, weights
 
 from gradscale import Dynamic, Static, Status
 from gradscale.mxnet import Culprit, init_trainer, unscale
@@ -19,9 +19,8 @@ STORES = ["device", "local", None]
 def step_with_mxnets_amp(store: str | None, *slopes: Any) -> list[list[float]]:
     """Returns the weights after a step with MXNet's own loss scaler, which starts at 65536."""
     trainer = make_trainer(make_parameter(TWO), kvstore=store)
-    # What `amp.init_trainer` does. It wants `amp.init` first, which changes the operators of the whole process.
-    trainer._amp_loss_scaler, trainer._amp_original_scale = mx.contrib.amp.loss_scaler.LossScaler(), trainer._scale
-    with autograd.record(), mx.contrib.amp.scale_loss(losses(trainer, *slopes), trainer) as scaled:
+    use_mxnets_amp(trainer)
+    with autograd.record(), amp.scale_loss(losses(trainer, *slopes), trainer) as scaled:
         autograd.backward(scaled)
     trainer.step(1)
     return weights(trainer)

@@ -5,7 +5,7 @@ from typing import Any
 import mxnet as mx
 import pytest
 from mxnet import autograd, gluon, nd
-from tests.mxnet.helpers import ONE, TWO, make_parameter, make_trainer, weights
+from tests.mxnet.helpers import ONE, TWO, make_parameter, make_trainer, use_mxnets_amp, weights
 
 from gradscale import NoScaling
 from gradscale.mxnet import init_trainer, scale_loss, scaler_of, unscale
@@ -72,7 +72,7 @@ def test_a_second_scaler_is_refused() -> None:
     with pytest.raises(ValueError, match=r"A trainer is initialised once\. Received: a trainer that has a scaler"):
         init_trainer(trainer)
     trainer = make_trainer(make_parameter())
-    trainer._amp_loss_scaler = mx.contrib.amp.loss_scaler.LossScaler()
+    use_mxnets_amp(trainer)
     with pytest.raises(ValueError, match=r"Received: a trainer that has MXNet's own\. Remove the call of `amp\."):
         init_trainer(trainer)
 

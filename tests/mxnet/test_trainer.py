@@ -7,7 +7,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
-from tests.mxnet.helpers import backward, losses, make_parameter, make_trainer, weights
+from mxnet.contrib import amp
+from tests.mxnet.helpers import backward, losses, make_parameter, make_trainer, use_mxnets_amp, weights
 
 from gradscale import Dynamic, Headroom, NoScaling, Static, Status, preset
 from gradscale.mxnet import Culprit, init_trainer, scale_loss, unscale
@@ -131,13 +132,13 @@ def test_the_norm_is_clipped_as_the_optimizer_sees_it() -> None:
 def test_the_update_is_that_of_mxnets_own_amp() -> None:
     ours, theirs = make_trainer(make_parameter()), make_trainer(make_parameter())
     init_trainer(ours, Static(65536.0))
-    theirs._amp_loss_scaler, theirs._amp_original_scale = mx.contrib.amp.loss_scaler.LossScaler(), theirs._scale
+    use_mxnets_amp(theirs)
     rng = np.random.default_rng(0)
     for _ in range(5):
         slope = rng.normal(size=3)
         backward(ours, slope)
         ours.step(3)
-        with autograd.record(), mx.contrib.amp.scale_loss(losses(theirs, slope), theirs) as scaled:
+        with autograd.record(), amp.scale_loss(losses(theirs, slope), theirs) as scaled:
             autograd.backward(scaled)
         theirs.step(3)
         assert weights(ours) == weights(theirs)
