@@ -102,22 +102,27 @@ class LossScaler:
             for slot in slots:
                 slot.multiply(1.0 / self.loss_scale)
 
-    def take(self, gradients: Gradients, rescale: float) -> float | None:
+    def losses_finite(self) -> bool:
+        """Returns whether all losses since the last step were finite, on this worker. Waits for the device."""
+        return self._losses.finite()
+
+    def take(self, gradients: Gradients, rescale: float, *, loss_finite: bool) -> float | None:
         """Returns what the optimizer shall multiply the gradients by, or None if it shall leave them; moves the scale.
 
         Args:
             gradients: all that are to be applied.
             rescale: what the optimizer would multiply true gradients by: one over the size of the batch, usually.
+            loss_finite: whether all losses since the last step were finite, on all workers.
         """
         if not any(gradients):
             return self._remember(Status.NO_GRADS, self._state, Look(Seen(), (), None, None))
         unit = self.loss_scale if self._early is None else 1.0
         found = self._look(gradients, unit, rescale)
         found = found if self._early is None else found.after(self._early)
-        seen = replace(found.seen, loss_finite=np.bool_(self._losses.finite()))
+        seen = replace(found.seen, loss_finite=np.bool_(loss_finite))
         outcome = decide_on_host(self._policy, self._state, seen, self.clip_norm)
         if not outcome.applied:
-            return self._remember(Status.OVERFLOW if seen.loss_finite else Status.NONFINITE_LOSS, outcome.state, found)
+            return self._remember(Status.OVERFLOW if loss_finite else Status.NONFINITE_LOSS, outcome.state, found)
         factor = rescale * float(outcome.factor) * (self.loss_scale / unit)
         self._remember(Status.APPLIED, outcome.state, found)
         return factor

@@ -10,6 +10,7 @@ from mxnet import autograd
 from gradscale.mxnet.checks import check_masters, check_trainer, check_update_place
 from gradscale.mxnet.gradients import collect, fresh, spend
 from gradscale.mxnet.scaler import LossScaler
+from gradscale.mxnet.workers import Workers
 from gradscale.peers import preset
 from gradscale.policy import Policy
 
@@ -35,7 +36,7 @@ def init_trainer(trainer: Any, policy: Policy | None = None, *, clip_norm: float
     check_masters(trainer, scaler.policy)
     trainer._kvstore_params["update_on_kvstore"] = False
     trainer._gradscale = scaler
-    trainer._update = partial(_update_if_finite, trainer, trainer._update)
+    trainer._update = partial(_update_if_finite, trainer, Workers(trainer), trainer._update)
     return scaler
 
 
@@ -89,7 +90,9 @@ def unscale(trainer: Any) -> None:
     scaler.unscale(fresh(collect(trainer)))
 
 
-def _update_if_finite(trainer: Any, update: Callable[[bool], None], ignore_stale_grad: bool = False) -> None:
+def _update_if_finite(
+    trainer: Any, workers: Workers, update: Callable[[bool], None], ignore_stale_grad: bool = False
+) -> None:
     """Updates the weights, unless a gradient is inf or NaN on any context. Stands in for `Trainer._update`.
 
     MXNet calls it when the gradients of all contexts have been added up. Unscaling and clipping join the factor that
@@ -103,7 +106,7 @@ def _update_if_finite(trainer: Any, update: Callable[[bool], None], ignore_stale
     if any(to_apply):
         _check_scaled(scaler, "step")
     rescale = optimizer.rescale_grad
-    factor = scaler.take(to_apply, rescale)
+    factor = scaler.take(to_apply, rescale, loss_finite=workers.all(scaler.losses_finite()))
     if factor is None:
         return spend(to_apply)
     optimizer.rescale_grad = factor
