@@ -24,7 +24,7 @@ DOCS := -e . --group docs
 ONLY_MXNET := -e '.[demo,mxnet]' --group test
 
 # What is tested in the environment of MXNet. A requested adapter that does not load fails the run.
-MXNET_TESTS := tests/mxnet tests/conformance tests/numpy tests/demo/test_mxnet_demo.py src/gradscale/mxnet
+MXNET_TESTS := tests/mxnet tests/conformance tests/numpy tests/peers/test_mxnet.py tests/demo/test_mxnet_demo.py src/gradscale/mxnet
 MXNET_PYTEST := GRADSCALE_ADAPTERS=mxnet,numpy $(MXNET_PY) -m pytest -q $(MXNET_TESTS)
 
 .PHONY: help

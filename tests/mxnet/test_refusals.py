@@ -113,6 +113,12 @@ def test_a_trainer_whose_store_is_made_already_is_refused_if_it_updates_the_weig
     init_trainer(trainer)
 
 
+def test_compressed_gradients_are_refused() -> None:
+    options = {"type": "2bit", "threshold": 0.5}
+    with pytest.raises(ValueError, match=r"Received: compression_params=\{'type': '2bit'.*Leave the argument of `Trai"):
+        init_trainer(make_trainer(make_parameter(TWO), compression_params=options))
+
+
 def test_sparse_weights_are_refused() -> None:
     param = gluon.Parameter("weight", shape=(4, 2), stype="row_sparse", grad_stype="row_sparse")
     param.initialize(mx.init.One())

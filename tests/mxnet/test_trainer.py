@@ -98,6 +98,28 @@ def test_the_floor_and_the_ceiling_hold() -> None:
     assert scales == [4.0, 4.0, 8.0, 16.0, 16.0]
 
 
+def test_the_state_keeps_its_types_with_numpy_1_too() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Dynamic(init_scale=3.0, growth_factor=1.1, backoff_factor=0.7, growth_interval=1))
+    for slope in (CLEAN, INF, CLEAN):
+        backward(trainer, slope)
+        trainer.step(1)
+    assert scaler.state.scale == np.float32(3.0) * np.float32(1.1) * np.float32(0.7) * np.float32(1.1)
+    kinds = [getattr(scaler.state, name).dtype.name for name in ("scale", "clean_steps", "applied", "stuck")]
+    assert kinds == ["float32", "int32", "int32", "bool"]
+
+
+def test_parameters_may_be_initialised_after_the_trainer_is_made() -> None:
+    net = gluon.nn.Dense(1, use_bias=False)
+    net.initialize(mx.init.One())
+    trainer = make_trainer(*net.collect_params().values())
+    scaler = init_trainer(trainer, Static(8.0))
+    with autograd.record(), scale_loss(net(nd.ones((1, 3))), trainer) as scaled:
+        scaled.backward()
+    trainer.step(1)
+    assert (scaler.last.applied, weights(trainer)) == (True, [[[0.0, 0.0, 0.0]]])
+
+
 def test_a_policy_that_looks_at_sizes_is_told_what_the_backward_pass_made() -> None:
     trainer = make_trainer(make_parameter())
     scaler = init_trainer(trainer, Headroom())

@@ -38,6 +38,15 @@ def check_update_place(trainer: Any) -> None:
         raise ValueError(_must_update_here(f"sparse gradients with kvstore={kind!r}", "Use dense gradients"))
 
 
+def check_compression(trainer: Any) -> None:
+    """Raises if gradients are compressed on their way: an inf would become the threshold, and nobody would see it."""
+    if trainer._compression_params:
+        raise ValueError(
+            "Gradients must arrive as they were made, as compression hides an overflow and its threshold knows no scale. "
+            f"Received: compression_params={trainer._compression_params!r}. Leave the argument of `Trainer` out."
+        )
+
+
 def check_masters(trainer: Any, policy: Policy) -> None:
     """Raises if float16 weights would be updated in float16, where one over a large scale is zero."""
     half = [param.name for param in trainer._params if is_half(param)]

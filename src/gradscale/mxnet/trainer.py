@@ -7,7 +7,7 @@ from typing import Any
 
 from mxnet import autograd
 
-from gradscale.mxnet.checks import check_masters, check_trainer, check_update_place
+from gradscale.mxnet.checks import check_compression, check_masters, check_trainer, check_update_place
 from gradscale.mxnet.gradients import collect, fresh, spend
 from gradscale.mxnet.scaler import LossScaler
 from gradscale.mxnet.workers import Workers
@@ -28,11 +28,13 @@ def init_trainer(trainer: Any, policy: Policy | None = None, *, clip_norm: float
 
     Raises:
         TypeError: `trainer` is no `gluon.Trainer`, or `policy` is no policy.
-        ValueError: the trainer has a scaler already, cannot update the weights itself, or would compute in float16.
+        ValueError: the trainer has a scaler already, cannot update the weights itself, compresses gradients, or would
+            compute in float16.
     """
     check_trainer(trainer)
     scaler = LossScaler(preset("mxnet") if policy is None else policy, clip_norm)
     check_update_place(trainer)
+    check_compression(trainer)
     check_masters(trainer, scaler.policy)
     trainer._kvstore_params["update_on_kvstore"] = False
     trainer._gradscale = scaler
