@@ -48,16 +48,19 @@ def steps() -> list[Any]:
     return [[json.loads(line) for line in text.splitlines()] for text in printed[2:]]
 
 
+@pytest.mark.slow
 def test_gradients_of_all_workers_are_added_up(steps: list[Any]) -> None:
     for worker in steps:
         assert worker[0] == ["applied", 65536.0, [[0.5, 0.75, 0.0]]]
 
 
+@pytest.mark.slow
 def test_an_overflow_of_one_worker_skips_the_step_on_all(steps: list[Any]) -> None:
     for worker in steps:
         assert worker[1] == ["overflow", 32768.0, [[0.5, 0.75, 0.0]]]
 
 
+@pytest.mark.slow
 def test_a_loss_of_one_worker_that_is_not_finite_skips_the_step_on_all(steps: list[Any]) -> None:
     for worker in steps:
         assert worker[2] == ["nonfinite_loss", 32768.0, [[0.5, 0.75, 0.0]]]

@@ -42,7 +42,7 @@ def check_compression(trainer: Any) -> None:
     """Raises if gradients are compressed on their way: an inf would become the threshold, and nobody would see it."""
     if trainer._compression_params:
         raise ValueError(
-            "Gradients must arrive as they were made, as compression hides an overflow and its threshold knows no scale. "
+            "Gradients must arrive as they were made, and compression hides an overflow: inf becomes the threshold. "
             f"Received: compression_params={trainer._compression_params!r}. Leave the argument of `Trainer` out."
         )
 

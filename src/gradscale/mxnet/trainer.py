@@ -10,7 +10,7 @@ from mxnet import autograd
 from gradscale.mxnet.checks import check_compression, check_masters, check_trainer, check_update_place
 from gradscale.mxnet.gradients import collect, fresh, spend
 from gradscale.mxnet.scaler import LossScaler
-from gradscale.mxnet.workers import Workers
+from gradscale.mxnet.workers import Workers, init_params_and_wait
 from gradscale.peers import preset
 from gradscale.policy import Policy
 
@@ -38,6 +38,7 @@ def init_trainer(trainer: Any, policy: Policy | None = None, *, clip_norm: float
     check_masters(trainer, scaler.policy)
     trainer._kvstore_params["update_on_kvstore"] = False
     trainer._gradscale = scaler
+    trainer._init_params = partial(init_params_and_wait, trainer._init_params)
     trainer._update = partial(_update_if_finite, trainer, Workers(trainer), trainer._update)
     return scaler
 

@@ -1,5 +1,6 @@
 """Room two, agree, for training on several machines: a loss that is not finite on one worker counts for all."""
 
+from collections.abc import Callable
 from typing import Any
 
 from mxnet import gluon, nd
@@ -33,3 +34,14 @@ class Workers:
             self._known_to = store
         store.pushpull(key, count, out=count)
         return count.asscalar() == 0
+
+
+def init_params_and_wait(init_params: Callable[[], None]) -> None:
+    """Gives the key-value store the parameters, and waits until this worker has them back.
+
+    Stands in for `Trainer._init_params`. MXNet goes on at once to add up gradients under the same keys, and the weights
+    that a slow worker gets may be that sum. No sum is complete without it, so it is enough if every worker waits for its
+    own weights.
+    """
+    init_params()
+    nd.waitall()
