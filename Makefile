@@ -1,6 +1,8 @@
 # Every target makes .venv and installs what it needs; stamps inside .venv make the next run start at once.
+# MXNet, which needs an old numpy, has an environment of its own: .venv-mxnet, made when its tests or its demo are run.
 #
 #   make PYTHON=/path/to/python3.12 demo     chooses the interpreter of a new .venv
+#   make test ARGS='-k headroom'             chooses among the tests, those of MXNet left out; for them: make test-mxnet
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -10,7 +12,8 @@ SHELL := bash
 
 VENV := .venv
 PY := $(VENV)/bin/python
-PINS := constraints/main.txt
+MXNET := .venv-mxnet
+MXNET_PY := $(MXNET)/bin/python
 PYTHON ?=
 
 # What each stage adds. pip resolves every stage against the same pins, so the stages can come in any order.
@@ -18,6 +21,11 @@ DEMO := -e '.[demo,torch]'
 TEST := -e '.[demo,torch,jax,lightning,accelerate,onnx]' --group test --group jax
 LINT := $(TEST) --group lint
 DOCS := -e . --group docs
+ONLY_MXNET := -e '.[demo,mxnet]' --group test
+
+# What is tested in the environment of MXNet. A requested adapter that does not load fails the run.
+MXNET_TESTS := tests/mxnet tests/conformance tests/numpy tests/peers/test_mxnet.py tests/demo/test_mxnet_demo.py src/gradscale/mxnet
+MXNET_PYTEST := GRADSCALE_ADAPTERS=mxnet,numpy $(MXNET_PY) -m pytest -q $(MXNET_TESTS)
 
 .PHONY: help
 help: ## show this list (the default)
@@ -28,13 +36,25 @@ help: ## show this list (the default)
 demo: $(VENV)/.stage-demo ## train small networks in FP16 with and without loss scaling
 	@$(VENV)/bin/gradscale demo
 
+.PHONY: demo-mxnet
+demo-mxnet: $(MXNET)/.stage-test-mxnet ## train a small network in MXNet, likewise
+	@$(MXNET)/bin/gradscale demo --framework mxnet
+
 .PHONY: test
-test: $(VENV)/.stage-test ## run the tests and the doctests, without the slow ones
+test: test-main $(if $(ARGS),,test-mxnet) ## run the tests and the doctests, without the slow ones
+
+.PHONY: test-main
+test-main: $(VENV)/.stage-test ## run all of them but those of MXNet
 	@$(PY) -m pytest -q -m 'not slow' $(ARGS)
 
+.PHONY: test-mxnet
+test-mxnet: $(MXNET)/.stage-test-mxnet ## run those of MXNet, in their own environment
+	@$(MXNET_PYTEST) -m 'not slow' $(ARGS)
+
 .PHONY: test-slow
-test-slow: $(VENV)/.stage-test ## run the slow tests
+test-slow: $(VENV)/.stage-test $(MXNET)/.stage-test-mxnet ## run the slow tests
 	@$(PY) -m pytest -q -m slow $(ARGS) || { code=$$?; [ $$code -eq 5 ] || exit $$code; } # 5: there are none
+	@$(if $(ARGS),,$(MXNET_PYTEST) -m slow)
 
 .PHONY: lint
 lint: $(VENV)/.stage-lint ## check style (ruff), formatting (ruff format) and types (pyright)
@@ -62,49 +82,70 @@ bench-quick: $(VENV)/.stage-test ## run the benchmarks in under a minute, roughl
 	@$(PY) benchmarks/run.py --quick $(ARGS)
 
 .PHONY: pins
-pins: $(VENV)/.stage-lint $(VENV)/.stage-docs ## write the versions installed in .venv to constraints/main.txt
-	@{ sed -n '/^#/p' $(PINS); $(PY) -m pip freeze --all --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//'; } > $(PINS).new
-	@mv $(PINS).new $(PINS)
+pins: $(VENV)/.stage-lint $(VENV)/.stage-docs $(MXNET)/.stage-test-mxnet ## write the installed versions to constraints/
+	@for pair in $(VENV):main $(MXNET):mxnet; do \
+	  pins=constraints/$${pair#*:}.txt; \
+	  { sed -n '/^#/p' $$pins; $${pair%:*}/bin/python -m pip freeze --all --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//'; } > $$pins.new; \
+	  mv $$pins.new $$pins; \
+	done
 
 .PHONY: clean
-clean: ## remove what the other targets made, except .venv
+clean: ## remove what the other targets made, except the environments
 	@rm -rf site build dist .pytest_cache .ruff_cache .hypothesis
 	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 .PHONY: distclean
-distclean: clean ## remove .venv as well
-	@rm -rf $(VENV)
+distclean: clean ## remove the environments as well
+	@rm -rf $(VENV) $(MXNET)
 
 $(VENV)/.stage-demo: EXTRA = $(DEMO)
 $(VENV)/.stage-test: EXTRA = $(TEST)
 $(VENV)/.stage-lint: EXTRA = $(LINT)
 $(VENV)/.stage-docs: EXTRA = $(DOCS)
+$(MXNET)/.stage-test-mxnet: EXTRA = $(ONLY_MXNET)
+
+# What the recipes below need to know of an environment. For MXNet no newer Python will do: it needs numpy 1.23.
+$(VENV)/.stage-%: PINS = constraints/main.txt
+$(VENV)/.stage-venv: CANDIDATES = $(if $(PYTHON),'$(PYTHON)',python3.11 python3 python3.12 python3.13)
+$(VENV)/.stage-venv: SUITS = sys.version_info >= (3, 11)
+$(VENV)/.stage-venv: NEEDS = gradscale needs Python 3.11 or newer
+$(MXNET)/.stage-%: PINS = constraints/mxnet.txt
+$(MXNET)/.stage-venv: CANDIDATES = $(if $(PYTHON),'$(PYTHON)') python3.11 python3
+$(MXNET)/.stage-venv: SUITS = sys.version_info[:2] == (3, 11)
+$(MXNET)/.stage-venv: NEEDS = MXNet 1.9.1 needs Python 3.11 (all other tests: make test-main)
+
+$(VENV)/.stage-%: pyproject.toml constraints/main.txt | $(VENV)/.stage-venv
+	$(INSTALL)
+
+$(MXNET)/.stage-%: pyproject.toml constraints/mxnet.txt | $(MXNET)/.stage-venv
+	$(INSTALL)
 
 # pip's whole output goes to the log; the screen gets the names as they are resolved, and the end of the log on failure.
-$(VENV)/.stage-%: pyproject.toml $(PINS) | $(VENV)/.stage-venv
-	@echo 'installing what `make $*` needs into $(VENV) (only when pyproject.toml or the pins are new)'
-	@$(PY) -m pip install -c $(PINS) $(EXTRA) 2>&1 | tee $(VENV)/install.log | while IFS= read -r line; do \
+define INSTALL
+	@echo 'installing what `make $*` needs into $(@D) (only when pyproject.toml or the pins are new)'
+	@$(@D)/bin/python -m pip install -c $(PINS) $(EXTRA) 2>&1 | tee $(@D)/install.log | while IFS= read -r line; do \
 	  case "$$line" in \
 	    'Collecting '*) name=$${line#Collecting }; printf '%s ' "$${name%%[^A-Za-z0-9._-]*}"; named=1 ;; \
 	    'Processing '*.whl*) name=$${line##*/}; printf '%s ' "$${name%%-*}"; named=1 ;; \
 	    *Downloading*\([0-9][0-9][0-9]*' MB)'*) size=$${line##*\(}; printf '(%s ' "$$size" ;; \
 	    'Installing collected'*) [ -z "$${named:-}" ] || printf '\nunpacking...\n' ;; \
 	  esac; \
-	done || { printf '\n'; tail -n 30 $(VENV)/install.log; echo 'installing failed; all of it: $(VENV)/install.log'; exit 1; }
+	done || { printf '\n'; tail -n 30 $(@D)/install.log; echo 'installing failed; all of it: $(@D)/install.log'; exit 1; }
 	@touch $@
+endef
 
 # Each candidate is run, not only looked up: a pyenv shim may be on the PATH with no such Python behind it.
-$(VENV)/.stage-venv:
-	@seen=; for python in $(if $(PYTHON),'$(PYTHON)',python3.11 python3 python3.12 python3.13); do \
+$(VENV)/.stage-venv $(MXNET)/.stage-venv:
+	@seen=; for python in $(CANDIDATES); do \
 	  version=$$("$$python" --version 2>/dev/null) || continue; \
-	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then found=$$python; break; fi; \
+	  if "$$python" -c 'import sys; sys.exit(not ($(SUITS)))'; then found=$$python; break; fi; \
 	  seen="$$seen $$python is $$version;"; \
 	done; \
 	if [ -z "$${found:-}" ]; then \
-	  echo "gradscale needs Python 3.11 or newer. Found:$${seen:- none;} install one, or name it: make PYTHON=/path/to/python" >&2; \
+	  echo "$(NEEDS). Found:$${seen:- none;} install one, or name it: make PYTHON=/path/to/python" >&2; \
 	  exit 1; \
 	fi; \
-	echo "making $(VENV) with $$version"; \
-	"$$found" -m venv $(VENV) || { echo 'the venv module failed; on Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
-	@$(PY) -m pip install -qq -c $(PINS) --upgrade pip
+	echo "making $(@D) with $$version"; \
+	"$$found" -m venv $(@D) || { echo 'the venv module failed; on Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
+	@$(@D)/bin/python -m pip install -qq -c $(PINS) --upgrade pip
 	@touch $@

@@ -14,6 +14,7 @@ NEEDS = {
     "demo/jax": "jax",
     "keras": "keras",
     "mxnet": "mxnet",
+    "demo/mxnet": "mxnet",
     "integrations/lightning.py": "lightning",
     "integrations/accelerate.py": "accelerate",
     "integrations/transformers.py": "transformers",

@@ -74,6 +74,7 @@ REGISTERED: Mapping[str, Registered] = {
     "torch": Registered("tests.conformance.torch_adapter", ("torch",)),
     "jax": Registered("tests.conformance.jax_adapter", ("jax", "optax")),
     "jax-jit": Registered("tests.conformance.jax_jit_adapter", ("jax", "optax")),
+    "mxnet": Registered("tests.conformance.mxnet_adapter", ("mxnet",)),
 }
 
 

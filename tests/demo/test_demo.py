@@ -147,7 +147,7 @@ def test_a_folder_gets_a_picture_of_its_own(tmp_path: Path) -> None:
         (("--steps", 0), "--steps"),
         (("--seed", -1), "--seed"),
         (("--model", "gpt"), "`--model` must be one of all, autoencoder. Received: gpt."),
-        (("--framework", "caffe"), "`--framework` must be one of torch, jax, numpy. Received: caffe."),
+        (("--framework", "caffe"), "`--framework` must be one of torch, jax, mxnet, numpy. Received: caffe."),
     ],
 )
 def test_a_mistake_is_told_without_a_traceback(arguments: tuple[Any, ...], text: str) -> None:

@@ -1,7 +1,7 @@
 """The demo: networks on real data in true FP16 and emulated FP8, with and without loss scaling.
 
-Read the `train.py` of a framework first: its loop is how `gradscale.numpy`, `gradscale.torch` and `gradscale.jax` are
-used.
+Read the `train.py` of a framework first: its loop is how `gradscale.torch`, `gradscale.jax`, `gradscale.keras`,
+`gradscale.mxnet` and `gradscale.numpy` are used.
 """
 
 from importlib import import_module
@@ -10,7 +10,13 @@ from gradscale.demo.run import FP8_WAYS, WAYS, Comparison, Demo, Run
 
 __all__ = ["FP8_WAYS", "FRAMEWORKS", "WAYS", "Comparison", "Demo", "Run", "load_demo"]
 
-FRAMEWORKS: dict[str, tuple[str, ...]] = {"torch": ("torch",), "jax": ("jax", "optax"), "numpy": ("numpy",)}
+FRAMEWORKS: dict[str, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "jax": ("jax", "optax"),
+    "keras": ("keras",),
+    "mxnet": ("mxnet",),
+    "numpy": ("numpy",),
+}
 """Frameworks that have a demo, and the packages it needs. The first that is installed is the one to show."""
 
 

@@ -1,0 +1,71 @@
+"""What a trainer must be like, so that the check can come before the update."""
+
+from typing import Any
+
+from mxnet import gluon
+
+from gradscale.mxnet.gradients import is_half
+from gradscale.policy import Policy
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raises if `trainer` is no Gluon trainer, or has a scaler already."""
+    if not isinstance(trainer, gluon.Trainer):
+        raise TypeError(f"`trainer` must be a `gluon.Trainer`. Received: {trainer!r} ({type(trainer).__name__}).")
+    if hasattr(trainer, "_gradscale"):
+        raise ValueError(
+            "A trainer is initialised once. Received: a trainer that has a scaler already, which "
+            "`gradscale.mxnet.scaler_of(trainer)` returns. For another policy make another trainer."
+        )
+    if hasattr(trainer, "_amp_loss_scaler"):
+        raise ValueError(
+            "A trainer has one loss scaler. Received: a trainer that has MXNet's own. "
+            "Remove the call of `amp.init_trainer`; `amp.init` may stay."
+        )
+
+
+def check_update_place(trainer: Any) -> None:
+    """Raises if the key-value store updates the weights: it would do so while it adds up the gradients, unchecked."""
+    params = trainer._kvstore_params
+    kind = params["kvstore"] if isinstance(params["kvstore"], str | None) else params["kvstore"].type
+    if params["update_on_kvstore"] or trainer._update_on_kvstore:
+        raise ValueError(_must_update_here("update_on_kvstore=True", _remedy(trainer)))
+    if kind is not None and "async" in kind:
+        raise ValueError(_must_update_here(f"kvstore={kind!r}", "Use 'dist_sync' instead"))
+    if trainer._contains_sparse_weight:
+        raise ValueError(_must_update_here("sparse weights", "Use dense weights; gradients may be sparse"))
+    if trainer._contains_sparse_grad and kind is not None and "dist" in kind:
+        raise ValueError(_must_update_here(f"sparse gradients with kvstore={kind!r}", "Use dense gradients"))
+
+
+def check_compression(trainer: Any) -> None:
+    """Raises if gradients are compressed on their way: an inf would become the threshold, and nobody would see it."""
+    if trainer._compression_params:
+        raise ValueError(
+            "Gradients must arrive as they were made, and compression hides an overflow: inf becomes the threshold. "
+            f"Received: compression_params={trainer._compression_params!r}. Leave the argument of `Trainer` out."
+        )
+
+
+def check_masters(trainer: Any, policy: Policy) -> None:
+    """Raises if float16 weights would be updated in float16, where one over a large scale is zero."""
+    half = [param.name for param in trainer._params if is_half(param)]
+    if half and policy.needs and not trainer._optimizer.multi_precision:
+        raise ValueError(
+            "Parameters in float16 need an optimizer that computes in float32, as 1/scale and many updates are zero in "
+            f"float16. Received: multi_precision=False, and parameters in float16: {', '.join(half[:5])}. "
+            "Add 'multi_precision': True to `optimizer_params`."
+        )
+
+
+def _must_update_here(received: str, remedy: str) -> str:
+    return (
+        "The trainer itself must update the weights, so that an overflow can be seen before. A key-value store would "
+        f"write it into them first. Received: {received}. {remedy}."
+    )
+
+
+def _remedy(trainer: Any) -> str:
+    if trainer._kvstore_params["update_on_kvstore"]:
+        return "Leave the argument of `Trainer` out"
+    return "Call `init_trainer` right after the trainer is made, before `step`, `save_states` and `load_states`"

@@ -1,0 +1,132 @@
+"""The names of `mxnet.contrib.amp`, for a Gluon trainer: `init_trainer`, `scale_loss` and `unscale`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from mxnet import autograd
+
+from gradscale.mxnet.checks import check_compression, check_masters, check_trainer, check_update_place
+from gradscale.mxnet.gradients import collect, fresh, spend
+from gradscale.mxnet.scaler import LossScaler
+from gradscale.mxnet.workers import Workers, init_params_and_wait
+from gradscale.peers import preset
+from gradscale.policy import Policy
+
+
+def init_trainer(trainer: Any, policy: Policy | None = None, *, clip_norm: float | None = None) -> LossScaler:
+    """Returns the scaler that `trainer.step` and `trainer.update` ask from now on before they touch a weight.
+
+    Call it right after the trainer is made. The trainer will update the weights itself: with several contexts, MXNet
+    would leave that to the key-value store, which has written an overflow into them before anybody can look.
+
+    Args:
+        trainer: a `gluon.Trainer`.
+        policy: the rule for the scale. By default that of MXNet's amp, `preset("mxnet")`, without its lag of a step.
+        clip_norm: bound on the norm of all gradients together, unscaled and divided by the size of the batch.
+
+    Raises:
+        TypeError: `trainer` is no `gluon.Trainer`, or `policy` is no policy.
+        ValueError: the trainer has a scaler already, cannot update the weights itself, compresses gradients, or would
+            compute in float16.
+    """
+    check_trainer(trainer)
+    scaler = LossScaler(preset("mxnet") if policy is None else policy, clip_norm)
+    check_update_place(trainer)
+    check_compression(trainer)
+    check_masters(trainer, scaler.policy)
+    trainer._kvstore_params["update_on_kvstore"] = False
+    trainer._gradscale = scaler
+    trainer._init_params = partial(init_params_and_wait, trainer._init_params)
+    trainer._update = partial(_update_if_finite, trainer, Workers(trainer), trainer._update)
+    return scaler
+
+
+def scaler_of(trainer: Any) -> LossScaler:
+    """Returns the scaler of a trainer: its scale, its last result, its metrics, and what to save.
+
+    Raises:
+        RuntimeError: the trainer has none.
+    """
+    scaler = getattr(trainer, "_gradscale", None)
+    if scaler is None:
+        raise RuntimeError(
+            f"`trainer` must have a loss scaler. Received: {trainer!r}, without one. "
+            "Call `gradscale.mxnet.init_trainer(trainer)` right after it is made."
+        )
+    return scaler
+
+
+@contextmanager
+def scale_loss(loss: Any, trainer: Any) -> Iterator[Any]:
+    """Yields `loss` times the scale of the trainer, or a list of losses times it, for the backward pass.
+
+    Args:
+        loss: a loss, or a list or tuple of them: one per context, usually. In float32 or wider.
+        trainer: the trainer whose parameters the loss is taken of.
+
+    Raises:
+        RuntimeError: the trainer has no scaler, or MXNet is not recording.
+        TypeError: a loss is not an array, or too narrow for the scale.
+    """
+    scaler = scaler_of(trainer)
+    if not autograd.is_recording():
+        raise RuntimeError(
+            "`scale_loss` multiplies the loss, which MXNet must record to find the gradients. "
+            "Call it inside of `with autograd.record():`, as it is not now."
+        )
+    yield [scaler.scale(one) for one in loss] if isinstance(loss, list | tuple) else scaler.scale(loss)
+
+
+def unscale(trainer: Any) -> None:
+    """Divides the gradients of a trainer by the scale, in place, for code that looks at them or edits them.
+
+    Checks them first: an overflow skips the step that follows, whatever is made of the gradients. Float16 gradients
+    lose what is too small for float16. To clip the norm, `clip_norm` of `init_trainer` loses nothing, and is quicker.
+
+    Raises:
+        RuntimeError: the trainer has no scaler, no loss was scaled since the last step, or this was called before.
+    """
+    scaler = scaler_of(trainer)
+    _check_scaled(scaler, "unscale")
+    scaler.unscale(fresh(collect(trainer)))
+
+
+def _update_if_finite(
+    trainer: Any, workers: Workers, update: Callable[[bool], None], ignore_stale_grad: bool = False
+) -> None:
+    """Updates the weights, unless a gradient is inf or NaN on any context. Stands in for `Trainer._update`.
+
+    MXNet calls it when the gradients of all contexts have been added up. Unscaling and clipping join the factor that
+    the optimizer multiplies gradients by anyway.
+    """
+    gradients = collect(trainer)
+    to_apply = fresh(gradients)
+    if not ignore_stale_grad and _count(to_apply) < _count(gradients):
+        return update(ignore_stale_grad)  # which tells whose gradient is missing, and changes nothing
+    scaler, optimizer = scaler_of(trainer), trainer._optimizer
+    if any(to_apply):
+        _check_scaled(scaler, "step")
+    rescale = optimizer.rescale_grad
+    factor = scaler.take(to_apply, rescale, loss_finite=workers.all(scaler.losses_finite()))
+    if factor is None:
+        return spend(to_apply)
+    optimizer.rescale_grad = factor
+    try:
+        update(ignore_stale_grad)
+    finally:
+        optimizer.rescale_grad = rescale
+
+
+def _check_scaled(scaler: LossScaler, caller: str) -> None:
+    """Raises if no loss was scaled since the last step: gradients that were not would be divided all the same."""
+    if scaler.waits_for_loss:
+        raise RuntimeError(
+            f"`{caller}` needs gradients of a scaled loss. Received: gradients, but no call of `scale_loss` since the "
+            "last step. Take the backward pass of what `with scale_loss(loss, trainer) as scaled:` yields."
+        )
+
+
+def _count(gradients: Sequence[Sequence[Any]]) -> int:
+    return sum(map(len, gradients))

@@ -1,0 +1,267 @@
+"""`init_trainer` and `scale_loss`: what a trainer does that has a scaler."""
+
+import math
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.contrib import amp
+from tests.mxnet.helpers import backward, losses, make_parameter, make_trainer, use_mxnets_amp, weights
+
+from gradscale import Dynamic, Headroom, NoScaling, Static, Status, preset
+from gradscale.mxnet import Culprit, init_trainer, scale_loss, unscale
+
+CLEAN = (0.5, -0.25, 0.0)
+INF = (0.5, math.inf, 0.0)
+NAN = (math.nan, math.inf, 0.0)
+
+
+def test_a_clean_step_divides_by_the_scale_and_by_the_batch_size() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Static(1024.0))
+    backward(trainer, CLEAN)
+    trainer.step(2)
+    assert weights(trainer) == [[0.75, 1.125, 1.0]]
+    result = scaler.last
+    assert (result.status, result.applied, result.skipped()) == (Status.APPLIED, True, False)
+    assert (result.scale, result.next_scale, result.culprits()) == (1024.0, 1024.0, [])
+    assert result.grad_norm == pytest.approx(math.hypot(0.25, 0.125), rel=1e-6)
+
+
+def test_the_factor_of_the_optimizer_is_its_own_again_after_the_step() -> None:
+    trainer = make_trainer(make_parameter())
+    init_trainer(trainer, Static(1024.0))
+    backward(trainer, CLEAN)
+    trainer.step(4)
+    assert (trainer.optimizer.rescale_grad, trainer._scale) == (0.25, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("slope", "culprit"), [(INF, Culprit("weight", 1, 0)), (NAN, Culprit("weight", 1, 1))], ids=["inf", "nan"]
+)
+def test_an_overflow_leaves_the_weights_and_moves_the_scale_at_once(slope: Any, culprit: Culprit) -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer)
+    backward(trainer, slope)
+    trainer.step(1)
+    assert weights(trainer) == [[1.0, 1.0, 1.0]]
+    assert (scaler.last.status, scaler.last.skipped()) == (Status.OVERFLOW, True)
+    assert (scaler.last.scale, scaler.last.next_scale, scaler.loss_scale) == (65536.0, 32768.0, 32768.0)
+    assert scaler.last.culprits() == [culprit]
+
+
+def test_a_skipped_step_leaves_the_state_of_the_optimizer() -> None:
+    trainer = gluon.Trainer([make_parameter()], "adam")
+    init_trainer(trainer)
+    backward(trainer, CLEAN)
+    trainer.step(1)
+    mean, square = (one.asnumpy() for one in trainer._updaters[0].states[0])
+    count = trainer.optimizer.num_update
+    backward(trainer, INF)
+    trainer.step(1)
+    assert [one.asnumpy().tolist() for one in trainer._updaters[0].states[0]] == [mean.tolist(), square.tolist()]
+    assert trainer.optimizer.num_update == count
+
+
+def test_only_the_parameters_that_overflowed_are_culprits() -> None:
+    first, second = make_parameter(name="first"), make_parameter(name="second", dtype="float16")
+    trainer = make_trainer(first, second)
+    scaler = init_trainer(trainer, Static(65536.0))
+    backward(trainer, (2.0, 0.0, 3.0))  # at this scale too large for float16
+    trainer.step(1)
+    assert scaler.last.culprits() == [Culprit("second", 2, 0)]
+    assert weights(trainer) == [[1.0, 1.0, 1.0]]
+
+
+def test_the_default_is_the_rule_of_mxnet_without_its_lag() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer)
+    assert scaler.policy == preset("mxnet")
+    scales = []
+    for slope in (INF, INF, CLEAN):
+        backward(trainer, slope)
+        trainer.step(1)
+        scales.append(scaler.last.scale)
+    assert scales == [65536.0, 32768.0, 16384.0]
+
+
+def test_the_floor_and_the_ceiling_hold() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Dynamic(init_scale=8.0, min_scale=4.0, max_scale=16.0, growth_interval=1))
+    scales = []
+    for slope in (INF, INF, CLEAN, CLEAN, CLEAN):
+        backward(trainer, slope)
+        trainer.step(1)
+        scales.append(scaler.loss_scale)
+    assert scales == [4.0, 4.0, 8.0, 16.0, 16.0]
+
+
+def test_the_state_keeps_its_types_with_numpy_1_too() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Dynamic(init_scale=3.0, growth_factor=1.1, backoff_factor=0.7, growth_interval=1))
+    for slope in (CLEAN, INF, CLEAN):
+        backward(trainer, slope)
+        trainer.step(1)
+    assert scaler.state.scale == np.float32(3.0) * np.float32(1.1) * np.float32(0.7) * np.float32(1.1)
+    kinds = [getattr(scaler.state, name).dtype.name for name in ("scale", "clean_steps", "applied", "stuck")]
+    assert kinds == ["float32", "int32", "int32", "bool"]
+
+
+def test_parameters_may_be_initialised_after_the_trainer_is_made() -> None:
+    net = gluon.nn.Dense(1, use_bias=False)
+    net.initialize(mx.init.One())
+    trainer = make_trainer(*net.collect_params().values())
+    scaler = init_trainer(trainer, Static(8.0))
+    with autograd.record(), scale_loss(net(nd.ones((1, 3))), trainer) as scaled:
+        scaled.backward()
+    trainer.step(1)
+    assert (scaler.last.applied, weights(trainer)) == (True, [[[0.0, 0.0, 0.0]]])
+
+
+def test_a_policy_that_looks_at_sizes_is_told_what_the_backward_pass_made() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Headroom())
+    backward(trainer, (2.0**-10, 0.0, -(2.0**-20)))
+    trainer.step(64)
+    assert (scaler.last.amax, scaler.last.next_scale) == (2.0**-10, 2.0**19)
+    assert scaler.metrics()["headroom_bits"] == pytest.approx(math.log2(65504) + 10 - 16)
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_scale() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Dynamic())
+    backward(trainer, CLEAN, value=math.nan)
+    backward(trainer, CLEAN)
+    trainer.step(1)
+    assert (scaler.last.status, scaler.loss_scale) == (Status.NONFINITE_LOSS, 65536.0)
+    assert weights(trainer) == [[1.0, 1.0, 1.0]]
+    backward(trainer, CLEAN)
+    trainer.step(1)
+    assert scaler.last.applied
+
+
+def test_the_norm_is_clipped_as_the_optimizer_sees_it() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Static(1024.0), clip_norm=2.5)
+    backward(trainer, (6.0, 0.0, -8.0))
+    trainer.step(2)
+    assert scaler.last.grad_norm == 5.0
+    assert weights(trainer)[0] == pytest.approx([1 - 1.5, 1.0, 1 + 2.0], rel=1e-6)
+
+
+def test_the_update_is_that_of_mxnets_own_amp() -> None:
+    ours, theirs = make_trainer(make_parameter()), make_trainer(make_parameter())
+    init_trainer(ours, Static(65536.0))
+    use_mxnets_amp(theirs)
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        slope = rng.normal(size=3)
+        backward(ours, slope)
+        ours.step(3)
+        with autograd.record(), amp.scale_loss(losses(theirs, slope), theirs) as scaled:
+            autograd.backward(scaled)
+        theirs.step(3)
+        assert weights(ours) == weights(theirs)
+
+
+def test_gradients_of_several_losses_add_up() -> None:
+    param = make_parameter(grad_req="add")
+    trainer = make_trainer(param)
+    init_trainer(trainer, Static(1024.0))
+    for slope in ((1.0, 2.0, 0.0), (0.0, 2.0, 4.0)):
+        with autograd.record(), scale_loss((param.data() * nd.array(slope)).sum(), trainer) as scaled:
+            scaled.backward()
+    trainer.step(2)
+    assert weights(trainer) == [[0.5, -1.0, -1.0]]
+
+
+def test_a_stale_gradient_is_told_by_mxnet_and_nothing_has_changed() -> None:
+    first, second = make_parameter(name="first"), make_parameter(name="second")
+    trainer = make_trainer(first, second)
+    scaler = init_trainer(trainer)
+    with autograd.record(), scale_loss(first.data().sum(), trainer) as scaled:
+        scaled.backward()
+    with pytest.raises(UserWarning, match="Gradient of Parameter `second` on context cpu\\(0\\) has not been updated"):
+        trainer.step(1)
+    assert (scaler.state.applied, scaler.state.skipped) == (0, 0)
+    assert weights(trainer) == [[1.0, 1.0, 1.0]]
+
+
+def test_an_overflow_is_forgotten_once_its_step_is_skipped() -> None:
+    first, second = make_parameter(name="first"), make_parameter(name="second")
+    trainer = make_trainer(first, second)
+    scaler = init_trainer(trainer)
+    backward(trainer, INF)
+    trainer.step(1)
+    # The second parameter takes no part this time, and still holds the inf of the last.
+    with autograd.record(), scale_loss(first.data().sum(), trainer) as scaled:
+        scaled.backward()
+    trainer.step(1, ignore_stale_grad=True)
+    assert scaler.last.applied
+    assert (weights(trainer), second.data().asnumpy().tolist()) == ([[0.0, 0.0, 0.0]], [1.0, 1.0, 1.0])
+
+
+def test_a_step_without_gradients_changes_nothing() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer)
+    before = scaler.state
+    trainer.step(1, ignore_stale_grad=True)
+    assert (scaler.last.status, scaler.last.skipped(), scaler.state) == (Status.NO_GRADS, True, before)
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    frozen, trained = make_parameter(name="frozen", grad_req="null"), make_parameter(name="trained")
+    trainer = make_trainer(frozen, trained)
+    init_trainer(trainer, Static(4.0))
+    with autograd.record(), scale_loss(trained.data().sum(), trainer) as scaled:
+        scaled.backward()
+    trainer.step(1)
+    assert (frozen.data().asnumpy().tolist(), trained.data().asnumpy().tolist()) == ([1.0] * 3, [0.0] * 3)
+
+
+def test_no_scaling_reads_no_gradient() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, NoScaling())
+    backward(trainer, INF)
+    trainer.step(1)
+    assert (scaler.last.applied, scaler.last.grad_norm, weights(trainer)[0][1]) == (True, None, -math.inf)
+
+
+def test_one_loss_is_yielded_as_it_came_and_several_as_a_list() -> None:
+    trainer = make_trainer(make_parameter())
+    init_trainer(trainer, Static(8.0))
+    loss = nd.array([1.0, 2.0])
+    with autograd.record():
+        with scale_loss(loss, trainer) as scaled:
+            assert scaled.asnumpy().tolist() == [8.0, 16.0]
+        with scale_loss((loss, loss), trainer) as scaled:
+            assert [one.asnumpy().tolist() for one in scaled] == [[8.0, 16.0]] * 2
+
+
+def test_arrays_of_mxnets_numpy_mode_are_taken() -> None:
+    with mx.util.np_shape(True), mx.util.np_array(True):
+        param = gluon.Parameter("weight", shape=(3,))
+        param.initialize(mx.init.One())
+        trainer = make_trainer(param)
+        scaler = init_trainer(trainer, Static(4.0), clip_norm=100.0)
+        with autograd.record(), scale_loss((param.data() * 2).sum(), trainer) as scaled:
+            scaled.backward()
+        unscale(trainer)
+        assert type(param.grad()) is mx.np.ndarray
+        trainer.step(1)
+        assert (scaler.last.applied, param.data().asnumpy().tolist()) == (True, [-1.0, -1.0, -1.0])
+
+
+def test_sparse_gradients_are_measured_by_the_rows_they_hold() -> None:
+    embedding = gluon.nn.Embedding(4, 2, sparse_grad=True)
+    embedding.initialize(mx.init.One())
+    trainer = make_trainer(*embedding.collect_params().values())
+    scaler = init_trainer(trainer, Static(8.0))
+    for factor, status in ((1.0, Status.APPLIED), (math.inf, Status.OVERFLOW)):
+        with autograd.record(), scale_loss(embedding(nd.array([1])).sum(), trainer) as scaled:
+            scaled.backward(nd.array([factor]))
+        trainer.step(1)
+        assert scaler.last.status is status
+    assert embedding.weight.data().asnumpy().tolist() == [[1, 1], [0, 0], [1, 1], [1, 1]]

@@ -1,0 +1,99 @@
+"""`unscale`: true gradients between the backward pass and the step, and an overflow that nobody can hide."""
+
+import math
+
+import pytest
+from mxnet import gluon
+from tests.mxnet.helpers import backward, make_parameter, make_trainer, weights
+
+from gradscale import Dynamic, Headroom, Static, Status
+from gradscale.mxnet import Culprit, init_trainer, unscale
+
+
+def test_gradients_are_true_afterwards_and_the_step_divides_by_the_batch_size_alone() -> None:
+    trainer = make_trainer(make_parameter())
+    init_trainer(trainer, Static(1024.0))
+    backward(trainer, (0.5, -0.25, 2.0))
+    unscale(trainer)
+    assert trainer._params[0].grad().asnumpy().tolist() == [0.5, -0.25, 2.0]
+    trainer.step(2)
+    assert weights(trainer) == [[0.75, 1.125, 0.0]]
+
+
+def test_the_next_step_is_scaled_again() -> None:
+    trainer = make_trainer(make_parameter())
+    init_trainer(trainer, Static(1024.0))
+    for count in (1, 2):
+        backward(trainer, (0.5, 0.0, 0.0))
+        if count == 1:
+            unscale(trainer)
+        trainer.step(1)
+        assert weights(trainer) == [[1 - 0.5 * count, 1.0, 1.0]]
+
+
+def test_edited_gradients_are_applied() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Static(1024.0))
+    backward(trainer, (3.0, 0.0, 4.0))
+    unscale(trainer)
+    assert gluon.utils.clip_global_norm(trainer._params[0].list_grad(), 2.5) == 5.0
+    trainer.step(1)
+    assert weights(trainer)[0] == pytest.approx([1 - 1.5, 1.0, 1 - 2.0], rel=1e-6)
+    assert scaler.last.grad_norm == pytest.approx(2.5, rel=1e-6)
+
+
+def test_an_overflow_that_is_clipped_away_still_skips_the_step() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Dynamic())
+    backward(trainer, (math.inf, 0.5, math.nan))
+    unscale(trainer)
+    trainer._params[0].grad()[:] = 0.25
+    trainer.step(1)
+    assert (scaler.last.status, scaler.loss_scale) == (Status.OVERFLOW, 32768.0)
+    assert scaler.last.culprits() == [Culprit("weight", 1, 1)]
+    assert weights(trainer) == [[1.0, 1.0, 1.0]]
+
+
+def test_an_edit_that_makes_a_gradient_infinite_skips_the_step() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Dynamic())
+    backward(trainer, (0.5, 0.5, 0.5))
+    unscale(trainer)
+    trainer._params[0].grad()[0] = math.inf
+    trainer.step(1)
+    assert (scaler.last.status, scaler.last.culprits()) == (Status.OVERFLOW, [Culprit("weight", 1, 0)])
+
+
+def test_the_policy_hears_of_the_gradients_as_they_were() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Headroom())
+    backward(trainer, (2.0**-10, 0.0, 0.0))
+    unscale(trainer)
+    trainer._params[0].grad()[:] = 0.0
+    trainer.step(1)
+    assert (scaler.last.amax, scaler.last.grad_norm) == (2.0**-10, 0.0)
+    assert scaler.loss_scale == 2.0**19  # not what Headroom makes of zeros
+
+
+def test_float16_gradients_are_divided_in_float32() -> None:
+    trainer = make_trainer(make_parameter(dtype="float16"))
+    init_trainer(trainer, Static(2.0**30))  # one over it is zero in float16
+    backward(trainer, (2.0**-20, 2.0**-24, 2.0**-26))
+    unscale(trainer)
+    assert trainer._params[0].grad().asnumpy().tolist() == [2.0**-20, 2.0**-24, 0.0]
+
+
+def test_to_unscale_twice_is_refused() -> None:
+    trainer = make_trainer(make_parameter())
+    init_trainer(trainer)
+    backward(trainer, (0.5, 0.5, 0.5))
+    unscale(trainer)
+    with pytest.raises(RuntimeError, match=r"unscaled once per step\. `unscale` was called before; remove one call"):
+        unscale(trainer)
+
+
+def test_to_unscale_what_was_not_scaled_is_refused() -> None:
+    trainer = make_trainer(make_parameter())
+    init_trainer(trainer)
+    with pytest.raises(RuntimeError, match=r"`unscale` needs gradients of a scaled loss"):
+        unscale(trainer)
