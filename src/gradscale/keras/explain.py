@@ -1,0 +1,98 @@
+"""`explain`: what of a model computes and is stored in which precision, and whether a scaler is needed."""
+
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+
+from gradscale.keras.explain_advice import advice
+from gradscale.keras.explain_rows import Explanation, LayerRow
+
+
+def explain(model: Any, *, warn: bool = False) -> Explanation:
+    """Returns what of `model` computes and is stored in which precision, and what is likely to be a mistake.
+
+        print(explain(model))
+
+    Runs nothing. Knows the optimizer of a model that is compiled; before that, nothing is said of it. Layers that are
+    alike, and whose names differ in a number at the end only, share a row.
+
+    Args:
+        model: a Keras model or layer.
+        warn: emit the warnings as well.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if not isinstance(model, keras.Layer):
+        raise TypeError(f"`model` must be a Keras model or layer. Received: {type(model).__name__}.")
+    layers = _layers(model)
+    optimizer = getattr(model, "optimizer", None)
+    scaling, mistakes = advice(layers, _outputs(model), optimizer)
+    for mistake in mistakes if warn else ():
+        warnings.warn(mistake, stacklevel=2)
+    return Explanation(_rows(layers), _kind(optimizer), scaling, tuple(mistakes))
+
+
+def _layers(model: Any) -> list[Any]:
+    """Returns the layers that compute something: those that hold weights themselves, or no other layers."""
+    inner = [layer for layer in model._flatten_layers() if not isinstance(layer, keras.layers.InputLayer)]
+    return [layer for layer in inner if _own_weights(layer) or not layer._layers]
+
+
+def _own_weights(layer: Any) -> list[Any]:
+    """Returns the floating-point variables of a layer, without those of layers inside it."""
+    inside = {id(weight) for inner in layer._layers for weight in inner.variables}
+    return [weight for weight in layer.variables if id(weight) not in inside and "float" in weight.dtype]
+
+
+def _outputs(model: Any) -> list[Any]:
+    """Returns the layers whose results the model returns, as far as it tells."""
+    if isinstance(model, keras.Sequential):
+        return model.layers[-1:]
+    names = getattr(model, "output_names", ())
+    return [layer for layer in getattr(model, "layers", ()) if layer.name in names]
+
+
+def _rows(layers: Iterable[Any]) -> tuple[LayerRow, ...]:
+    alike: defaultdict[tuple[str, ...], list[Any]] = defaultdict(list)
+    for layer in layers:
+        base = re.sub(r"_\d+(?=/|$)", "", layer.path or layer.name)
+        alike[base, type(layer).__name__, _stored(layer), layer.compute_dtype].append(layer)
+    return tuple(
+        LayerRow(
+            name=base if len(group) > 1 else group[0].path or group[0].name,
+            count=len(group),
+            kind=kind,
+            weights=weights,
+            runs=runs,
+            elements=sum(_elements(weight.shape) for layer in group for weight in _own_weights(layer)),
+        )
+        for (base, kind, weights, runs), group in alike.items()
+    )
+
+
+def _stored(layer: Any) -> str:
+    return ", ".join(sorted({weight.dtype for weight in _own_weights(layer)}))
+
+
+def _elements(shape: Sequence[int]) -> int:
+    elements = 1
+    for size in shape:
+        elements *= size
+    return elements
+
+
+def _kind(optimizer: Any) -> str:
+    """Returns the class of an optimizer, with what is inside it.
+
+    >>> _kind(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
+    'LossScaleOptimizer(SGD)'
+    """
+    if optimizer is None:
+        return ""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return f"{type(optimizer).__name__}({_kind(inner)})" if inner is not None else type(optimizer).__name__
