@@ -6,8 +6,10 @@ from typing import Any, Literal, Self
 import keras
 import numpy as np
 
+from gradscale.keras.checks import check_built, check_pairs, check_stateless
 from gradscale.keras.packing import OWN, Packing, Slot, on_host
 from gradscale.keras.result import StepResult
+from gradscale.keras.saved import completed, fitted
 from gradscale.keras.settings import DYNAMIC_GROWTH_STEPS, INITIAL_SCALE, chosen_policy, with_policy
 from gradscale.keras.step import Pairs, nothing_to_do, result_of, take, unscaled
 from gradscale.policy import Policy
@@ -96,7 +98,8 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         """Makes the variables of the scale, then those of the inner optimizer. Keras calls this."""
         for slot in self._packing.slots:
             setattr(self, slot.name, self._add_slot(slot))
-        self.inner_optimizer.build(var_list)
+        if not self.inner_optimizer.built:  # one that `adopt` took over keeps its state
+            self.inner_optimizer.build(var_list)
         super(KerasLossScaleOptimizer, self).build(var_list)
 
     def _add_slot(self, slot: Slot) -> Any:
@@ -125,7 +128,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
     def write(self, state: ScaleState, vector: Callable[[Sequence[Array], str], Any]) -> None:
         """Assigns the variables a state, as `vector` puts leaves of a type together."""
         for variable, value in zip(self._slots, self._packing.values(state, vector), strict=True):
-            variable.assign(value)
+            self.inner_optimizer.assign(variable, value)
 
     @property
     def _slots(self) -> list[Any]:
@@ -141,7 +144,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         """
         if optimizer_variables is not None:
             return keras.ops.multiply(loss, optimizer_variables[SCALE_PLACE])
-        return super().scale_loss(loss)
+        return keras.ops.multiply(loss, self.dynamic_scale if self.built else self.state.scale)
 
     def unscale_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Returns gradients divided by the scale, in float32 or wider: to look at. `apply_if_finite` wants them scaled.
@@ -149,6 +152,8 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         Args:
             grads: scaled gradients of the variables that the optimizer was built with; None where there is none.
         """
+        check_built("unscale_gradients", self.built)
+        check_pairs(grads, self._trainable_variables)
         return unscaled(grads, self._trainable_variables, self.dynamic_scale.value)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -198,12 +203,50 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         """
         return super(KerasLossScaleOptimizer, self).stateless_apply(optimizer_variables, grads, trainable_variables)
 
+    def stateless_apply_if_finite(
+        self,
+        optimizer_variables: Sequence[Any],
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any],
+        *,
+        loss: Any = None,
+        norm: bool = False,
+    ) -> tuple[list[Any], list[Any], StepResult]:
+        """Returns the values of the model's and of the optimizer's variables after `apply_if_finite`, and its result.
+
+        A pure function, for `jax.jit`. TensorFlow has no such thing.
+
+        Args:
+            optimizer_variables: values of the optimizer's variables.
+            grads: scaled gradients; None for a variable without one.
+            trainable_variables: values of the variables that the optimizer was built with.
+            loss: the true loss, as for `apply_if_finite`.
+            norm: measure the norm for the result.
+
+        Raises:
+            ValueError: the optimizer is not built, or there are more or fewer values than variables.
+        """
+        check_stateless(self, optimizer_variables, trainable_variables)
+        mine, models = self.variables, self._trainable_variables
+        mapping = [*zip(models, trainable_variables, strict=True), *zip(mine, optimizer_variables, strict=True)]
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            result = self.apply_if_finite(grads, loss=loss, norm=norm)
+        return [scope.get_current_value(one) for one in models], [scope.get_current_value(one) for one in mine], result
+
+    def load_own_variables(self, store: Mapping[str, Any]) -> None:
+        """Takes over saved variables: those of this class, or those of Keras' own. Keras calls this."""
+        super().load_own_variables(completed(store, len(self.variables), self._packing.slots, BEFORE_SLOTS))
+        if self.built:
+            self.load_state(fitted(self.state, self._policy))
+
     def _pairs(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> Pairs:
         """Returns gradients beside their variables; builds the optimizer at the first call."""
         if trainable_variables is not None and not self.built:
             with keras.name_scope(self.name, caller=self):
                 self.build(list(trainable_variables))
+        check_built("apply", self.built)
         variables = self._trainable_variables if trainable_variables is None else trainable_variables
+        check_pairs(grads, variables)
         return Pairs(list(grads), list(variables))
 
     def get_config(self) -> dict[str, Any]:

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import keras
 
 from gradscale.decide import decide
-from gradscale.keras import backends
-from gradscale.keras.backends import Asked, Measured, Update
+from gradscale.keras.backends import Asked, Measured, Update, current
 from gradscale.keras.result import StepResult
 from gradscale.policy import Policy
 from gradscale.record import Array
 from gradscale.state import Outcome, Seen
+
+BACKEND = current()
 
 
 class Pairs(NamedTuple):
@@ -59,25 +60,25 @@ def take(optimizer: Any, pairs: Pairs, loss: Any, *, norm: bool, kinds: bool) ->
         norm: whether to measure the norm.
         kinds: whether to tell which gradients hold a NaN.
     """
-    policy, backend = optimizer.policy, backends.current()
+    policy, inner = optimizer.policy, optimizer.inner_optimizer
 
     def finish(measured: Measured | None, update: Update) -> Taken:
-        state = optimizer.read(backend.leaves)
-        seen = Seen() if measured is None else measured.seen(state.scale, backend.XP)
-        outcome = decide(policy, state, seen, backend.XP)
+        state = optimizer.read(BACKEND.leaves)
+        seen = Seen() if measured is None else measured.seen(state.scale, BACKEND.XP)
+        outcome = decide(policy, state, seen, BACKEND.XP)
         if policy.needs:
-            changing = [*optimizer.trainable_variables, *optimizer.inner_optimizer.variables]
-            backend.gate(outcome.applied, lambda: update(state.scale), changing)
+            changing = [*optimizer.trainable_variables, *inner.variables]
+            BACKEND.gate(outcome.applied, lambda: update(state.scale), changing, inner.assign)
         else:
             update(state.scale)
-        optimizer.write(outcome.state, backend.vector)
+        optimizer.write(outcome.state, BACKEND.vector)
         return Taken(state.scale, measured, seen, outcome)
 
     def update(grads: Sequence[Any], variables: Sequence[Any], scale: Array) -> None:
-        optimizer.inner_optimizer.apply(unscaled(grads, variables, scale), variables)
+        inner.apply(unscaled(grads, variables, scale), variables)
 
     measured = _measure(policy, pairs, loss, norm=norm, kinds=kinds)
-    return backend.together(finish, measured, update, pairs.grads, pairs.variables)
+    return BACKEND.together(finish, measured, update, pairs.grads, pairs.variables)
 
 
 def unscaled(grads: Sequence[Any], variables: Sequence[Any], scale: Array) -> list[Any]:
@@ -128,7 +129,7 @@ def _measure(policy: Policy, pairs: Pairs, loss: Any, *, norm: bool, kinds: bool
     edge = policy.edge_magnitude if "upper_share" in policy.needs else None  # pyright: ignore[reportAttributeAccessIssue]
     grads, variables = zip(*present, strict=True)
     asked = Asked(norm=norm, edge=edge, kinds=kinds)
-    return backends.current().measure(grads, [overwrites(variable) for variable in variables], loss, asked)
+    return BACKEND.measure(grads, [overwrites(variable) for variable in variables], loss, asked)
 
 
 def _name(variable: Any) -> str:

@@ -1,6 +1,5 @@
 """What the optimizer needs of a Keras backend, and the one that Keras runs on."""
 
-import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -16,6 +15,9 @@ T = TypeVar("T")
 
 Update = Callable[[Array], None]
 """Updates the variables with gradients divided by the scale it is given."""
+
+Assign = Callable[[Any, Any], None]
+"""Gives a variable a value."""
 
 BACKENDS = ("tensorflow", "jax", "torch")
 
@@ -91,7 +93,7 @@ class Backend(Protocol):
         """Returns leaves as a vector that a variable can be assigned."""
         ...
 
-    def gate(self, applied: Array, update: Callable[[], None], variables: Sequence[Any]) -> None:
+    def gate(self, applied: Array, update: Callable[[], None], variables: Sequence[Any], assign: Assign) -> None:
         """Runs `update`, which changes `variables`, if `applied` holds."""
         ...
 
@@ -107,7 +109,6 @@ class Backend(Protocol):
         ...
 
 
-@functools.cache
 def current() -> Backend:
     """Returns what belongs to the backend that Keras runs on.
 

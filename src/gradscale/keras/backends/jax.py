@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.experimental.sparse import JAXSparse
 
 from gradscale.jax.tree import real_parts
-from gradscale.keras.backends import Asked, Measured, Update
+from gradscale.keras.backends import Asked, Assign, Measured, Update
 from gradscale.keras.result import StepResult
 
 T = TypeVar("T")
@@ -52,8 +52,12 @@ def vector(leaves: Sequence[Array], dtype: str) -> Array:
     return jnp.stack([jnp.asarray(leaf, dtype) for leaf in leaves])
 
 
-def gate(applied: Array, update: Callable[[], None], variables: Sequence[Any]) -> None:
-    """Assigns `variables` what they are after `update`, or what they were: one `cond`, compiled or not."""
+def gate(applied: Array, update: Callable[[], None], variables: Sequence[Any], assign: Assign) -> None:
+    """Runs `update` if `applied` holds: behind one `cond` where the step is compiled, else after a look at it."""
+    if not isinstance(applied, jax.core.Tracer):
+        if applied:
+            update()
+        return
     before = [variable.value for variable in variables]
 
     def after() -> list[Any]:
@@ -62,7 +66,7 @@ def gate(applied: Array, update: Callable[[], None], variables: Sequence[Any]) -
         return [scope.get_current_value(variable) for variable in variables]
 
     for variable, value in zip(variables, lax.cond(applied, after, lambda: before), strict=True):
-        variable.assign(value)
+        assign(variable, value)
 
 
 def together(

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from gradscale.keras.backends import Asked, Measured, Update
+from gradscale.keras.backends import Asked, Assign, Measured, Update
 
 T = TypeVar("T")
 
@@ -53,9 +53,9 @@ def vector(leaves: Sequence[Any], dtype: str) -> tf.Tensor:
     return tf.stack([tf.cast(leaf, dtype) for leaf in leaves])
 
 
-def gate(applied: tf.Tensor, update: Callable[[], None], variables: Sequence[Any]) -> None:
+def gate(applied: tf.Tensor, update: Callable[[], None], variables: Sequence[Any], assign: Assign) -> None:
     """Runs `update` if `applied` holds: a `cond` of the graph."""
-    del variables
+    del variables, assign
     tf.cond(applied, lambda: _done(update), tf.no_op)
 
 

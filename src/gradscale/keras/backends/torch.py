@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscale.keras.backends import Asked, Measured, Update
+from gradscale.keras.backends import Asked, Assign, Measured, Update
 from gradscale.keras.packing import on_host
 from gradscale.scalars import SCALARS
 from gradscale.torch.measure import measure as read
@@ -18,6 +18,7 @@ T = TypeVar("T")
 XP = SCALARS
 
 
+@torch.compiler.disable  # the rule runs on the host, where there is nothing to compile
 @torch.no_grad()
 def measure(grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: Asked) -> Measured:
     """Returns what was found in the gradients. Waits for the device."""
@@ -45,13 +46,14 @@ def vector(leaves: Sequence[Any], dtype: str) -> Any:
     return np.array(leaves, dtype)
 
 
-def gate(applied: Any, update: Callable[[], None], variables: Sequence[Any]) -> None:
+def gate(applied: Any, update: Callable[[], None], variables: Sequence[Any], assign: Assign) -> None:
     """Runs `update` if `applied` holds."""
-    del variables
+    del variables, assign
     if applied:
         update()
 
 
+@torch.compiler.disable
 def together(
     finish: Callable[[Measured, Update], T],
     measured: Measured,
