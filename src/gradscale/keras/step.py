@@ -86,10 +86,9 @@ def unscaled(grads: Sequence[Any], variables: Sequence[Any], scale: Array) -> li
 
     A variable that says so is overwritten with its gradient, which the scale of the loss has not touched.
     """
-    return [
-        grad if grad is None or overwrites(variable) else keras.ops.divide(grad, scale)
-        for grad, variable in zip(grads, variables, strict=True)
-    ]
+    scaled = [grad is not None and not overwrites(variable) for grad, variable in zip(grads, variables, strict=True)]
+    true = iter(BACKEND.divided([grad for grad, is_scaled in zip(grads, scaled, strict=True) if is_scaled], scale))
+    return [next(true) if is_scaled else grad for grad, is_scaled in zip(grads, scaled, strict=True)]
 
 
 def overwrites(variable: Any) -> bool:

@@ -85,6 +85,10 @@ class Backend(Protocol):
         """Returns what all replicas together found in the gradients, of which there is at least one."""
         ...
 
+    def divided(self, grads: Sequence[Any], scale: Array) -> list[Any]:
+        """Returns gradients divided by a leaf, in float32 or wider."""
+        ...
+
     def leaves(self, value: Any, dtype: str) -> list[Array]:
         """Returns the elements of a variable's value as leaves of a type."""
         ...

@@ -42,6 +42,11 @@ def measure(grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: 
     )
 
 
+def divided(grads: Sequence[Any], scale: Any) -> list[Any]:
+    """Returns gradients, dense or sparse, divided by the scale, in float32 or wider."""
+    return [keras.ops.divide(grad, scale) for grad in grads]
+
+
 def leaves(value: Any, dtype: str) -> list[Array]:
     """Returns the elements of a variable's value as arrays without dimensions."""
     return list(jnp.ravel(jnp.asarray(value, dtype)))

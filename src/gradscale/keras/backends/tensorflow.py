@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import keras
 import tensorflow as tf
 
 from gradscale.keras.backends import Asked, Assign, Measured, Update
@@ -41,6 +42,11 @@ def measure(grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: 
             loss_finite=tf.constant(True) if loss is None else tf.reduce_all(tf.math.is_finite(loss)),
         )
     )
+
+
+def divided(grads: Sequence[Any], scale: Any) -> list[Any]:
+    """Returns gradients, dense or sparse, divided by the scale, in float32 or wider."""
+    return [keras.ops.divide(grad, scale) for grad in grads]
 
 
 def leaves(value: Any, dtype: str) -> list[tf.Tensor]:

@@ -36,6 +36,12 @@ def measure(grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: 
     return Measured(sizes, *numbers, loss_finite=np.bool_(bad == 0))
 
 
+def divided(grads: Sequence[Any], scale: Any) -> list[Any]:
+    """Returns gradients divided by the scale, in float32 or wider: one call for all of them."""
+    wide = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in grads]
+    return list(torch._foreach_div(wide, float(scale)))  # pyright: ignore[reportPrivateImportUsage]
+
+
 def leaves(value: Any, dtype: str) -> list[Any]:
     """Returns the elements of a variable's value as numpy scalars. Waits for the device."""
     return on_host(value, dtype)
