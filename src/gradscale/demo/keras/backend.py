@@ -4,8 +4,8 @@ import os
 import sys
 from importlib.util import find_spec
 
-BACKENDS = ("jax", "tensorflow", "torch")
-"""Those that train; the quickest comes first."""
+BACKENDS = ("torch", "jax", "tensorflow")
+"""Those that train; the quickest to start comes first."""
 
 
 def import_keras() -> str:
@@ -33,4 +33,4 @@ def _first_installed() -> str:
     for backend in BACKENDS:
         if find_spec(backend):
             return backend
-    raise ValueError(f"Keras runs on one of {', '.join(BACKENDS)}. Received none that is installed: pip install jax.")
+    raise ValueError(f"Keras runs on one of {', '.join(BACKENDS)}. Received none that is installed: pip install torch.")
