@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -48,7 +49,7 @@ class ChildAdapter:
         return ChildSession(self, self.ask("open", policy, dict(params), lr))
 
     def ask(self, *call: Any) -> Any:
-        """Returns what the child answers to a call; raises what it raised."""
+        """Returns what the child answers to a call; raises if it raised."""
         process = self._process = self._process or self._started()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -81,12 +82,11 @@ def serve(module: str) -> None:
     sessions: list[Session] = []
     with contextlib.suppress(EOFError):
         while True:
+            call = pickle.load(sys.stdin.buffer)
             try:
-                answer = answered(adapter, sessions, *pickle.load(sys.stdin.buffer))
-            except Exception as error:
-                if isinstance(error, EOFError):
-                    raise
-                answer = error
+                answer = answered(adapter, sessions, *call)
+            except Exception:
+                answer = RuntimeError(f"in the child:\n{traceback.format_exc()}")  # not every exception can be pickled
             send(answers, answer)
 
 

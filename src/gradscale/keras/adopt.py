@@ -49,7 +49,10 @@ def _taken_over(before: Any, policy: Policy | Literal["auto"] | None) -> LossSca
     after = LossScaleOptimizer(before.inner_optimizer, name=before.name, **settings)
     if before.built:
         after.build(before._trainable_variables)
-        (scale,), (clean_steps,) = on_host(before.dynamic_scale, "float32"), on_host(before.step_counter, "int32")
+        (scale,), (clean_steps,) = (
+            on_host(before.dynamic_scale.value, "float32"),
+            on_host(before.step_counter.value, "int32"),
+        )
         state = replace(after.policy.start(), scale=scale, clean_steps=clean_steps)
         after.load_state(fitted(state, after.policy))
     return after

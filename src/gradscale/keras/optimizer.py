@@ -80,7 +80,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
     @property
     def state(self) -> ScaleState:
         """Everything the scale remembers: its value, and the counters, as numpy scalars. Waits for the device."""
-        return self.read(on_host)
+        return self.read(on_host) if self.built else self._packing.start
 
     def load_state(self, state: ScaleState) -> None:
         """Goes on from `state`, as `gradscale.import_state` returns it.
@@ -121,9 +121,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
 
     def read(self, leaves: Callable[[Any, str], Sequence[Array]]) -> Any:
         """Returns the present state, as `leaves` takes a variable's value of a type apart."""
-        slots = self._packing.slots
-        values = [variable.value for variable in self._slots] if self.built else [slot.values for slot in slots]
-        return self._packing.state(values, leaves)
+        return self._packing.state([variable.value for variable in self._slots], leaves)
 
     def write(self, state: ScaleState, vector: Callable[[Sequence[Array], str], Any]) -> None:
         """Assigns the variables a state, as `vector` puts leaves of a type together."""
@@ -144,7 +142,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         """
         if optimizer_variables is not None:
             return keras.ops.multiply(loss, optimizer_variables[SCALE_PLACE])
-        return keras.ops.multiply(loss, self.dynamic_scale if self.built else self.state.scale)
+        return keras.ops.multiply(loss, self.dynamic_scale if self.built else self._packing.start.scale)
 
     def unscale_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Returns gradients divided by the scale, in float32 or wider: to look at. `apply_if_finite` wants them scaled.

@@ -35,14 +35,15 @@ class Packing:
     """How the states of a policy are spread over variables.
 
     Attributes:
+        start: the state before the first step.
         slots: the variables that hold a state: `step_counter`, `dynamic_scale`, then one for all other integers and
             flags, and one for all other numbers where the policy has any.
     """
 
-    __slots__ = ("_start", "slots")
+    __slots__ = ("slots", "start")
 
     def __init__(self, start: ScaleState) -> None:
-        self._start = start
+        self.start = start
         self.slots = tuple(_slots(start))
 
     def state(self, values: Sequence[Any], leaves: Callable[[Any, str], Sequence[Array]]) -> Any:
@@ -50,8 +51,8 @@ class Packing:
         found: dict[str, Any] = {}
         for slot, value in zip(self.slots, values, strict=True):
             found |= dict(zip(slot.parts, leaves(value, slot.dtype), strict=True))
-        flags = {name: found[name] != 0 for name in _flags(self._start)}
-        return with_values(self._start, found | flags)
+        flags = {name: found[name] != 0 for name in _flags(self.start)}
+        return with_values(self.start, found | flags)
 
     def values(self, state: ScaleState, vector: Callable[[Sequence[Array], str], Any]) -> list[Any]:
         """Returns what the variables are to be assigned, as `vector` puts leaves of a type together."""
@@ -61,7 +62,7 @@ class Packing:
 
 def on_host(value: Any, dtype: str) -> list[Any]:
     """Returns the elements of a variable's value as numpy scalars of a type. Waits for the device."""
-    return list(np.ravel(keras.ops.convert_to_numpy(value)).astype(dtype))
+    return list(keras.ops.convert_to_numpy(keras.ops.reshape(value, (-1,))).astype(dtype))
 
 
 def _slots(start: ScaleState) -> Iterator[Slot]:

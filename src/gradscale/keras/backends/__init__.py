@@ -103,8 +103,8 @@ class Backend(Protocol):
 
     def together(
         self,
-        finish: Callable[[Measured, Update], T],
-        measured: Measured,
+        finish: Callable[[Measured | None, Update], T],
+        measured: Measured | None,
         update: Callable[[Any, Any, Array], None],
         grads: Sequence[Any],
         variables: Sequence[Any],

@@ -75,8 +75,8 @@ def gate(applied: Array, update: Callable[[], None], variables: Sequence[Any], a
 
 
 def together(
-    finish: Callable[[Measured, Update], T],
-    measured: Measured,
+    finish: Callable[[Measured | None, Update], T],
+    measured: Measured | None,
     update: Callable[[Any, Any, Any], None],
     grads: Sequence[Any],
     variables: Sequence[Any],

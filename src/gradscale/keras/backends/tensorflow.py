@@ -66,8 +66,8 @@ def gate(applied: tf.Tensor, update: Callable[[], None], variables: Sequence[Any
 
 
 def together(
-    finish: Callable[[Measured, Update], T],
-    measured: Measured,
+    finish: Callable[[Measured | None, Update], T],
+    measured: Measured | None,
     update: Callable[[Any, Any, Any], None],
     grads: Sequence[Any],
     variables: Sequence[Any],
@@ -80,8 +80,8 @@ def together(
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         return finish(measured, lambda scale: update(grads, variables, scale))
 
-    def between(strategy: Any, measured: Measured, grads: Any, variables: Any) -> T:
-        first = Measured(*(strategy.experimental_local_results(leaf)[0] for leaf in measured))
+    def between(strategy: Any, measured: Measured | None, grads: Any, variables: Any) -> T:
+        first = measured and Measured(*(strategy.experimental_local_results(leaf)[0] for leaf in measured))
         return finish(
             first, lambda scale: strategy.extended.call_for_each_replica(update, args=(grads, variables, scale))
         )
@@ -100,19 +100,28 @@ def _agreed(measured: Measured) -> Measured:
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return measured
+    nans = tf.math.is_nan(measured.sizes)
     numbers = [measured.total, measured.overwrites, measured.share, tf.cast(~measured.loss_finite, tf.float32)]
-    mine = tf.concat([tf.stack(numbers), measured.sizes, tf.cast(tf.math.is_nan(measured.sizes), tf.float32)], 0)
-    everyone = context.all_gather(mine[None], axis=0)
-    worst = tf.reduce_max(tf.where(tf.math.is_nan(everyone), tf.constant(0.0), everyone), axis=0)
-    sizes, nans = tf.split(worst[4:], 2)
-    return Measured(
+    found = tf.concat([numbers, tf.where(nans, tf.constant(0.0), measured.sizes), tf.cast(nans, tf.float32)], 0)
+    worst = tf.reduce_max(_gathered(context, found), axis=0)
+    sizes, nans = tf.split(worst[len(numbers) :], 2)
+    return measured._replace(
         sizes=tf.where(nans > 0, float("nan"), sizes),
         total=worst[0],
         overwrites=worst[1],
-        norm=measured.norm,
         share=worst[2],
         loss_finite=worst[3] == 0,
     )
+
+
+def _gathered(context: Any, mine: tf.Tensor) -> tf.Tensor:
+    """Returns the vectors of all replicas, one below the other.
+
+    By a sum in which each adds its own row: one collective, where TensorFlow's gather takes several.
+    """
+    rows = tf.range(context.num_replicas_in_sync)[:, None]
+    own_row = rows == tf.cast(context.replica_id_in_sync_group, rows.dtype)
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.where(own_row, mine[None], tf.constant(0.0)))
 
 
 def _parts(grad: Any) -> list[tf.Tensor]:

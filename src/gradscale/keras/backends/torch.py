@@ -60,9 +60,10 @@ def gate(applied: Any, update: Callable[[], None], variables: Sequence[Any], ass
 
 
 @torch.compiler.disable
+@np.errstate(all="ignore")
 def together(
-    finish: Callable[[Measured, Update], T],
-    measured: Measured,
+    finish: Callable[[Measured | None, Update], T],
+    measured: Measured | None,
     update: Callable[[Any, Any, Any], None],
     grads: Sequence[Any],
     variables: Sequence[Any],
