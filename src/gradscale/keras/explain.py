@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -34,13 +34,21 @@ def explain(model: Any, *, warn: bool = False) -> Explanation:
     scaling, mistakes = advice(layers, _outputs(model), optimizer)
     for mistake in mistakes if warn else ():
         warnings.warn(mistake, stacklevel=2)
-    return Explanation(_rows(layers), _kind(optimizer), scaling, tuple(mistakes))
+    return Explanation(_rows(model, layers), _kind(optimizer), scaling, tuple(mistakes))
 
 
 def _layers(model: Any) -> list[Any]:
     """Returns the layers that compute something: those that hold weights themselves, or no other layers."""
-    inner = [layer for layer in model._flatten_layers() if not isinstance(layer, keras.layers.InputLayer)]
-    return [layer for layer in inner if _own_weights(layer) or not layer._layers]
+    inner = {id(layer): layer for layer in _flattened(model)}.values()  # a layer may stand in several places
+    computing = [layer for layer in inner if not isinstance(layer, keras.layers.InputLayer)]
+    return [layer for layer in computing if _own_weights(layer) or not layer._layers]
+
+
+def _flattened(layer: Any) -> Iterator[Any]:
+    """Yields a layer and all that are inside it, in their order, which Keras' own `_flatten_layers` turns around."""
+    yield layer
+    for inner in layer._layers:
+        yield from _flattened(inner)
 
 
 def _own_weights(layer: Any) -> list[Any]:
@@ -57,14 +65,14 @@ def _outputs(model: Any) -> list[Any]:
     return [layer for layer in getattr(model, "layers", ()) if layer.name in names]
 
 
-def _rows(layers: Iterable[Any]) -> tuple[LayerRow, ...]:
+def _rows(model: Any, layers: Iterable[Any]) -> tuple[LayerRow, ...]:
     alike: defaultdict[tuple[str, ...], list[Any]] = defaultdict(list)
     for layer in layers:
-        base = re.sub(r"_\d+(?=/|$)", "", layer.path or layer.name)
+        base = re.sub(r"_\d+(?=/|$)", "", _path(model, layer))
         alike[base, type(layer).__name__, _stored(layer), layer.compute_dtype].append(layer)
     return tuple(
         LayerRow(
-            name=base if len(group) > 1 else group[0].path or group[0].name,
+            name=base if len(group) > 1 else _path(model, group[0]),
             count=len(group),
             kind=kind,
             weights=weights,
@@ -73,6 +81,11 @@ def _rows(layers: Iterable[Any]) -> tuple[LayerRow, ...]:
         )
         for (base, kind, weights, runs), group in alike.items()
     )
+
+
+def _path(model: Any, layer: Any) -> str:
+    """Returns where in the model a layer stands. A layer without weights knows no more than its name."""
+    return (layer.path or layer.name).removeprefix(f"{model.name}/")
 
 
 def _stored(layer: Any) -> str:
