@@ -122,6 +122,13 @@ def test_a_variable_that_is_overwritten_gets_its_gradient_as_it_is(models: list[
     assert optimizer.apply_if_finite(tensors([8.0, 8.0], [INF]), models).status is Status.OVERFLOW
 
 
+def test_all_variables_may_be_overwritten() -> None:
+    models = variables([1.0])
+    models[0].overwrite_with_gradient = True
+    assert built(models).apply_if_finite(tensors([3.0]), models).status is Status.APPLIED
+    assert host(models[0]).tolist() == [3.0]
+
+
 def test_gradients_that_only_unscaling_makes_infinite_are_an_overflow(models: list[Any]) -> None:
     optimizer = built(models, policy=Static(2.0**-100))
     assert optimizer.apply_if_finite(tensors([1e20, 0.0], [0.0]), models).status is Status.OVERFLOW

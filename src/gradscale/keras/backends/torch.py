@@ -39,7 +39,7 @@ def measure(grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: 
 def divided(grads: Sequence[Any], scale: Any) -> list[Any]:
     """Returns gradients divided by the scale, in float32 or wider: one call for all of them."""
     wide = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in grads]
-    return list(torch._foreach_div(wide, float(scale)))  # pyright: ignore[reportPrivateImportUsage]
+    return list(torch._foreach_div(wide, float(scale))) if wide else []  # pyright: ignore[reportPrivateImportUsage]
 
 
 def leaves(value: Any, dtype: str) -> list[Any]:
