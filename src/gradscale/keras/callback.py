@@ -36,13 +36,13 @@ class ScaleMonitor(keras.callbacks.Callback):
 
         monitor = ScaleMonitor(every=1)
         model.fit(x, y, callbacks=[monitor])
-        replay([Dynamic(), Headroom()], found_inf=monitor.found_inf())
+        replay([Dynamic(), Dynamic(growth_interval=100)], found_inf=monitor.found_inf())
 
     `loss_scale` and `skipped_steps` are added to the logs, where the progress bar, the history and all callbacks that
     stand later in the list find them, such as Keras' `TensorBoard` and `CSVLogger`. A batch shows what was last read.
 
-    A reading waits for the device: on JAX, Keras also takes its whole state back into the model, 0.25 ms for a small
-    one. Between readings nothing waits, and Keras goes on showing its progress from another thread.
+    A reading waits for the device, and on JAX makes Keras take its whole state back into the model. Between readings
+    nothing waits, and Keras goes on showing its progress from another thread.
 
     Attributes:
         rows: what was read, in order, through all calls of `fit`; one row at the begin and at every end of an epoch.
