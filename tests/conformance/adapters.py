@@ -74,6 +74,9 @@ REGISTERED: Mapping[str, Registered] = {
     "torch": Registered("tests.conformance.torch_adapter", ("torch",)),
     "jax": Registered("tests.conformance.jax_adapter", ("jax", "optax")),
     "jax-jit": Registered("tests.conformance.jax_jit_adapter", ("jax", "optax")),
+    "keras-tensorflow": Registered("tests.conformance.keras_tensorflow_adapter", ("keras", "tensorflow")),
+    "keras-jax": Registered("tests.conformance.keras_jax_adapter", ("keras", "jax")),
+    "keras-torch": Registered("tests.conformance.keras_torch_adapter", ("keras", "torch")),
     "mxnet": Registered("tests.conformance.mxnet_adapter", ("mxnet",)),
 }
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gradscale.cli.demo import demo
-from gradscale.demo import WAYS, Comparison, Run, extra
+from gradscale.demo import FRAMEWORKS, WAYS, Comparison, Run, extra
 from gradscale.demo.digits import TEST_SIZE, Digits, load_digits
 from gradscale.demo.extra import MissingExtra, check_extra
 from gradscale.demo.numpy import compare
@@ -147,7 +147,7 @@ def test_a_folder_gets_a_picture_of_its_own(tmp_path: Path) -> None:
         (("--steps", 0), "--steps"),
         (("--seed", -1), "--seed"),
         (("--model", "gpt"), "`--model` must be one of all, autoencoder. Received: gpt."),
-        (("--framework", "caffe"), "`--framework` must be one of torch, jax, mxnet, numpy. Received: caffe."),
+        (("--framework", "caffe"), f"`--framework` must be one of {', '.join(FRAMEWORKS)}. Received: caffe."),
     ],
 )
 def test_a_mistake_is_told_without_a_traceback(arguments: tuple[Any, ...], text: str) -> None:
@@ -157,8 +157,8 @@ def test_a_mistake_is_told_without_a_traceback(arguments: tuple[Any, ...], text:
     assert isinstance(told.exception, SystemExit)
 
 
-@pytest.mark.parametrize("missing", [("torch", "jax"), ("torch", "optax")])
-def test_without_torch_and_all_of_jax_the_command_takes_numpy(
+@pytest.mark.parametrize("missing", [("torch", "jax", "keras"), ("torch", "optax", "keras")])
+def test_without_torch_keras_and_all_of_jax_the_command_takes_numpy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: tuple[str, ...]
 ) -> None:
     monkeypatch.setitem(demo.__globals__, "find_spec", lambda name: None if name in missing else find_spec(name))

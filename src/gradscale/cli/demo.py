@@ -21,7 +21,7 @@ PICTURES = (".png", ".svg")
 def demo(
     framework: Annotated[
         str | None,
-        typer.Option(help="torch, jax, mxnet or numpy; the first of them that is installed, unless said otherwise."),
+        typer.Option(help=f"{', '.join(FRAMEWORKS)}: the first of them that is installed, unless said otherwise."),
     ] = None,
     model: Annotated[str, typer.Option(help="Which model to train: cnn or gpt, with torch.")] = "all",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the split, the start and the batches.")] = 0,
@@ -36,8 +36,9 @@ def demo(
 
     With torch, a deep CNN reads digits, and a small GPT learns the next
     character of Python's own source code and, at a small weight, the one after.
-    With jax, the GPT alone. With numpy and with mxnet, an autoencoder redraws
-    digits and, at a small weight, names them.
+    With jax, the GPT alone. With keras, mxnet and numpy, an autoencoder redraws
+    digits and, at a small weight, names them; keras runs on what KERAS_BACKEND
+    says.
     Small gradients become zero, and nothing tells. A scale brings them back.
     FP16 is the machine's own; FP8 is emulated, with torch only.
     """

@@ -1,0 +1,80 @@
+"""The model: the autoencoder and classifier of the demo in numpy, as two outputs of one Keras model."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from gradscale.demo.digits import Array
+from gradscale.demo.numpy.model import CLASSIFIER_WEIGHT, SIZES, init_params
+from gradscale.numpy.tree import named_arrays
+
+LOSSES = {
+    "decoder": keras.losses.MeanSquaredError(),
+    "classifier": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+}
+
+WEIGHTS = {"decoder": 1.0, "classifier": CLASSIFIER_WEIGHT}
+"""What `compile` calls `loss_weights`. The small one is the cause of the trouble."""
+
+
+class Network(keras.Model):
+    """The model, with weights that are the same for a seed on every backend."""
+
+    def __init__(self, dtype: str, weights: Sequence[Array]) -> None:
+        """Makes the model.
+
+        Args:
+            dtype: Keras' dtype policy of the layers.
+            weights: what it starts from, as `init_weights` or `get_weights` return it.
+        """
+        super().__init__(dtype=dtype)
+        self.parts = {
+            part: [keras.layers.Dense(width, kernel_initializer="zeros", dtype=dtype) for width in sizes[1:]]
+            for part, sizes in SIZES.items()
+        }
+        self(np.zeros((1, SIZES["encoder"][0]), np.float32))  # makes the variables
+        self.set_weights(weights)
+
+    def call(self, images: Any, taps: Sequence[Any] | None = None) -> dict[str, Any]:
+        """Returns the pixels and the logits.
+
+        Args:
+            images: rows of pixels.
+            taps: zeros to add to what each layer puts out, if its gradient is wanted.
+        """
+        left = None if taps is None else iter(taps)
+        code = self._through("encoder", images, left)
+        return {part: self._through(part, code, left) for part in LOSSES}
+
+    def _through(self, part: str, x: Any, taps: Iterator[Any] | None) -> Any:
+        *hidden, last = self.parts[part]
+        for layer in hidden:
+            x = keras.ops.relu(_summed(layer(x), taps))
+        return _summed(last(x), taps)
+
+
+def _summed(x: Any, taps: Iterator[Any] | None) -> Any:
+    return x if taps is None else x + next(taps)
+
+
+def make_taps(rows: int) -> list[Array]:
+    """Returns zeros in the shapes of what the layers put out, in the order in which they do."""
+    order = ("encoder", *LOSSES)
+    return [np.zeros((rows, width), np.float32) for part in order for width in SIZES[part][1:]]
+
+
+def init_weights(rng: np.random.Generator) -> list[Array]:
+    """Returns the weights that training starts from, on every backend the same."""
+    return [array for _, array in named_arrays(init_params(rng))]
+
+
+def targets(images: Array, labels: Array) -> dict[str, Array]:
+    """Returns what each output is to be."""
+    return {"decoder": images, "classifier": labels}
+
+
+def loss_of(outputs: Any, wanted: Any) -> Any:
+    """Returns the loss that `compile` makes of the losses and their weights, as a tensor to differentiate."""
+    return sum(WEIGHTS[part] * loss(wanted[part], outputs[part]) for part, loss in LOSSES.items())

@@ -1,0 +1,24 @@
+"""Loss scaling for Keras 3, on its TensorFlow, JAX and torch backends."""
+
+from gradscale.keras import precision
+from gradscale.keras.adopt import adopt
+from gradscale.keras.callback import ScaleMonitor, ScaleRow
+from gradscale.keras.explain import explain
+from gradscale.keras.explain_rows import Explanation, LayerRow
+from gradscale.keras.optimizer import LossScaleOptimizer
+from gradscale.keras.result import Culprit, StepResult
+from gradscale.keras.tf_checkpoint import read_tf_checkpoint
+
+__all__ = [
+    "Culprit",
+    "Explanation",
+    "LayerRow",
+    "LossScaleOptimizer",
+    "ScaleMonitor",
+    "ScaleRow",
+    "StepResult",
+    "adopt",
+    "explain",
+    "precision",
+    "read_tf_checkpoint",
+]

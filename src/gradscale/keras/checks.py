@@ -1,0 +1,43 @@
+"""What the optimizer refuses: lists that do not fit each other, and calls that come too early."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+
+def check_pairs(grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Raises unless there is a gradient, or None, for every variable."""
+    if len(grads) != len(variables):
+        raise ValueError(
+            "There must be one gradient for each variable, None where there is none. "
+            f"Received: {len(grads)} gradients for {len(variables)} variables."
+        )
+
+
+def check_built(what: str, built: bool) -> None:
+    """Raises unless the optimizer has its variables."""
+    if not built:
+        raise ValueError(
+            f"`{what}` needs an optimizer that knows its variables. Received: one that is not built. "
+            "Call `optimizer.build(model.trainable_variables)` first."
+        )
+
+
+def check_stateless(optimizer: Any, optimizer_variables: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+    """Raises unless values are given for all variables, on a backend with pure functions."""
+    if keras.config.backend() == "tensorflow":
+        raise ValueError(
+            "TensorFlow's variables are changed in place, so that a step is no pure function there. "
+            "Received: a call of `stateless_apply_if_finite`. Use `apply_if_finite`."
+        )
+    check_built("stateless_apply_if_finite", optimizer.built)
+    for name, values, variables in (
+        ("optimizer_variables", optimizer_variables, optimizer.variables),
+        ("trainable_variables", trainable_variables, optimizer.trainable_variables),
+    ):
+        if len(values) != len(variables):
+            raise ValueError(
+                f"`{name}` must hold one value for each variable. "
+                f"Received: {len(values)} values for {len(variables)} variables."
+            )

@@ -1,0 +1,260 @@
+"""`LossScaleOptimizer`: Keras' class of that name with gradscale's rules, and with results for custom loops."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self
+
+import keras
+import numpy as np
+
+from gradscale.keras.checks import check_built, check_pairs, check_stateless
+from gradscale.keras.packing import OWN, Packing, Slot, on_host
+from gradscale.keras.result import StepResult
+from gradscale.keras.saved import completed, fitted
+from gradscale.keras.settings import DYNAMIC_GROWTH_STEPS, INITIAL_SCALE, chosen_policy, with_policy
+from gradscale.keras.step import Pairs, nothing_to_do, result_of, take, unscaled
+from gradscale.policy import Policy
+from gradscale.record import Array
+from gradscale.saved import check_state
+from gradscale.state import ScaleState
+
+KerasLossScaleOptimizer: Any = keras.optimizers.LossScaleOptimizer
+
+BEFORE_SLOTS = 2
+"""Variables that every Keras optimizer has before its own: the iteration and the learning rate."""
+
+SCALE_PLACE = BEFORE_SLOTS + list(OWN).index("dynamic_scale")
+"""Where the scale stands among the optimizer's variables."""
+
+
+@keras.saving.register_keras_serializable(package="gradscale")
+class LossScaleOptimizer(KerasLossScaleOptimizer):
+    """Scales the loss for another optimizer, checks and unscales the gradients, and skips a step that overflowed.
+
+    It stands wherever Keras' own does, and takes its arguments. Those give Keras' rule; `policy` gives any other.
+
+    >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=1024.0)
+    >>> optimizer.policy.growth_interval
+    2000
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        initial_scale: float = INITIAL_SCALE,
+        dynamic_growth_steps: int = DYNAMIC_GROWTH_STEPS,
+        name: str | None = None,
+        *,
+        policy: Policy | Literal["auto"] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Makes the optimizer of the first step.
+
+        Args:
+            inner_optimizer: the optimizer to run. Its clipping, weight decay, accumulation and averages see true
+                gradients.
+            initial_scale: scale of the first step, for Keras' own rule.
+            dynamic_growth_steps: clean steps in a row before the scale doubles, for Keras' own rule.
+            name: name of the optimizer.
+            policy: the rule for the scale, in the place of Keras' own. `"auto"` is `Headroom()`, which follows the
+                gradients of an FP16 run.
+            **kwargs: what Keras' own class takes, to read old files.
+
+        Raises:
+            TypeError: `policy` is no policy.
+            ValueError: `policy` was given beside Keras' arguments, or one of these is out of range.
+        """
+        rule = chosen_policy(initial_scale, dynamic_growth_steps, policy)
+        start = rule.start()
+        super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, name=name, **kwargs)
+        self._policy = rule
+        self._packing = Packing(start)
+        self._has_own_rule = policy is not None
+        if self._has_own_rule:
+            self.initial_scale = float(start.scale)
+
+    @property
+    def policy(self) -> Policy:
+        """The rule for the scale."""
+        return self._policy
+
+    @property
+    def state(self) -> ScaleState:
+        """Everything the scale remembers: its value, and the counters, as numpy scalars. Waits for the device."""
+        return self.read(on_host) if self.built else self._packing.start
+
+    def load_state(self, state: ScaleState) -> None:
+        """Goes on from `state`, as `gradscale.import_state` returns it.
+
+        Raises:
+            TypeError: it is not a state of the policy.
+            ValueError: it holds more than one scale.
+        """
+        check_state(self._policy, state)
+        self._packing = Packing(state)
+        if self.built:
+            self.write(state, lambda leaves, dtype: np.array(leaves, dtype))
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        """Makes the variables of the scale, then those of the inner optimizer. Keras calls this."""
+        for slot in self._packing.slots:
+            setattr(self, slot.name, self._add_slot(slot))
+        if not self.inner_optimizer.built:  # one that `adopt` took over keeps its state
+            self.inner_optimizer.build(var_list)
+        super(KerasLossScaleOptimizer, self).build(var_list)
+
+    def _add_slot(self, slot: Slot) -> Any:
+        # Keras keeps the counter in the integers of the backend, int64 on some, and so does its checkpoint.
+        dtype = "int" if slot.name == "step_counter" else slot.dtype
+        values = slot.values
+        return self.add_variable(
+            shape=values.shape,
+            dtype=dtype,
+            initializer=lambda shape, dtype=None: keras.ops.reshape(keras.ops.convert_to_tensor(values, dtype), shape),
+            aggregation="none",
+            name=slot.name,
+        )
+
+    @property
+    def trainable_variables(self) -> list[Any]:
+        """The variables that the optimizer was built with."""
+        return self._trainable_variables
+
+    def read(self, leaves: Callable[[Any, str], Sequence[Array]]) -> Any:
+        """Returns the present state, as `leaves` takes a variable's value of a type apart."""
+        return self._packing.state([variable.value for variable in self._slots], leaves)
+
+    def write(self, state: ScaleState, vector: Callable[[Sequence[Array], str], Any]) -> None:
+        """Assigns the variables a state, as `vector` puts leaves of a type together."""
+        for variable, value in zip(self._slots, self._packing.values(state, vector), strict=True):
+            self.inner_optimizer.assign(variable, value)
+
+    @property
+    def _slots(self) -> list[Any]:
+        return self._variables[BEFORE_SLOTS : BEFORE_SLOTS + len(self._packing.slots)]
+
+    def scale_loss(self, loss: Any, optimizer_variables: Sequence[Any] | None = None) -> Any:
+        """Returns `loss` times the scale, in float32 or wider.
+
+        Args:
+            loss: the loss.
+            optimizer_variables: values of the optimizer's variables where they travel through a pure function, as on
+                JAX; by default the scale is taken from the variable.
+        """
+        if optimizer_variables is not None:
+            return keras.ops.multiply(loss, optimizer_variables[SCALE_PLACE])
+        return keras.ops.multiply(loss, self.dynamic_scale if self.built else self._packing.start.scale)
+
+    def unscale_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Returns gradients divided by the scale, in float32 or wider: to look at. `apply_if_finite` wants them scaled.
+
+        Args:
+            grads: scaled gradients of the variables that the optimizer was built with; None where there is none.
+        """
+        check_built("unscale_gradients", self.built)
+        check_pairs(grads, self._trainable_variables)
+        return unscaled(grads, self._trainable_variables, self.dynamic_scale.value)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Updates the variables if all gradients are finite, and moves the scale. Keras calls this.
+
+        Args:
+            grads: scaled gradients; None for a variable without one.
+            trainable_variables: their variables; by default those that the optimizer was built with.
+        """
+        pairs = self._pairs(grads, trainable_variables)
+        if pairs.grads:
+            take(self, pairs, None, norm=False, kinds=False)
+
+    def apply_if_finite(
+        self,
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any] | None = None,
+        *,
+        loss: Any = None,
+        norm: bool = False,
+    ) -> StepResult:
+        """Updates the variables if all gradients are finite, moves the scale, and returns what became of the step.
+
+        Does not wait for the device, except on torch.
+
+        Args:
+            grads: scaled gradients; None for a variable without one.
+            trainable_variables: their variables; by default those that the optimizer was built with.
+            loss: the true loss. One that is not finite skips the step and leaves the scale alone: no scale could have
+                helped.
+            norm: measure the norm for the result.
+        """
+        pairs = self._pairs(grads, trainable_variables)
+        if not pairs.present:
+            return nothing_to_do(self.dynamic_scale.value)
+        return result_of(take(self, pairs, loss, norm=norm, kinds=True), pairs, norm=norm)
+
+    def stateless_apply(
+        self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the values of the model's and of the optimizer's variables after `apply`. Keras calls this on JAX.
+
+        Args:
+            optimizer_variables: values of the optimizer's variables.
+            grads: scaled gradients; None for a variable without one.
+            trainable_variables: values of the variables that the optimizer was built with.
+        """
+        return super(KerasLossScaleOptimizer, self).stateless_apply(optimizer_variables, grads, trainable_variables)
+
+    def stateless_apply_if_finite(
+        self,
+        optimizer_variables: Sequence[Any],
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any],
+        *,
+        loss: Any = None,
+        norm: bool = False,
+    ) -> tuple[list[Any], list[Any], StepResult]:
+        """Returns the values of the model's and of the optimizer's variables after `apply_if_finite`, and its result.
+
+        A pure function, for `jax.jit`. TensorFlow has no such thing.
+
+        Args:
+            optimizer_variables: values of the optimizer's variables.
+            grads: scaled gradients; None for a variable without one.
+            trainable_variables: values of the variables that the optimizer was built with.
+            loss: the true loss, as for `apply_if_finite`.
+            norm: measure the norm for the result.
+
+        Raises:
+            ValueError: the optimizer is not built, or there are more or fewer values than variables.
+        """
+        check_stateless(self, optimizer_variables, trainable_variables)
+        mine, models = self.variables, self._trainable_variables
+        mapping = [*zip(models, trainable_variables, strict=True), *zip(mine, optimizer_variables, strict=True)]
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            result = self.apply_if_finite(grads, loss=loss, norm=norm)
+        return [scope.get_current_value(one) for one in models], [scope.get_current_value(one) for one in mine], result
+
+    def load_own_variables(self, store: Mapping[str, Any]) -> None:
+        """Takes over saved variables: those of this class, or those of Keras' own. Keras calls this."""
+        super().load_own_variables(completed(store, len(self.variables), self._packing.slots, BEFORE_SLOTS))
+        if self.built:
+            self.load_state(fitted(self.state, self._policy))
+
+    def _pairs(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> Pairs:
+        """Returns gradients beside their variables; builds the optimizer at the first call."""
+        if trainable_variables is not None and not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(list(trainable_variables))
+        check_built("apply", self.built)
+        variables = self._trainable_variables if trainable_variables is None else trainable_variables
+        check_pairs(grads, variables)
+        return Pairs(list(grads), list(variables))
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns Keras' four settings, or name, inner optimizer and policy where one was given."""
+        config = super().get_config()
+        if not self._has_own_rule:
+            return config
+        return {key: config[key] for key in ("name", "inner_optimizer")} | {"policy": self._policy.to_dict()}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None) -> Self:
+        """Returns the optimizer that `get_config` described, in its initial state."""
+        return super().from_config(with_policy(config), custom_objects=custom_objects)

@@ -1,0 +1,78 @@
+"""What a model computes in, as Keras' dtype policy, paired with the optimizer that goes with it."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import keras
+
+from gradscale.keras.optimizer import KerasLossScaleOptimizer, LossScaleOptimizer
+from gradscale.policy import NoScaling, Policy
+
+HALF = "float16"
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """A dtype policy of Keras, and the rule for the scale that it needs.
+
+    Attributes:
+        name: the dtype policy, as in `"mixed_float16"`.
+        compute_dtype: what layers compute in.
+        variable_dtype: what weights are stored in.
+        policy: the rule for the scale: `NoScaling()` unless layers compute in FP16, or weights are stored in it.
+    """
+
+    name: str
+    compute_dtype: str
+    variable_dtype: str
+    policy: Policy | Literal["auto"]
+
+    @property
+    def needs_scaling(self) -> bool:
+        """Whether gradients pass through FP16, where small ones vanish."""
+        return HALF in (self.compute_dtype, self.variable_dtype)
+
+    def optimizer(self, inner_optimizer: Any) -> Any:
+        """Returns the optimizer to compile a model with: scaled where FP16 needs it, and otherwise as it came.
+
+        Args:
+            inner_optimizer: an optimizer, or what `keras.optimizers.get` makes one of, such as `"adam"`.
+
+        Raises:
+            ValueError: it scales the loss already.
+        """
+        optimizer = keras.optimizers.get(inner_optimizer)
+        if isinstance(optimizer, KerasLossScaleOptimizer):
+            raise ValueError(
+                f"`inner_optimizer` must be one that does not scale the loss. Received: {type(optimizer).__name__}, "
+                "which does. Pass the optimizer inside of it."
+            )
+        return LossScaleOptimizer(optimizer, policy=self.policy) if self.needs_scaling else optimizer
+
+
+def set(name: Any, policy: Policy | Literal["auto"] = "auto") -> Precision:
+    """Sets Keras' dtype policy for all layers that are made from now on, and returns it with the rule it needs.
+
+        chosen = precision.set("mixed_float16")
+        model = make_model()
+        model.compile(optimizer=chosen.optimizer("adam"), loss="mse")
+
+    The same lines train in `"mixed_bfloat16"` and `"float32"`, where nothing is scaled and nothing is paid for.
+
+    Args:
+        name: a dtype policy of Keras, or its name.
+        policy: the rule for the scale where it is FP16; elsewhere it is not looked at.
+    """
+    keras.config.set_dtype_policy(name)
+    return current(policy)
+
+
+def current(policy: Policy | Literal["auto"] = "auto") -> Precision:
+    """Returns Keras' present dtype policy with the rule it needs.
+
+    Args:
+        policy: the rule for the scale where it is FP16; elsewhere it is not looked at.
+    """
+    chosen: Any = keras.config.dtype_policy()
+    scaled = HALF in (chosen.compute_dtype, chosen.variable_dtype)
+    return Precision(chosen.name, chosen.compute_dtype, chosen.variable_dtype, policy if scaled else NoScaling())

@@ -1,0 +1,55 @@
+"""Which rule an optimizer follows: Keras' own, by Keras' arguments, or the policy it is given."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from gradscale.policy import HIGHEST_SCALE, LOWEST_SCALE, Dynamic, Policy, check_policy
+from gradscale.predictive import Headroom
+from gradscale.saved import policy_from_dict
+
+INITIAL_SCALE = 2.0**15
+DYNAMIC_GROWTH_STEPS = 2000
+"""Keras' own defaults."""
+
+
+def chosen_policy(initial_scale: float, dynamic_growth_steps: int, policy: Policy | Literal["auto"] | None) -> Policy:
+    """Returns the rule: `policy`, or where there is none Keras' own, which doubles and halves.
+
+    Keras' rule goes on to infinity and to zero, and stays there. Here it ends at 2**126 and at 2**-126.
+
+    Raises:
+        TypeError: `policy` is no policy, or one of Keras' arguments is no number.
+        ValueError: both were given, or one of Keras' arguments is out of range.
+    """
+    if policy is None:
+        return Dynamic(
+            init_scale=initial_scale,
+            growth_interval=dynamic_growth_steps,
+            min_scale=LOWEST_SCALE,
+            max_scale=HIGHEST_SCALE,
+        )
+    if (initial_scale, dynamic_growth_steps) != (INITIAL_SCALE, DYNAMIC_GROWTH_STEPS):
+        raise ValueError(
+            "`policy` replaces `initial_scale` and `dynamic_growth_steps`. Received all at once: "
+            f"initial_scale={initial_scale!r}, dynamic_growth_steps={dynamic_growth_steps!r}, policy={policy!r}. "
+            "Give them to the policy: `Dynamic(init_scale=..., growth_interval=...)`."
+        )
+    return as_policy(policy)
+
+
+def as_policy(policy: Policy | Literal["auto"]) -> Policy:
+    """Returns the policy that is meant; raises if it is none."""
+    if isinstance(policy, str):
+        if policy == "auto":
+            return Headroom()
+        raise TypeError(f"`policy` must be 'auto' or a policy, such as `Dynamic()`. Received: policy={policy!r}.")
+    check_policy(policy)
+    return policy
+
+
+def with_policy(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that `get_config` wrote, with the policy made of its dict where there is one."""
+    arguments = dict(config)
+    if isinstance(arguments.get("policy"), Mapping):
+        arguments["policy"] = policy_from_dict(arguments["policy"])
+    return arguments

@@ -1,0 +1,52 @@
+"""The Keras adapter in the conformance table, on the backend that Keras was set up with."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import keras  # noqa: TID253
+import numpy as np
+from tests.conformance.adapters import Array, Step
+
+from gradscale import Policy
+from gradscale.keras import LossScaleOptimizer
+
+
+class KerasSession:
+    def __init__(self, policy: Policy, params: Mapping[str, Array], lr: float) -> None:
+        self._lr = lr
+        self._optimizer = LossScaleOptimizer(keras.optimizers.SGD(lr), policy=policy)
+        self._variables = {
+            name: keras.Variable(param, dtype=param.dtype.name, name=name) for name, param in params.items()
+        }
+        self._optimizer.build(list(self._variables.values()))
+
+    def step(self, grads: Mapping[str, Array | None], *, clip_norm: float | None = None, loss: float = 1.0) -> Step:
+        before = self._params()
+        self._optimizer.inner_optimizer.global_clipnorm = clip_norm
+        tensors = [None if grad is None else keras.ops.convert_to_tensor(grad) for grad in grads.values()]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Gradients do not exist for variables")
+            result = self._optimizer.apply_if_finite(
+                tensors, list(self._variables.values()), loss=np.float32(loss), norm=clip_norm is not None
+            )
+        after = self._params()
+        # What was applied shows only in what it did.
+        present = [name for name, grad in grads.items() if grad is not None]
+        applied = {name: (before[name] - after[name]) / self._lr for name in present}
+        norm = None if result.grad_norm is None else float(result.grad_norm)
+        return Step(result.status, after, applied if result.status == "applied" else None, norm)
+
+    def state(self) -> dict[str, Any]:
+        return self._optimizer.state.to_dict()
+
+    def _params(self) -> dict[str, Array]:
+        return {name: keras.ops.convert_to_numpy(variable.value) for name, variable in self._variables.items()}
+
+
+class KerasAdapter:
+    def open(self, policy: Policy, params: Mapping[str, Array], lr: float) -> KerasSession:
+        return KerasSession(policy, params, lr)
+
+
+ADAPTER = KerasAdapter()

@@ -1,0 +1,157 @@
+"""`ScaleMonitor`: what it reads, shows and records, and what it refuses."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from tests.keras.backend.helpers import data, network
+
+from gradscale import Dynamic, NoScaling, replay
+from gradscale.keras import LossScaleOptimizer, ScaleMonitor, ScaleRow
+
+SGD = keras.optimizers.SGD
+POLICY = Dynamic(init_scale=1024.0, growth_interval=2)
+
+
+def watched(monitor: ScaleMonitor, *bad: int, epochs: int = 1, later: Any = (), policy: Any = POLICY) -> Any:
+    """Returns a model after `fit` with the monitor, six batches in order to an epoch."""
+    model = network()
+    model.compile(LossScaleOptimizer(SGD(0.01), policy=policy), loss="mse")
+    model.fit(*data(*bad), batch_size=4, epochs=epochs, shuffle=False, verbose=0, callbacks=[monitor, *later])
+    return model
+
+
+def test_every_step_is_read_in_order() -> None:
+    monitor = ScaleMonitor(every=1)
+    watched(monitor, 2)
+    assert monitor.rows == [
+        ScaleRow(0, 1024.0, 0, True),
+        ScaleRow(1, 1024.0, 0, True),
+        ScaleRow(2, 2048.0, 0, True),
+        ScaleRow(3, 1024.0, 1, False),
+        ScaleRow(4, 1024.0, 1, True),
+        ScaleRow(5, 2048.0, 1, True),
+        ScaleRow(6, 2048.0, 1, True),
+    ]
+
+
+def test_between_readings_a_skip_is_counted_though_not_placed() -> None:
+    monitor = ScaleMonitor(every=4)
+    watched(monitor, 2, epochs=2)
+    assert [(row.step, row.skipped, row.finite) for row in monitor.rows] == [
+        (0, 0, True),
+        (4, 1, False),
+        (6, 1, True),
+        (8, 1, True),
+        (12, 2, False),
+    ]
+
+
+def test_a_replay_of_the_record_takes_the_same_scales() -> None:
+    monitor = ScaleMonitor(every=1)
+    watched(monitor, 1, 4, epochs=2)
+    again = replay(POLICY, found_inf=monitor.found_inf())
+    assert again.scales.tolist() == [row.scale for row in monitor.rows[1:]]
+    assert again.skipped.sum() == 4
+
+
+def test_a_second_fit_goes_on_with_the_record() -> None:
+    monitor = ScaleMonitor(every=1)
+    model = watched(monitor)
+    model.fit(*data(0), batch_size=4, shuffle=False, verbose=0, callbacks=[monitor])
+    assert [row.step for row in monitor.rows] == list(range(13))
+    assert monitor.found_inf() == [False] * 6 + [True] + [False] * 5
+
+
+def test_flags_of_steps_that_were_not_read_are_refused() -> None:
+    monitor = ScaleMonitor(every=3)
+    watched(monitor)
+    with pytest.raises(ValueError, match=r"only if each was read.*up to 3 steps apart.*ScaleMonitor\(every=1\)"):
+        monitor.found_inf()
+
+
+class Later(keras.callbacks.Callback):
+    """Keeps the logs that reach a callback further down the list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[Any] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        del batch
+        self.batches.append((logs["loss_scale"], logs["skipped_steps"]))
+
+
+def test_history_and_later_callbacks_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    later = Later()
+    model = watched(ScaleMonitor(every=1), 2, epochs=2, later=[later])
+    assert model.history.history["loss_scale"] == [2048.0, 4096.0]
+    assert model.history.history["skipped_steps"] == [1, 2]
+    # A batch is told what was read before it began.
+    assert later.batches[:6] == [(1024.0, 0), (1024.0, 0), (2048.0, 0), (1024.0, 1), (1024.0, 1), (2048.0, 1)]
+    model.fit(*data(), batch_size=4, verbose=2, callbacks=[ScaleMonitor()])
+    assert "loss_scale: " in capsys.readouterr().out
+
+
+def test_a_batch_waits_for_nothing_between_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    state = LossScaleOptimizer.state
+    monkeypatch.setattr(LossScaleOptimizer, "state", property(lambda own: reads.append(1) or state.fget(own)))  # pyright: ignore
+    watched(ScaleMonitor(every=100), epochs=2)
+    assert len(reads) == 3  # the begin, and two ends of epochs
+
+
+def test_no_scaling_is_shown_too() -> None:
+    monitor = ScaleMonitor(every=3)
+    watched(monitor, policy=NoScaling())
+    assert monitor.rows == [ScaleRow(step, 1.0, 0, True) for step in (0, 3, 6)]
+
+
+def test_tensorboard_gets_a_point_for_each_reading(tmp_path: Path) -> None:
+    tf = pytest.importorskip("tensorflow")
+    watched(ScaleMonitor(every=3, log_dir=tmp_path), 2)
+    (file,) = tmp_path.iterdir()
+    events = [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(str(file))]
+    values = [(event.step, value) for event in events for value in event.summary.value]
+    assert {value.metadata.plugin_data.plugin_name for _, value in values} == {"scalars"}
+    assert [(step, value.tag, float(tf.make_ndarray(value.tensor))) for step, value in values] == [
+        (0, "loss_scale", 1024.0),
+        (0, "skipped_steps", 0.0),
+        (3, "loss_scale", 1024.0),
+        (3, "skipped_steps", 1.0),
+        (6, "loss_scale", 2048.0),
+        (6, "skipped_steps", 1.0),
+    ]
+
+
+def test_tensorboard_without_tensorflow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    with pytest.raises(ImportError, match=r"`log_dir` needs TensorFlow.*log_dir='logs'.*pip install tensorflow"):
+        ScaleMonitor(log_dir="logs")
+
+
+def test_an_optimizer_of_keras_own_is_refused() -> None:
+    model = network()
+    model.compile(keras.optimizers.LossScaleOptimizer(SGD()), loss="mse")
+    with pytest.raises(
+        TypeError, match=r"reads a `gradscale\.keras\.Loss.*compiled with keras\.src.*`gradscale\.keras\.adopt"
+    ):
+        model.fit(*data(), verbose=0, callbacks=[ScaleMonitor()])
+
+
+@pytest.mark.parametrize(("every", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_a_count_that_is_none_is_refused(every: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="`every` must be"):
+        ScaleMonitor(every=every)
+
+
+def test_the_weights_are_those_of_a_run_without_it() -> None:
+    watched_model = watched(ScaleMonitor(every=1), 2, epochs=2)
+    alone = network()
+    alone.compile(LossScaleOptimizer(SGD(0.01), policy=POLICY), loss="mse")
+    alone.fit(*data(2), batch_size=4, epochs=2, shuffle=False, verbose=0)
+    for left, right in zip(watched_model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_array_equal(left, right)

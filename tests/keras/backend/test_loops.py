@@ -1,0 +1,229 @@
+"""Custom loops: results, scaled losses and unscaled gradients, with all that may arrive as a gradient."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from tests.keras.backend.helpers import (
+    BACKEND,
+    INF,
+    NAN,
+    compiled,
+    host,
+    inner_state,
+    numbers,
+    same,
+    tensors,
+    variables,
+)
+
+from gradscale import Dynamic, Headroom, NoScaling, Static, Status
+from gradscale.keras import Culprit, LossScaleOptimizer
+from gradscale.keras.backends import Asked, current
+
+SGD = keras.optimizers.SGD
+
+
+def built(models: list[Any], inner: Any = None, **settings: Any) -> LossScaleOptimizer:
+    optimizer = LossScaleOptimizer(inner or SGD(0.5), **(settings or {"policy": Dynamic(init_scale=8.0)}))
+    optimizer.build(models)
+    return optimizer
+
+
+@pytest.fixture
+def models() -> list[Any]:
+    return variables([1.0, 2.0], [4.0])
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_a_clean_step_is_applied_and_told(models: list[Any], compile_it: bool) -> None:
+    optimizer = built(models)
+    step = compiled(optimizer, models, norm=True) if compile_it else None
+    grads = tensors([24.0, 0.0], [-32.0])
+    result = step(*grads) if step else optimizer.apply_if_finite(grads, models, norm=True)
+    assert (result.status, result.skipped(), result.culprits()) == (Status.APPLIED, False, [])
+    assert numbers(result.applied, result.scale, result.next_scale, result.loss_finite) == [True, 8.0, 8.0, True]
+    assert numbers(result.amax, result.grad_norm) == [4.0, 5.0]
+    assert [host(model).tolist() for model in models] == [[-0.5, 2.0], [6.0]]
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_a_step_that_overflows_is_skipped_and_its_culprits_are_named(models: list[Any], compile_it: bool) -> None:
+    optimizer = built(models, SGD(0.5, momentum=0.5))
+    before = inner_state(optimizer)
+    grads = tensors([INF, NAN], [-INF])
+    result = compiled(optimizer, models)(*grads) if compile_it else optimizer.apply_if_finite(grads, models)
+    assert (result.status, result.skipped()) == (Status.OVERFLOW, True)
+    assert result.culprits() == [Culprit("w0", "nan"), Culprit("w1", "inf")]
+    assert numbers(result.scale, result.next_scale) == [8.0, 4.0]
+    assert [host(model).tolist() for model in models] == [[1.0, 2.0], [4.0]]
+    assert same(before, inner_state(optimizer))
+
+
+@pytest.mark.parametrize("place", [0, 1, 7, 8, 63, 64, 999])
+def test_one_nan_anywhere_is_found(place: int) -> None:
+    model = variables(np.ones(1000))
+    grad = np.ones(1000, "float32")
+    grad[place] = NAN
+    assert built(model).apply_if_finite(tensors(grad), model).status is Status.OVERFLOW
+
+
+@pytest.mark.parametrize("loss", [INF, NAN])
+def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_scale(models: list[Any], loss: float) -> None:
+    optimizer = built(models)
+    result = optimizer.apply_if_finite(tensors([1.0, 1.0], [NAN]), models, loss=tensors(loss)[0])
+    assert result.status is Status.NONFINITE_LOSS
+    assert numbers(result.next_scale) == [8.0]
+    assert host(models[0]).tolist() == [1.0, 2.0]
+
+
+def test_without_any_gradient_nothing_happens(models: list[Any]) -> None:
+    optimizer = built(models)
+    before = optimizer.state
+    result = optimizer.apply_if_finite([None, None], models)
+    assert (result.status, result.skipped(), result.culprits()) == (Status.NO_GRADS, True, [])
+    assert optimizer.state == before
+
+
+def test_a_variable_without_a_gradient_stays_and_keras_says_so(models: list[Any]) -> None:
+    with pytest.warns(UserWarning, match="Gradients do not exist for variables"):
+        built(models).apply_if_finite(tensors([8.0, 8.0], None), models)
+    assert [host(model).tolist() for model in models] == [[0.5, 1.5], [4.0]]
+
+
+def test_a_gradient_without_elements_is_no_obstacle() -> None:
+    models = variables([1.0], np.zeros((0, 3)))
+    result = built(models).apply_if_finite(tensors([8.0], np.zeros((0, 3))), models, norm=True)
+    assert result.status is Status.APPLIED
+    assert numbers(result.amax, result.grad_norm) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_gradients_are_divided_in_float32(dtype: str) -> None:
+    models = variables([0.0])
+    tiny = keras.ops.cast(tensors([2.0**-24])[0], dtype)
+    built(models, policy=Static(2.0**16)).apply_if_finite([tiny], models)
+    assert host(models[0]).tolist() == [-(2.0**-41)]
+
+
+@pytest.mark.parametrize("bad", [1.0, INF])
+def test_complex_gradients_are_looked_at_in_both_parts(bad: float) -> None:
+    grad = keras.ops.convert_to_tensor(np.array([complex(1.0, bad * 4.0)], "complex64"))
+    assert numbers(current().measure([grad], [False], None, Asked()).total) == [bad * 4.0]
+
+
+def test_a_variable_that_is_overwritten_gets_its_gradient_as_it_is(models: list[Any]) -> None:
+    models[1].overwrite_with_gradient = True
+    optimizer = built(models, policy=Headroom(init_scale=8.0))
+    result = optimizer.apply_if_finite(tensors([8.0, 8.0], [1e6]), models)
+    assert [host(model).tolist() for model in models] == [[0.5, 1.5], [1e6]]
+    assert numbers(result.amax) == [1.0]
+    assert optimizer.apply_if_finite(tensors([8.0, 8.0], [INF]), models).status is Status.OVERFLOW
+
+
+def test_all_variables_may_be_overwritten() -> None:
+    models = variables([1.0])
+    models[0].overwrite_with_gradient = True
+    assert built(models).apply_if_finite(tensors([3.0]), models).status is Status.APPLIED
+    assert host(models[0]).tolist() == [3.0]
+
+
+def test_gradients_that_only_unscaling_makes_infinite_are_an_overflow(models: list[Any]) -> None:
+    optimizer = built(models, policy=Static(2.0**-100))
+    assert optimizer.apply_if_finite(tensors([1e20, 0.0], [0.0]), models).status is Status.OVERFLOW
+
+
+def test_no_scaling_looks_at_nothing(models: list[Any]) -> None:
+    result = built(models, policy=NoScaling()).apply_if_finite(tensors([INF, 0.0], [0.0]), models)
+    assert (result.status, result.amax, result.sizes) == (Status.APPLIED, None, None)
+    assert numbers(result.next_scale) == [1.0]
+
+
+def test_some_of_the_variables_may_be_updated_alone(models: list[Any]) -> None:
+    optimizer = built(models)
+    assert optimizer.apply_if_finite(tensors([8.0]), models[1:]).status is Status.APPLIED
+    assert [host(model).tolist() for model in models] == [[1.0, 2.0], [3.5]]
+
+
+def test_the_first_step_builds_the_optimizer(models: list[Any]) -> None:
+    optimizer = LossScaleOptimizer(SGD(0.5), policy=Static(8.0))
+    optimizer.apply(tensors([8.0, 8.0], [8.0]), models)
+    assert [host(model).tolist() for model in models] == [[0.5, 1.5], [3.5]]
+    optimizer.apply(tensors([8.0, 8.0], [8.0]))
+    assert host(models[1]).tolist() == [3.0]
+
+
+@pytest.mark.parametrize("wrap", [tuple, list, iter])
+def test_apply_gradients_takes_pairs(models: list[Any], wrap: Any) -> None:
+    built(models).apply_gradients(wrap(list(zip(tensors([8.0, 8.0], [8.0]), models, strict=True))))
+    assert host(models[1]).tolist() == [3.5]
+
+
+def test_losses_are_scaled_in_float32_before_and_after_building(models: list[Any]) -> None:
+    optimizer = LossScaleOptimizer(SGD(), 2.0**20)
+    loss = tensors(0.5, dtype="float16")[0]
+    for _ in range(2):
+        assert numbers(optimizer.scale_loss(loss)) == [2.0**19]
+        optimizer.build(models) if not optimizer.built else None
+
+
+def test_the_scale_of_a_pure_function_comes_from_its_variables(models: list[Any]) -> None:
+    optimizer = built(models)
+    values = [variable.value for variable in optimizer.variables]
+    values[3] = keras.ops.convert_to_tensor(64.0)
+    assert numbers(optimizer.scale_loss(2.0, values)) == [128.0]
+
+
+def test_unscaled_gradients_are_there_to_be_looked_at(models: list[Any]) -> None:
+    optimizer = built(models)
+    first, missing = optimizer.unscale_gradients(tensors([8.0, 4.0], None))
+    assert (numbers(first), missing) == ([[1.0, 0.5]], None)
+
+
+def test_calls_that_come_too_early_are_refused() -> None:
+    optimizer = LossScaleOptimizer(SGD())
+    for call in (optimizer.unscale_gradients, optimizer.apply, optimizer.apply_if_finite):
+        with pytest.raises(
+            ValueError, match=r"needs an optimizer that knows its variables\. Received: one that is not"
+        ):
+            call(tensors([1.0]))
+
+
+def test_too_few_gradients_are_refused(models: list[Any]) -> None:
+    with pytest.raises(ValueError, match=r"one gradient for each variable.* Received: 1 gradients for 2 variables"):
+        built(models).apply_if_finite(tensors([1.0, 1.0]), models)
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="has no pure functions")
+def test_the_pure_step_changes_no_variable(models: list[Any]) -> None:
+    optimizer = built(models)
+    mine, theirs = [v.value for v in optimizer.variables], [keras.ops.copy(model.value) for model in models]
+    theirs, mine, result = optimizer.stateless_apply_if_finite(mine, tensors([8.0, INF], [8.0]), theirs)
+    assert result.status is Status.OVERFLOW
+    assert numbers(mine[3], *theirs) == [4.0, [1.0, 2.0], [4.0]]
+    assert float(optimizer.state.scale) == 8.0
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="has no pure functions")
+def test_the_pure_step_wants_a_value_for_every_variable(models: list[Any]) -> None:
+    optimizer = built(models)
+    values = [variable.value for variable in optimizer.variables]
+    with pytest.raises(ValueError, match=r"`optimizer_variables` must hold one value for each variable\. Received: 2"):
+        optimizer.stateless_apply_if_finite(values[:2], tensors([1.0, 1.0], [1.0]), [m.value for m in models])
+    with pytest.raises(ValueError, match=r"`trainable_variables` must hold one value for each variable\. Received: 1"):
+        optimizer.stateless_apply_if_finite(values, tensors([1.0, 1.0], [1.0]), [models[0].value])
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="has pure functions")
+def test_tensorflow_is_told_that_it_has_no_pure_step(models: list[Any]) -> None:
+    with pytest.raises(ValueError, match="a step is no pure function there"):
+        built(models).stateless_apply_if_finite([], [], [])
+
+
+def test_an_error_of_the_inner_optimizer_leaves_everything_as_it_was(models: list[Any]) -> None:
+    optimizer = built(models)
+    before = optimizer.state
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer.apply(tensors([1.0]), variables([1.0]))
+    assert optimizer.state == before

@@ -1,0 +1,137 @@
+"""`LossScaleOptimizer` is built: what it takes, what it refuses, and what it writes into a config."""
+
+import json
+from typing import Any
+
+import keras
+import pytest
+from tests.keras.backend.helpers import network, numbers, variables
+
+from gradscale import Dynamic, Headroom, NoScaling, Policy, ScaleState, Static, preset
+from gradscale.keras import LossScaleOptimizer
+
+SGD = keras.optimizers.SGD
+
+ODD = Dynamic(
+    init_scale=96.0,
+    growth_factor=3.0,
+    backoff_factor=0.25,
+    growth_interval=7,
+    hysteresis=3,
+    refill="clean",
+    min_scale=2.0,
+    max_scale=4096.0,
+)
+
+
+def test_it_is_a_loss_scale_optimizer_of_keras() -> None:
+    assert isinstance(LossScaleOptimizer(SGD()), keras.optimizers.LossScaleOptimizer)
+
+
+def test_the_arguments_of_keras_give_the_rule_of_keras_between_the_bounds_of_float32() -> None:
+    optimizer = LossScaleOptimizer(SGD(), 1024.0, 50)
+    assert optimizer.policy == Dynamic(init_scale=1024.0, growth_interval=50, min_scale=2.0**-126, max_scale=2.0**126)
+    assert (optimizer.initial_scale, optimizer.dynamic_growth_steps) == (1024.0, 50)
+
+
+def test_auto_is_headroom() -> None:
+    assert LossScaleOptimizer(SGD(), policy="auto").policy == Headroom()
+
+
+@pytest.mark.parametrize("arguments", [{"initial_scale": 8.0}, {"dynamic_growth_steps": 5}])
+def test_a_policy_beside_the_arguments_of_keras_is_refused(arguments: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"`policy` replaces `initial_scale` and `dynamic_growth_steps`\. Received all"
+    ):
+        LossScaleOptimizer(SGD(), policy=Dynamic(), **arguments)
+
+
+@pytest.mark.parametrize("policy", ["automatic", Dynamic, 1024.0])
+def test_what_is_no_policy_is_refused(policy: Any) -> None:
+    with pytest.raises(TypeError, match=r"`policy` must be .*a policy, such as `Dynamic\(\)`\. Received: policy="):
+        LossScaleOptimizer(SGD(), policy=policy)
+
+
+@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), -1.0])
+def test_a_scale_that_cannot_be_one_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match=r"`init_scale` must lie between 2\*\*-126 and 2\*\*126"):
+        LossScaleOptimizer(SGD(), scale)
+
+
+def test_without_a_policy_the_config_has_the_four_keys_of_keras() -> None:
+    config = LossScaleOptimizer(SGD(), 3.0, 2, name="mine").get_config()
+    assert {key: config[key] for key in config if key != "inner_optimizer"} == {
+        "name": "mine",
+        "initial_scale": 3.0,
+        "dynamic_growth_steps": 2,
+    }
+
+
+@pytest.mark.parametrize("policy", [ODD, Static(3.0), NoScaling(), Headroom(margin_bits=3.0), preset("keras")])
+def test_a_config_goes_through_json_and_gives_the_same_optimizer(policy: Policy) -> None:
+    optimizer = LossScaleOptimizer(SGD(0.125, momentum=0.5), name="mine", policy=policy)
+    written = json.loads(json.dumps(keras.saving.serialize_keras_object(optimizer)))
+    read = keras.saving.deserialize_keras_object(written)
+    assert type(read) is LossScaleOptimizer
+    assert (read.policy, read.name) == (policy, "mine")
+    assert read.inner_optimizer.get_config() == optimizer.inner_optimizer.get_config()
+
+
+def test_reading_a_config_leaves_it_as_it_was() -> None:
+    config = LossScaleOptimizer(SGD(), policy=ODD).get_config()
+    keys = set(config)
+    assert LossScaleOptimizer.from_config(config).policy == LossScaleOptimizer.from_config(config).policy == ODD
+    assert set(config) == keys
+
+
+def test_the_variables_are_those_of_keras_then_the_rest_then_the_inner_ones() -> None:
+    optimizer = LossScaleOptimizer(SGD(momentum=0.5), policy="auto")
+    optimizer.build(variables([1.0]))
+    own = ["iteration", "learning_rate", "step_counter", "dynamic_scale", "scale_counters", "scale_memory"]
+    assert [variable.name for variable in optimizer.variables][:6] == own
+    assert len(optimizer.variables) == 6 + len(optimizer.inner_optimizer.variables)
+
+
+def test_a_policy_without_further_numbers_has_one_variable_more_than_keras() -> None:
+    theirs = keras.optimizers.LossScaleOptimizer(SGD())
+    ours = LossScaleOptimizer(SGD())
+    for optimizer in (theirs, ours):
+        optimizer.build(variables([1.0]))
+    assert len(ours.variables) == len(theirs.variables) + 1
+
+
+def test_under_mixed_float16_it_is_not_wrapped_a_second_time() -> None:
+    model, optimizer = network(dtype="mixed_float16"), LossScaleOptimizer(SGD())
+    model.dtype_policy = keras.DTypePolicy("mixed_float16")
+    model.compile(optimizer, loss="mse", auto_scale_loss=True)
+    assert model.optimizer is optimizer
+    model.compile(SGD(), loss="mse", auto_scale_loss=True)
+    assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer  # the check above can fail
+
+
+def test_the_state_before_the_first_step_is_the_start_of_the_policy_built_or_not() -> None:
+    optimizer = LossScaleOptimizer(SGD(), policy=preset("flax"))
+    before = optimizer.state
+    optimizer.build(variables([1.0]))
+    assert before == optimizer.state == preset("flax").start()
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_a_state_that_was_loaded_is_gone_on_from(built: bool) -> None:
+    optimizer = LossScaleOptimizer(SGD())
+    state = ScaleState.from_dict(
+        ScaleState(scale=64.0).to_dict() | {"clean_steps": 7, "credits": 2, "applied": 9, "skipped": 3, "stuck": True}
+    )
+    models = variables([1.0])
+    if built:
+        optimizer.build(models)
+    optimizer.load_state(state)
+    assert numbers(optimizer.scale_loss(2.0)) == [128.0]
+    optimizer.build(models) if not built else None
+    assert optimizer.state == state
+    assert numbers(optimizer.scale_loss(2.0)) == [128.0]
+
+
+def test_the_state_of_another_policy_is_refused() -> None:
+    with pytest.raises(TypeError, match="`state` must be a HeadroomState"):
+        LossScaleOptimizer(SGD(), policy="auto").load_state(Dynamic().start())

@@ -1,0 +1,151 @@
+"""Saved and loaded: models, weights alone, files of Keras' own class, and models that are taken over."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from tests.keras.backend.helpers import data, host, inner_state, network, same, trained, variables, weights
+
+from gradscale import Dynamic, Headroom, NoScaling, Static, preset
+from gradscale.keras import LossScaleOptimizer, adopt
+
+KerasOwn = keras.optimizers.LossScaleOptimizer
+Adam = keras.optimizers.Adam
+
+ODD = Dynamic(init_scale=96.0, growth_factor=3.0, growth_interval=4, hysteresis=2, min_scale=2.0, max_scale=4096.0)
+POLICIES = [None, ODD, Headroom(), preset("flax")]
+
+
+def ours(policy: Any = None) -> LossScaleOptimizer:
+    return LossScaleOptimizer(Adam(0.01), policy=policy)
+
+
+def go_on(model: Any) -> Any:
+    """Trains on three more batches, of which the second overflows."""
+    model.fit(*data(1, batches=3), batch_size=4, shuffle=False, verbose=0)
+    return model
+
+
+def assert_same_run(left: Any, right: Any) -> None:
+    assert left.optimizer.state == right.optimizer.state
+    assert same(weights(left), weights(right))
+    assert same(inner_state(left.optimizer), inner_state(right.optimizer))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_a_loaded_model_goes_on_bit_for_bit(policy: Any, tmp_path: Path) -> None:
+    model = trained(ours(policy), data(1, batches=3))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is LossScaleOptimizer
+    assert loaded.optimizer.policy == model.optimizer.policy
+    assert_same_run(loaded, model)
+    assert_same_run(go_on(loaded), go_on(model))
+
+
+@pytest.mark.parametrize("policy", [None, Headroom()], ids=["keras", "headroom"])
+def test_weights_alone_carry_the_state_of_the_scale(policy: Any, tmp_path: Path) -> None:
+    model = trained(ours(policy), data(1, batches=3))
+    model.save_weights(tmp_path / "model.weights.h5")
+    other = trained(ours(policy), data(batches=1))
+    other.load_weights(tmp_path / "model.weights.h5")
+    assert_same_run(other, model)
+
+
+@pytest.mark.parametrize("policy", [None, Headroom()], ids=["keras", "headroom"])
+def test_weights_saved_with_keras_own_class_are_read(policy: Any, tmp_path: Path) -> None:
+    model = trained(KerasOwn(Adam(0.01)), data(1, batches=3))
+    model.save_weights(tmp_path / "model.weights.h5")
+    other = trained(ours(policy), data(batches=1))
+    other.load_weights(tmp_path / "model.weights.h5")
+    assert same(inner_state(other.optimizer), inner_state(model.optimizer))
+    state = other.optimizer.state
+    assert (state.scale, state.clean_steps) == (host(model.optimizer.dynamic_scale), host(model.optimizer.step_counter))
+    assert (state.applied, state.skipped, state.credits) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("scale", [0.0, np.inf])
+def test_a_scale_from_which_keras_own_class_never_recovers_starts_again(scale: float, tmp_path: Path) -> None:
+    model = trained(KerasOwn(Adam(0.01)), data(batches=1))
+    model.optimizer.dynamic_scale.assign(scale)
+    model.save_weights(tmp_path / "model.weights.h5")
+    other = trained(ours(), data(batches=1))
+    with pytest.warns(UserWarning, match=rf"The saved scale is {scale}.* It starts again at 32768\.0"):
+        other.load_weights(tmp_path / "model.weights.h5")
+    assert other.optimizer.state.scale == 2.0**15
+
+
+@pytest.mark.parametrize("policy", [Static(4.0), NoScaling(), Dynamic(init_scale=8.0, max_scale=16.0)])
+def test_the_settings_of_today_win_over_a_saved_scale(policy: Any, tmp_path: Path) -> None:
+    trained(ours(), data()).save_weights(tmp_path / "model.weights.h5")
+    other = trained(ours(policy), data(batches=1))
+    other.load_weights(tmp_path / "model.weights.h5")
+    assert other.optimizer.state.scale == getattr(policy, "max_scale", policy.start().scale)
+
+
+def test_weights_of_another_inner_optimizer_are_skipped_as_keras_does(tmp_path: Path) -> None:
+    trained(LossScaleOptimizer(keras.optimizers.SGD(0.1)), data(batches=1)).save_weights(tmp_path / "model.weights.h5")
+    other = trained(ours(), data(batches=1))
+    before = other.optimizer.state
+    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):
+        other.load_weights(tmp_path / "model.weights.h5")
+    assert other.optimizer.state == before
+
+
+def test_a_model_of_keras_own_class_is_taken_over_and_goes_on_as_it_would_have(tmp_path: Path) -> None:
+    model = trained(KerasOwn(Adam(0.01), 1024.0, 3), data(1, batches=3))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is KerasOwn
+    assert adopt(loaded) is loaded.optimizer
+    assert type(loaded.optimizer) is LossScaleOptimizer
+    go_on(loaded)
+    plain = go_on(model)
+    assert loaded.optimizer.state.scale == host(plain.optimizer.dynamic_scale)
+    assert loaded.optimizer.state.clean_steps == host(plain.optimizer.step_counter)
+    np.testing.assert_allclose(weights(loaded)[0], weights(plain)[0], rtol=1e-5)
+
+
+def test_a_model_that_was_taken_over_is_saved_as_ours(tmp_path: Path) -> None:
+    model = trained(KerasOwn(Adam(0.01)), data(1, batches=3))
+    adopt(model, policy="auto")
+    go_on(model).save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer.policy == Headroom()
+    assert_same_run(loaded, model)
+
+
+def test_a_model_that_is_ours_keeps_its_optimizer_unless_another_policy_is_wanted() -> None:
+    model = trained(ours(), data(batches=1))
+    optimizer = model.optimizer
+    assert adopt(model) is optimizer
+    assert adopt(model, policy=ODD) is not optimizer
+    assert model.optimizer.policy == ODD
+    assert model.optimizer.state.scale == ODD.max_scale  # 32768 before
+
+
+def test_a_model_that_never_trained_is_taken_over() -> None:
+    model = network()
+    model.compile(KerasOwn(Adam(0.01), 64.0), loss="mse", run_eagerly=True)
+    assert adopt(model).state.scale == 64.0
+    assert go_on(model).optimizer.state.applied == 2
+
+
+def test_a_model_without_loss_scaling_cannot_be_taken_over() -> None:
+    model = network()
+    model.compile(Adam(0.01), loss="mse")
+    with pytest.raises(
+        TypeError, match=r"`adopt` takes a compiled model that scales its loss\. Received: a model with"
+    ):
+        adopt(model)
+
+
+def test_an_inner_optimizer_that_has_been_at_work_keeps_its_state() -> None:
+    models = variables([1.0])
+    inner = Adam(0.01)
+    inner.build(models)
+    count = len(inner.variables)
+    LossScaleOptimizer(inner).build(models)
+    assert len(inner.variables) == count
