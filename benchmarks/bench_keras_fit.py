@@ -66,6 +66,7 @@ def side(scaled: Callable[[Any], Any], batches: int) -> Side:
     model.compile(scaled(keras.optimizers.Adam(1e-4)), loss="mse", jit_compile=keras.config.backend() == "jax")
     rows = np.random.default_rng(0).normal(size=(batches * BATCH, WIDTH)).astype(np.float32)
     run = partial(model.fit, rows, rows[:, :1], batch_size=BATCH, shuffle=False, verbose=0)
+    run()  # compiles
     return Side(run, prepare=run)  # `fit` ends by reading the loss, so it has waited for the device
 
 
