@@ -62,10 +62,11 @@ def side(scaled: Callable[[Any], Any], batches: int) -> Side:
 
     keras.utils.set_random_seed(0)
     hidden = [keras.layers.Dense(WIDTH, "relu", dtype="mixed_float16") for _ in range(DEPTH)]
-    model = keras.Sequential([keras.Input((WIDTH,)), *hidden, keras.layers.Dense(1, dtype="float32")])
+    model: Any = keras.Sequential([keras.Input((WIDTH,)), *hidden, keras.layers.Dense(1, dtype="float32")])
     model.compile(scaled(keras.optimizers.Adam(1e-4)), loss="mse", jit_compile=keras.config.backend() == "jax")
     rows = np.random.default_rng(0).normal(size=(batches * BATCH, WIDTH)).astype(np.float32)
     run = partial(model.fit, rows, rows[:, :1], batch_size=BATCH, shuffle=False, verbose=0)
+    run()  # compiles
     return Side(run, prepare=run)  # `fit` ends by reading the loss, so it has waited for the device
 
 
@@ -98,7 +99,7 @@ def _rows_of_a_process(backend: str, quick: bool) -> list[Row]:
 
 
 def _as_row(values: dict[str, Any]) -> Row:
-    pairs = {name: tuple(values[name]) for name in ("quartiles", "seconds")}
+    pairs: dict[str, Any] = {name: tuple(values[name]) for name in ("quartiles", "seconds")}
     return Row(**values | pairs)
 
 

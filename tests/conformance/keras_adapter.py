@@ -41,7 +41,9 @@ class KerasSession:
         return self._optimizer.state.to_dict()
 
     def _params(self) -> dict[str, Array]:
-        return {name: keras.ops.convert_to_numpy(variable.value) for name, variable in self._variables.items()}
+        return {
+            name: np.array(keras.ops.convert_to_numpy(variable.value)) for name, variable in self._variables.items()
+        }
 
 
 class KerasAdapter:

@@ -13,17 +13,27 @@ ROOT = BODIES.parents[2]
 TIMEOUT_S = 600
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
-def test_everything_holds_on_the_backend(backend: str) -> None:
+def run(backend: str, marked: str) -> None:
+    """Runs the tests that are marked so; fails with all they print if one fails."""
     if find_spec("keras") is None or find_spec(backend) is None:
         pytest.skip(f"Keras on {backend} is not installed")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(BODIES)],
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, str(BODIES)],
         cwd=ROOT,
         env=os.environ | {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
     )
-    if run.returncode:
-        pytest.fail(f"on {backend}:\n{run.stdout[-8000:]}\n{run.stderr[-2000:]}", pytrace=False)
+    if ended.returncode:
+        pytest.fail(f"on {backend}:\n{ended.stdout[-8000:]}\n{ended.stderr[-2000:]}", pytrace=False)
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_everything_holds_on_the_backend(backend: str) -> None:
+    run(backend, "not slow")
+
+
+@pytest.mark.slow
+def test_what_torch_compiles_holds_too() -> None:
+    run("torch", "slow")

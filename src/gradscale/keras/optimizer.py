@@ -13,7 +13,7 @@ from gradscale.keras.saved import completed, fitted
 from gradscale.keras.settings import DYNAMIC_GROWTH_STEPS, INITIAL_SCALE, chosen_policy, with_policy
 from gradscale.keras.step import Pairs, nothing_to_do, result_of, take, unscaled
 from gradscale.policy import Policy
-from gradscale.record import Array
+from gradscale.record import Array, numbers, with_values
 from gradscale.saved import check_state
 from gradscale.state import ScaleState
 
@@ -80,57 +80,12 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
     @property
     def state(self) -> ScaleState:
         """Everything the scale remembers: its value, and the counters, as numpy scalars. Waits for the device."""
-        return self.read(on_host) if self.built else self._packing.start
-
-    def load_state(self, state: ScaleState) -> None:
-        """Goes on from `state`, as `gradscale.import_state` returns it.
-
-        Raises:
-            TypeError: it is not a state of the policy.
-            ValueError: it holds more than one scale.
-        """
-        check_state(self._policy, state)
-        self._packing = Packing(state)
-        if self.built:
-            self.write(state, lambda leaves, dtype: np.array(leaves, dtype))
-
-    def build(self, var_list: Sequence[Any]) -> None:
-        """Makes the variables of the scale, then those of the inner optimizer. Keras calls this."""
-        for slot in self._packing.slots:
-            setattr(self, slot.name, self._add_slot(slot))
-        if not self.inner_optimizer.built:  # one that `adopt` took over keeps its state
-            self.inner_optimizer.build(var_list)
-        super(KerasLossScaleOptimizer, self).build(var_list)
-
-    def _add_slot(self, slot: Slot) -> Any:
-        # Keras keeps the counter in the integers of the backend, int64 on some, and so does its checkpoint.
-        dtype = "int" if slot.name == "step_counter" else slot.dtype
-        values = slot.values
-        return self.add_variable(
-            shape=values.shape,
-            dtype=dtype,
-            initializer=lambda shape, dtype=None: keras.ops.reshape(keras.ops.convert_to_tensor(values, dtype), shape),
-            aggregation="none",
-            name=slot.name,
-        )
+        return self.read_state(on_host) if self.built else self._packing.start
 
     @property
     def trainable_variables(self) -> list[Any]:
         """The variables that the optimizer was built with."""
         return self._trainable_variables
-
-    def read(self, leaves: Callable[[Any, str], Sequence[Array]]) -> Any:
-        """Returns the present state, as `leaves` takes a variable's value of a type apart."""
-        return self._packing.state([variable.value for variable in self._slots], leaves)
-
-    def write(self, state: ScaleState, vector: Callable[[Sequence[Array], str], Any]) -> None:
-        """Assigns the variables a state, as `vector` puts leaves of a type together."""
-        for variable, value in zip(self._slots, self._packing.values(state, vector), strict=True):
-            self.inner_optimizer.assign(variable, value)
-
-    @property
-    def _slots(self) -> list[Any]:
-        return self._variables[BEFORE_SLOTS : BEFORE_SLOTS + len(self._packing.slots)]
 
     def scale_loss(self, loss: Any, optimizer_variables: Sequence[Any] | None = None) -> Any:
         """Returns `loss` times the scale, in float32 or wider.
@@ -231,21 +186,41 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
             result = self.apply_if_finite(grads, loss=loss, norm=norm)
         return [scope.get_current_value(one) for one in models], [scope.get_current_value(one) for one in mine], result
 
+    def build(self, var_list: Sequence[Any]) -> None:
+        """Makes the variables of the scale, then those of the inner optimizer. Keras calls this."""
+        for slot in self._packing.slots:
+            setattr(self, slot.name, self._add_slot(slot))
+        if not self.inner_optimizer.built:  # one that `adopt` took over keeps its state
+            self.inner_optimizer.build(var_list)
+        super(KerasLossScaleOptimizer, self).build(var_list)
+
+    def load_state(self, state: ScaleState) -> None:
+        """Goes on from `state`, as `gradscale.import_state` returns it.
+
+        Raises:
+            TypeError: it is not a state of the policy.
+            ValueError: it holds more than one scale.
+        """
+        check_state(self._policy, state)
+        start = self._policy.start()
+        self._packing = Packing(with_values(start, {name: getattr(state, name) for name in numbers(start)}))
+        if self.built:
+            self.write_state(self._packing.start, lambda leaves, dtype: np.array(leaves, dtype))
+
+    def read_state(self, leaves: Callable[[Any, str], Sequence[Array]]) -> Any:
+        """Returns the state in the variables, as `leaves` takes a value of a type apart."""
+        return self._packing.state([variable.value for variable in self._slots], leaves)
+
+    def write_state(self, state: ScaleState, vector: Callable[[Sequence[Array], str], Any]) -> None:
+        """Assigns the variables a state, as `vector` puts leaves of a type together."""
+        for variable, value in zip(self._slots, self._packing.values(state, vector), strict=True):
+            self.inner_optimizer.assign(variable, value)
+
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Takes over saved variables: those of this class, or those of Keras' own. Keras calls this."""
         super().load_own_variables(completed(store, len(self.variables), self._packing.slots, BEFORE_SLOTS))
         if self.built:
             self.load_state(fitted(self.state, self._policy))
-
-    def _pairs(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> Pairs:
-        """Returns gradients beside their variables; builds the optimizer at the first call."""
-        if trainable_variables is not None and not self.built:
-            with keras.name_scope(self.name, caller=self):
-                self.build(list(trainable_variables))
-        check_built("apply", self.built)
-        variables = self._trainable_variables if trainable_variables is None else trainable_variables
-        check_pairs(grads, variables)
-        return Pairs(list(grads), list(variables))
 
     def get_config(self) -> dict[str, Any]:
         """Returns Keras' four settings, or name, inner optimizer and policy where one was given."""
@@ -258,3 +233,30 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
     def from_config(cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None) -> Self:
         """Returns the optimizer that `get_config` described, in its initial state."""
         return super().from_config(with_policy(config), custom_objects=custom_objects)
+
+    def _pairs(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> Pairs:
+        """Returns gradients beside their variables; builds the optimizer at the first call."""
+        if trainable_variables is not None and not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(list(trainable_variables))
+        check_built("apply", self.built)
+        variables = self._trainable_variables if trainable_variables is None else trainable_variables
+        check_pairs(grads, variables)
+        return Pairs(list(grads), list(variables))
+
+    @property
+    def _slots(self) -> list[Any]:
+        """The variables that hold the state of the scale."""
+        return self._variables[BEFORE_SLOTS : BEFORE_SLOTS + len(self._packing.slots)]
+
+    def _add_slot(self, slot: Slot) -> Any:
+        # Keras keeps the counter in the integers of the backend, int64 on some, and so does its checkpoint.
+        dtype = "int" if slot.name == "step_counter" else slot.dtype
+        values = slot.values
+        return self.add_variable(
+            shape=values.shape,
+            dtype=dtype,
+            initializer=lambda shape, dtype=None: keras.ops.reshape(keras.ops.convert_to_tensor(values, dtype), shape),
+            aggregation="none",
+            name=slot.name,
+        )

@@ -62,7 +62,7 @@ class Packing:
 
 def on_host(value: Any, dtype: str) -> list[Any]:
     """Returns the elements of a variable's value as numpy scalars of a type. Waits for the device."""
-    return list(keras.ops.convert_to_numpy(keras.ops.reshape(value, (-1,))).astype(dtype))
+    return list(np.asarray(keras.ops.convert_to_numpy(keras.ops.reshape(value, (-1,))), dtype))
 
 
 def _slots(start: ScaleState) -> Iterator[Slot]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 import keras
+import numpy as np
 
 from gradscale.record import Array
 from gradscale.state import Status
@@ -89,4 +90,4 @@ class StepResult:
 
 
 def _on_host(value: Array) -> Any:
-    return keras.ops.convert_to_numpy(value).tolist()
+    return np.asarray(keras.ops.convert_to_numpy(value)).tolist()

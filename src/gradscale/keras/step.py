@@ -63,7 +63,7 @@ def take(optimizer: Any, pairs: Pairs, loss: Any, *, norm: bool, kinds: bool) ->
     policy, inner = optimizer.policy, optimizer.inner_optimizer
 
     def finish(measured: Measured | None, update: Update) -> Taken:
-        state = optimizer.read(BACKEND.leaves)
+        state = optimizer.read_state(BACKEND.leaves)
         seen = Seen() if measured is None else measured.seen(state.scale, BACKEND.XP)
         outcome = decide(policy, state, seen, BACKEND.XP)
         if policy.needs:
@@ -71,7 +71,7 @@ def take(optimizer: Any, pairs: Pairs, loss: Any, *, norm: bool, kinds: bool) ->
             BACKEND.gate(outcome.applied, lambda: update(state.scale), changing, inner.assign)
         else:
             update(state.scale)
-        optimizer.write(outcome.state, BACKEND.vector)
+        optimizer.write_state(outcome.state, BACKEND.vector)
         return Taken(state.scale, measured, seen, outcome)
 
     def update(grads: Sequence[Any], variables: Sequence[Any], scale: Array) -> None:

@@ -27,7 +27,7 @@ def network(*, seed: int = 0, dtype: str | None = None) -> Any:
     return model
 
 
-def data(*bad: int, batches: int = 6, size: int = 4) -> tuple[Any, Any]:
+def data(*bad: int, batches: int = 4, size: int = 4) -> tuple[Any, Any]:
     """Returns inputs and targets. The targets of the batches `bad` are so large that the scaled gradients overflow."""
     rng = np.random.default_rng(0)
     inputs, targets = rng.normal(size=(batches * size, 4)), rng.normal(size=(batches * size, 1))
@@ -78,7 +78,7 @@ def tensors(*values: Any, dtype: str = "float32") -> list[Any]:
 
 
 def numbers(*values: Any) -> list[Any]:
-    return [keras.ops.convert_to_numpy(value).tolist() for value in values]
+    return [np.asarray(keras.ops.convert_to_numpy(value)).tolist() for value in values]
 
 
 def compiled(optimizer: Any, models: Arrays, **options: Any) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """`ScaleMonitor`: what it reads, shows and records, and what it refuses."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from gradscale import Dynamic, NoScaling, replay
 from gradscale.keras import LossScaleOptimizer, ScaleMonitor, ScaleRow
 
 SGD = keras.optimizers.SGD
+six_batches = partial(data, batches=6)
 POLICY = Dynamic(init_scale=1024.0, growth_interval=2)
 
 
@@ -20,7 +22,7 @@ def watched(monitor: ScaleMonitor, *bad: int, epochs: int = 1, later: Any = (), 
     """Returns a model after `fit` with the monitor, six batches in order to an epoch."""
     model = network()
     model.compile(LossScaleOptimizer(SGD(0.01), policy=policy), loss="mse")
-    model.fit(*data(*bad), batch_size=4, epochs=epochs, shuffle=False, verbose=0, callbacks=[monitor, *later])
+    model.fit(*six_batches(*bad), batch_size=4, epochs=epochs, shuffle=False, verbose=0, callbacks=[monitor, *later])
     return model
 
 
@@ -61,7 +63,7 @@ def test_a_replay_of_the_record_takes_the_same_scales() -> None:
 def test_a_second_fit_goes_on_with_the_record() -> None:
     monitor = ScaleMonitor(every=1)
     model = watched(monitor)
-    model.fit(*data(0), batch_size=4, shuffle=False, verbose=0, callbacks=[monitor])
+    model.fit(*six_batches(0), batch_size=4, shuffle=False, verbose=0, callbacks=[monitor])
     assert [row.step for row in monitor.rows] == list(range(13))
     assert monitor.found_inf() == [False] * 6 + [True] + [False] * 5
 
@@ -92,7 +94,7 @@ def test_history_and_later_callbacks_are_told(capsys: pytest.CaptureFixture[str]
     assert model.history.history["skipped_steps"] == [1, 2]
     # A batch is told what was read before it began.
     assert later.batches[:6] == [(1024.0, 0), (1024.0, 0), (2048.0, 0), (1024.0, 1), (1024.0, 1), (2048.0, 1)]
-    model.fit(*data(), batch_size=4, verbose=2, callbacks=[ScaleMonitor()])
+    model.fit(*six_batches(), batch_size=4, verbose=2, callbacks=[ScaleMonitor()])
     assert "loss_scale: " in capsys.readouterr().out
 
 
@@ -139,7 +141,7 @@ def test_an_optimizer_of_keras_own_is_refused() -> None:
     with pytest.raises(
         TypeError, match=r"reads a `gradscale\.keras\.Loss.*compiled with keras\.src.*`gradscale\.keras\.adopt"
     ):
-        model.fit(*data(), verbose=0, callbacks=[ScaleMonitor()])
+        model.fit(*six_batches(), verbose=0, callbacks=[ScaleMonitor()])
 
 
 @pytest.mark.parametrize(("every", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
@@ -152,6 +154,6 @@ def test_the_weights_are_those_of_a_run_without_it() -> None:
     watched_model = watched(ScaleMonitor(every=1), 2, epochs=2)
     alone = network()
     alone.compile(LossScaleOptimizer(SGD(0.01), policy=POLICY), loss="mse")
-    alone.fit(*data(2), batch_size=4, epochs=2, shuffle=False, verbose=0)
+    alone.fit(*six_batches(2), batch_size=4, epochs=2, shuffle=False, verbose=0)
     for left, right in zip(watched_model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_array_equal(left, right)

@@ -115,6 +115,13 @@ def test_probabilities_in_float16_are_found(activation: str) -> None:
     assert warning.startswith("The output layer 'head' makes probabilities in FP16")
 
 
+def test_a_softmax_layer_in_float16_is_found() -> None:
+    made = model(head="mixed_float16", activation=None)
+    made.add(keras.layers.Softmax(dtype="mixed_float16", name="last"))
+    (warning,) = warnings_of(made)
+    assert warning.startswith("The output layer 'last' makes probabilities in FP16")
+
+
 def test_logits_in_float16_and_a_softmax_inside_are_no_mistake() -> None:
     assert warnings_of(model(head="mixed_float16", activation=None)) == ()
     inputs = keras.Input((4,))

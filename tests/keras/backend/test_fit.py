@@ -11,13 +11,13 @@ from gradscale import Dynamic, Headroom, NoScaling, Static
 from gradscale.keras import LossScaleOptimizer
 
 KerasOwn = keras.optimizers.LossScaleOptimizer
-SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+SGD: Any = keras.optimizers.SGD
+Adam = keras.optimizers.Adam
 
-MODES = [{"run_eagerly": True}, {"jit_compile": False}]
-MODES += [] if BACKEND == "torch" else [{"jit_compile": True}]  # compiling with torch takes half a minute
+SLOW = [pytest.mark.slow] if BACKEND == "torch" else []  # compiling with torch takes half a minute
+MODES = [{"run_eagerly": True}, {"jit_compile": False}, pytest.param({"jit_compile": True}, marks=SLOW)]
 
 INNER = {
-    "momentum": lambda: SGD(0.125, momentum=0.9),
     "adam": lambda: Adam(0.01),
     "weight decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
     "clipnorm": lambda: SGD(0.125, clipnorm=0.01),
@@ -35,17 +35,17 @@ def scales(optimizer: Any) -> tuple[float, int]:
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_weights_and_scales_are_those_of_keras_own_class(mode: Any) -> None:
-    ours = trained(LossScaleOptimizer(SGD(0.125), 1024.0, 2), data(1, 4), **mode)
-    theirs = trained(KerasOwn(SGD(0.125), 1024.0, 2), data(1, 4), **mode)
+    ours = trained(LossScaleOptimizer(SGD(0.125), 1024.0, 2), data(1), **mode)
+    theirs = trained(KerasOwn(SGD(0.125), 1024.0, 2), data(1), **mode)
     assert same(weights(ours), weights(theirs))
-    assert scales(ours.optimizer) == scales(theirs.optimizer) == (512.0, 1)
-    assert (int(ours.optimizer.state.applied), int(ours.optimizer.state.skipped)) == (4, 2)
+    assert scales(ours.optimizer) == scales(theirs.optimizer) == (1024.0, 0)
+    assert (ours.optimizer.state.applied, ours.optimizer.state.skipped) == (3, 1)
 
 
 @pytest.mark.parametrize("inner", INNER)
 def test_a_batch_that_overflows_leaves_no_trace_in_weights_or_inner_optimizer(inner: str) -> None:
-    scaled = trained(LossScaleOptimizer(INNER[inner](), 1024.0, 2), data(3))
-    plain = trained(INNER[inner](), without(3, *data()))
+    scaled = trained(LossScaleOptimizer(INNER[inner](), 1024.0, 2), data(1))
+    plain = trained(INNER[inner](), without(1, *data()))
     assert same(weights(scaled), weights(plain))
     assert same(inner_state(scaled.optimizer), [host(variable) for variable in plain.optimizer.variables])
     assert scaled.optimizer.state.skipped == 1
@@ -66,7 +66,7 @@ def test_headroom_finds_its_scale_within_a_step() -> None:
 def test_the_scale_stays_within_the_bounds_of_the_policy() -> None:
     policy = Dynamic(init_scale=4.0, growth_interval=1, min_scale=2.0, max_scale=8.0)
     assert trained(LossScaleOptimizer(SGD(0.125), policy=policy), data()).optimizer.state.scale == 8.0
-    assert trained(LossScaleOptimizer(SGD(0.125), policy=policy), data(*range(6))).optimizer.state.scale == 2.0
+    assert trained(LossScaleOptimizer(SGD(0.125), policy=policy), data(*range(4))).optimizer.state.scale == 2.0
 
 
 def test_frozen_layers_stay_and_are_not_asked_for_gradients() -> None:
@@ -107,11 +107,15 @@ def test_an_embedding_trains_by_sparse_gradients() -> None:
     assert same(weights(trained_models[0]), weights(trained_models[1]))
 
 
+def tiny_loss(targets: Any, outputs: Any) -> Any:
+    return keras.ops.multiply(keras.ops.mean(keras.ops.square(targets - outputs)), 1e-7)
+
+
 def test_fp16_layers_train_where_their_gradients_would_vanish() -> None:
     def loss(optimizer: Any) -> list[Any]:
         model = network(dtype="mixed_float16")
         x, y = data()
-        model.compile(optimizer, loss=lambda a, b: keras.ops.mean(keras.ops.square(a - b)) * 1e-7, run_eagerly=True)
+        model.compile(optimizer, loss=tiny_loss, run_eagerly=True)
         before = weights(model)
         model.fit(x, y, batch_size=24, verbose=0, epochs=4)
         return [np.abs(a - b).max() for a, b in zip(before, weights(model), strict=True)]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.keras.backend.helpers import compiled, tensors, variables
 
-from gradscale import Dynamic, Headroom, Histogram, LogMax, NoScaling, Policy, Static, preset
+from gradscale import Dynamic, Headroom, Histogram, LogMax, NoScaling, Static, preset
 from gradscale.keras import LossScaleOptimizer
 from gradscale.numpy import LossScaler
 
@@ -19,7 +19,6 @@ POLICIES = {
     "headroom": Headroom(),
     "logmax": LogMax(),
     "histogram": Histogram(period=2),
-    "deepspeed": preset("deepspeed"),
     "flax": preset("flax"),
 }
 
@@ -45,7 +44,7 @@ def test_states_are_those_of_the_rule_on_numpy(name: str) -> None:
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), policy=POLICIES[name])
     optimizer.build(models)
     step, reference = compiled(optimizer, models), LossScaler(optimizer.policy)
-    for number, true in enumerate(gradients(40)):
+    for number, true in enumerate(gradients(24)):
         grad = scaled(true, reference.loss_scale)
         assert step(*tensors(grad)).status is reference.step({"w": grad}).status, number
         assert equal(optimizer.state, reference.state), number
@@ -53,15 +52,6 @@ def test_states_are_those_of_the_rule_on_numpy(name: str) -> None:
 
 def equal(left: Any, right: Any) -> bool:
     return left.to_dict() == right.to_dict()
-
-
-@pytest.mark.parametrize("policy", [Dynamic(init_scale=2.0**126, growth_interval=1), Dynamic(init_scale=1.0)])
-def test_the_ends_of_the_range_hold(policy: Policy) -> None:
-    models = variables([0.0])
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), policy=policy)
-    bad = policy.init_scale == 1.0  # pyright: ignore[reportAttributeAccessIssue]
-    optimizer.apply_if_finite(tensors([np.inf if bad else 1.0]), models)
-    assert optimizer.state.scale == policy.start().scale
 
 
 @pytest.mark.parametrize(("initial_scale", "grad", "end"), [(2.0**126, 1.0, 2.0**126), (2.0**-126, np.inf, 2.0**-126)])

@@ -29,12 +29,13 @@ def test_training_goes_on_from_there(keeps_rule: bool) -> None:
     models = variables([1.0])
     optimizer.apply(tensors([2048.0]), models)
     assert (optimizer.state.scale, optimizer.state.clean_steps) == (2048.0, 3)
+    assert type(optimizer.state) is type(optimizer.policy.start())
     assert models[0].numpy().tolist() == [0.5]
 
 
 def test_a_checkpoint_without_a_loss_scale_is_refused(tmp_path: Path) -> None:
     import tensorflow as tf
 
-    path = tf.train.Checkpoint(weight=tf.Variable(1.0)).write(str(tmp_path / "plain"))
+    path = tf.train.Checkpoint(weight=tf.Variable(tf.constant(1.0))).write(str(tmp_path / "plain"))
     with pytest.raises(ValueError, match=r"tf-keras loss scale .*current_loss_scale"):
         read_tf_checkpoint(path)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import keras
 from jax import Array, lax
+from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
 
 from gradscale.jax.tree import real_parts
@@ -59,7 +60,7 @@ def vector(leaves: Sequence[Array], dtype: str) -> Array:
 
 def gate(applied: Array, update: Callable[[], None], variables: Sequence[Any], assign: Assign) -> None:
     """Runs `update` if `applied` holds: behind one `cond` where the step is compiled, else after a look at it."""
-    if not isinstance(applied, jax.core.Tracer):
+    if not isinstance(applied, Tracer):
         if applied:
             update()
         return

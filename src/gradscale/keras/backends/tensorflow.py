@@ -157,6 +157,6 @@ def _share_above(gradients: Sequence[Sequence[tf.Tensor]], edge: float) -> tf.Te
     """Returns the share of all elements whose magnitude is above `edge`; inf and NaN are."""
     wide = [tf.cast(part, tf.float32) for parts in gradients for part in parts]
     none = tf.constant(0, tf.int64)
-    above = tf.add_n([none, *(tf.math.count_nonzero(~(tf.abs(part) <= edge)) for part in wide)])
+    above = tf.add_n([none, *(tf.math.count_nonzero(tf.logical_not(tf.abs(part) <= edge)) for part in wide)])
     elements = tf.add_n([none, *(tf.size(part, tf.int64) for part in wide)])
     return tf.cast(above, tf.float32) / tf.cast(tf.maximum(elements, 1), tf.float32)
