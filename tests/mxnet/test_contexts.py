@@ -85,6 +85,18 @@ def test_a_loss_that_is_not_finite_on_one_context_skips_the_step_on_all() -> Non
     assert weights(trainer) == [[1.0, 1.0, 1.0]] * 2
 
 
+@pytest.mark.parametrize(("slope", "status"), [(CLEAN, Status.APPLIED), (INF, Status.OVERFLOW)], ids=["clean", "inf"])
+def test_a_context_that_takes_no_part_is_left_alone(slope: Any, status: Status) -> None:
+    trainer = make_trainer(make_parameter(TWO), kvstore=None)
+    scaler = init_trainer(trainer, Static(1024.0))
+    with autograd.record():
+        _, scaled = (scaler.scale(loss) for loss in losses(trainer, CLEAN, slope))
+    scaled.backward()
+    trainer.step(1, ignore_stale_grad=True)
+    after = [0.5, 0.75, 1.0] if status is Status.APPLIED else [1.0, 1.0, 1.0]
+    assert (scaler.last.status, weights(trainer)) == (status, [[1.0, 1.0, 1.0], after])
+
+
 @pytest.mark.parametrize("early", [False, True], ids=["reduced first", "unscaled first"])
 def test_gradients_may_be_reduced_unscaled_and_updated_one_by_one(early: bool) -> None:
     trainer = make_trainer(make_parameter(TWO))

@@ -83,6 +83,20 @@ def test_float16_gradients_are_divided_in_float32() -> None:
     assert trainer._params[0].grad().asnumpy().tolist() == [2.0**-20, 2.0**-24, 0.0]
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["step alone", "unscaled first"])
+def test_a_scale_of_zero_skips_the_step(early: bool) -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer)  # MXNet's rule has no floor
+    saved = scaler.state_dict()
+    scaler.load_state_dict(saved | {"state": saved["state"] | {"scale": 0.0}})
+    backward(trainer, (0.5, 0.5, 0.5))
+    if early:
+        unscale(trainer)
+    trainer.step(1)
+    assert (scaler.last.scale, scaler.last.status) == (0.0, Status.OVERFLOW)
+    assert weights(trainer) == [[1.0, 1.0, 1.0]]
+
+
 def test_to_unscale_twice_is_refused() -> None:
     trainer = make_trainer(make_parameter())
     init_trainer(trainer)

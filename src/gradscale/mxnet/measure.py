@@ -1,5 +1,6 @@
 """Room one, measure: a read of the gradients on each context. Room two, agree: one answer for all contexts."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,4 +124,5 @@ def _squares(arrays: Sequence[Any]) -> list[Any]:
 def _summed(squares: Sequence[Any], counts: Sequence[int]) -> Array:
     """Returns a sum per array, in float64, of what `_squares` returned. Waits for the device."""
     numbers = np.concatenate([np.empty(0), *(one.asnumpy() for one in squares)])
-    return np.array([part.sum() for part in np.split(numbers, np.cumsum(counts)[:-1])])
+    ends = itertools.accumulate(counts)
+    return np.array([numbers[end - count : end].sum() for count, end in zip(counts, ends, strict=True)])

@@ -89,6 +89,7 @@ class LossScaler:
             self._losses.add(loss)
         return loss * self.loss_scale
 
+    @np.errstate(divide="ignore")  # a scale of 0, which MXNet's own rule may reach, skips the step
     def unscale(self, gradients: Gradients) -> None:
         """Divides gradients by the scale, in place. What is seen of them now counts in the step that follows.
 
@@ -98,9 +99,10 @@ class LossScaler:
         if self._early is not None:
             raise RuntimeError("Gradients are unscaled once per step. `unscale` was called before; remove one call.")
         self._early = self._look(gradients, self.loss_scale, 1.0)
+        factor = float(np.divide(1.0, self.loss_scale))
         for slots in gradients:
             for slot in slots:
-                slot.multiply(1.0 / self.loss_scale)
+                slot.multiply(factor)
 
     def losses_finite(self) -> bool:
         """Returns whether all losses since the last step were finite, on this worker. Waits for the device."""

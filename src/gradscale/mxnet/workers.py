@@ -40,8 +40,8 @@ def init_params_and_wait(init_params: Callable[[], None]) -> None:
     """Gives the key-value store the parameters, and waits until this worker has them back.
 
     Stands in for `Trainer._init_params`. MXNet goes on at once to add up gradients under the same keys, and the weights
-    that a slow worker gets may be that sum. No sum is complete without it, so it is enough if every worker waits for its
-    own weights.
+    that a slow worker gets may be that sum. No sum is complete without it, so it is enough if every worker waits for
+    its own weights.
     """
     init_params()
     nd.waitall()
