@@ -3,9 +3,11 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,8 @@ from rich.markup import escape
 
 from gradscale import __version__
 from gradscale.cli._border import console, table
+
+STDERR = 2
 
 BROKEN = 1
 """Exit code when an adapter does not load although its framework is installed."""
@@ -30,7 +34,7 @@ ADAPTERS = {
 }
 """The adapter of each framework, whether this version of gradscale has it yet or not."""
 
-OTHERS = ("ml_dtypes", "typer", "rich", "optax", "tensorflow", "scikit-learn", "matplotlib")
+OTHERS = ("ml_dtypes", "typer", "rich", "optax", "tensorflow", "tensorflow-cpu", "scikit-learn", "matplotlib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ def doctor() -> None:
     screen = console()
     python = f"Python {platform.python_version()}, {sys.executable}"
     screen.print(escape(f"gradscale {__version__}\n{python}\n{platform.platform()}"), soft_wrap=True)
-    with screen.status("loading the frameworks that are installed"):
+    with screen.status("loading the frameworks that are installed"), _errors_unseen():
         findings = [examine(framework, adapter) for framework, adapter in ADAPTERS.items()]
     rows = table("framework", "version", "adapter", prose=2)
     for found in findings:
@@ -101,6 +105,20 @@ def devices() -> list[str]:
             except Exception as error:  # a driver that does not start is a finding, not a crash
                 found.append(f"{framework} fails to list its devices: {error}")
     return found
+
+
+@contextmanager
+def _errors_unseen() -> Iterator[None]:
+    """Drops what is written to the error stream, by compiled code too: TensorFlow greets there when it is loaded."""
+    sys.stderr.flush()
+    kept = os.dup(STDERR)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), STDERR)
+    try:
+        yield
+    finally:
+        os.dup2(kept, STDERR)
+        os.close(kept)
 
 
 def _torch_devices(torch: Any) -> list[str]:

@@ -1,10 +1,8 @@
 """What `explain` returns: rows of values, which print as tables."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from io import StringIO
 
-WIDTH = 120
+from gradscale._table import text_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +69,9 @@ class Explanation:
 
     def __str__(self) -> str:
         """Returns tables of modules and optimizers, and what there is to say about scaling."""
-        tables = [_table(MODULE_COLUMNS, [_module_cells(row) for row in self.modules])]
+        tables = [text_table(MODULE_COLUMNS, [_module_cells(row) for row in self.modules])]
         if self.optimizers:
-            tables.append(_table(OPTIMIZER_COLUMNS, [_optimizer_cells(row) for row in self.optimizers]))
+            tables.append(text_table(OPTIMIZER_COLUMNS, [_optimizer_cells(row) for row in self.optimizers]))
         told = [f"Scaler: {self.scaling}", *(f"Warning: {warning}" for warning in self.warnings)]
         return "\n".join([*tables, *told])
 
@@ -92,18 +90,3 @@ def _optimizer_cells(row: OptimizerRow) -> list[str]:
     held = [row.weight_bytes, row.master_bytes, row.grad_bytes, row.state_bytes]
     state = row.state or "none before the first step"
     return [row.kind, state, f"{row.elements:,}", *(f"{size:.3g}" for size in (*held, sum(held)))]
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    text = StringIO()
-    Console(file=text, width=WIDTH, highlight=False, markup=False, emoji=False, color_system=None).print(table)
-    return "\n".join(line.strip() for line in text.getvalue().strip().splitlines()) + "\n"
