@@ -190,7 +190,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         """Makes the variables of the scale, then those of the inner optimizer. Keras calls this."""
         for slot in self._packing.slots:
             setattr(self, slot.name, self._add_slot(slot))
-        if not self.inner_optimizer.built:  # one that `adopt` took over keeps its state
+        if not self.inner_optimizer.built:  # one that `adopt` takes over keeps its state
             self.inner_optimizer.build(var_list)
         super(KerasLossScaleOptimizer, self).build(var_list)
 

@@ -14,7 +14,8 @@ KerasOwn = keras.optimizers.LossScaleOptimizer
 SGD: Any = keras.optimizers.SGD
 Adam = keras.optimizers.Adam
 
-SLOW = [pytest.mark.slow] if BACKEND == "torch" else []  # compiling with torch takes half a minute
+# Compiling with torch takes half a minute, and what it imports warns of torch's own past.
+SLOW = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")] if BACKEND == "torch" else []
 MODES = [{"run_eagerly": True}, {"jit_compile": False}, pytest.param({"jit_compile": True}, marks=SLOW)]
 
 INNER = {

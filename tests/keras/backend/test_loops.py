@@ -61,12 +61,14 @@ def test_a_step_that_overflows_is_skipped_and_its_culprits_are_named(models: lis
     assert same(before, inner_state(optimizer))
 
 
-@pytest.mark.parametrize("place", [0, 1, 7, 8, 63, 64, 999])
-def test_one_nan_anywhere_is_found(place: int) -> None:
-    model = variables(np.ones(1000))
-    grad = np.ones(1000, "float32")
-    grad[place] = NAN
-    assert built(model).apply_if_finite(tensors(grad), model).status is Status.OVERFLOW
+@pytest.mark.parametrize("size", [3, 1000, 5000])
+def test_one_nan_anywhere_is_found(size: int) -> None:
+    model = variables(np.ones(size))
+    step = compiled(built(model), model)
+    for place in (0, 1, size // 2, size - 1):
+        grad = np.ones(size, "float32")
+        grad[place] = NAN  # XLA's maximum loses some of them
+        assert step(*tensors(grad)).status is Status.OVERFLOW, place
 
 
 @pytest.mark.parametrize("loss", [INF, NAN])

@@ -147,8 +147,12 @@ def test_a_model_without_loss_scaling_cannot_be_taken_over() -> None:
 
 
 def test_an_inner_optimizer_that_has_been_at_work_keeps_its_state() -> None:
-    models = variables([1.0])
-    inner = Adam(0.01)
+    class Bare(keras.optimizers.Optimizer):
+        def build(self, variables: Any) -> None:  # unlike Keras' own optimizers it does not look if it is built
+            super().build(variables)
+            self.moments = self.add_optimizer_variables(variables, "moment")
+
+    models, inner = variables([1.0]), Bare(0.01)
     inner.build(models)
     count = len(inner.variables)
     LossScaleOptimizer(inner).build(models)
