@@ -4,6 +4,8 @@ Read the `train.py` of a framework first: its loop is how `gradscale.numpy`, `gr
 `gradscale.mxnet` are used.
 """
 
+import os
+
 from gradscale.demo.run import FP8_WAYS, WAYS, Comparison, Demo, Run
 
 __all__ = ["FP8_WAYS", "FRAMEWORKS", "WAYS", "Comparison", "Demo", "Run", "load_demo"]
@@ -19,6 +21,8 @@ def load_demo(framework: str) -> Demo:
     elif framework == "jax":
         from gradscale.demo.jax import DEMO
     elif framework == "mxnet":
+        # Read when MXNet is loaded. Arrays this small are faster on one thread, and on a busy machine by far.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
         from gradscale.demo.mxnet import DEMO
     else:
         from gradscale.demo.numpy import DEMO
