@@ -54,11 +54,11 @@ class Measured(NamedTuple):
         """
         unscale = 1.0 / unit
         finite = self.finite(unit)
-        peak = jnp.minimum(jnp.max(self.peaks, initial=0.0) * unscale, FP32.max)
+        amax = jnp.minimum(jnp.max(self.peaks, initial=0.0) * unscale, FP32.max)
         return Seen(
             finite=finite,
             loss_finite=loss_finite,
-            amax=jnp.where(finite, peak, FP32.max).astype(jnp.float32),
+            amax=jnp.where(finite, amax, FP32.max).astype(jnp.float32),
             norm=self.norm * unscale,
             upper_share=self.share,
         )
@@ -87,10 +87,10 @@ def measure(gradients: Sequence[Array], policy: Policy, *, norm: bool) -> Found:
     """
     edge: float = getattr(policy, "edge_magnitude", math.inf)
     return Found(
-        peaks=[_peak(gradient) for gradient in gradients] if "amax" in policy.needs else [],
-        totals=[_total(gradient) for gradient in gradients] if policy.needs and not norm else [],
-        squares=[_square(gradient) for gradient in gradients] if norm else [],
-        share=_share_above(gradients, edge) if "upper_share" in policy.needs else jnp.float32(0),
+        peaks=[peak(gradient) for gradient in gradients] if "amax" in policy.needs else [],
+        totals=[half_total(gradient) for gradient in gradients] if policy.needs and not norm else [],
+        squares=[square(gradient) for gradient in gradients] if norm else [],
+        share=share_above(gradients, edge) if "upper_share" in policy.needs else jnp.float32(0),
     )
 
 
@@ -107,28 +107,28 @@ def agreed(found: Found, loss_finite: Array, axes: Sequence[str]) -> tuple[Measu
     return Measured(peaks, totals, squares, packed[-2].astype(jnp.float32)), packed[-1] == 0
 
 
-def _peak(gradient: Array) -> Array:
+def peak(gradient: Array) -> Array:
     """Returns the largest magnitude; anything where there is a NaN."""
     parts = [jnp.max(jnp.abs(part), initial=0.0) for part in real_parts(gradient)]
     return jnp.max(jnp.stack(parts)).astype(_real_wide(gradient))
 
 
-def _total(gradient: Array) -> Array:
+def half_total(gradient: Array) -> Array:
     """Returns half the sum of the magnitudes.
 
-    Half, so that XLA does not write the magnitudes to memory to share them with `_peak`: that takes four times as long.
+    Half, so that XLA does not write the magnitudes to memory to share them with `peak`: that takes four times as long.
     """
     wide = [part.astype(_real_wide(gradient)) for part in real_parts(gradient)]
     return jnp.sum(jnp.stack([jnp.sum(jnp.abs(part * 0.5)) for part in wide]))
 
 
-def _square(gradient: Array) -> Array:
+def square(gradient: Array) -> Array:
     """Returns the sum of the squares."""
     wide = [part.astype(_real_wide(gradient)) for part in real_parts(gradient)]
     return jnp.sum(jnp.stack([jnp.sum(jnp.square(part)) for part in wide]))
 
 
-def _share_above(gradients: Sequence[Array], edge: float) -> Array:
+def share_above(gradients: Sequence[Array], edge: float) -> Array:
     """Returns the share of all elements whose magnitude is above `edge`; inf and NaN are. Complex ones count as two."""
     parts = [part.astype(_real_wide(part)) for gradient in gradients for part in real_parts(gradient)]
     counts = [jnp.sum(~(jnp.abs(part) <= edge), dtype=jnp.uint32).astype(jnp.float32) for part in parts]

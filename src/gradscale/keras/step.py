@@ -127,7 +127,7 @@ def _measure(policy: Policy, pairs: Pairs, loss: Any, *, norm: bool, kinds: bool
         return None
     edge = policy.edge_magnitude if "upper_share" in policy.needs else None  # pyright: ignore[reportAttributeAccessIssue]
     grads, variables = zip(*present, strict=True)
-    asked = Asked(norm=norm, edge=edge, kinds=kinds)
+    asked = Asked(amax=kinds or "amax" in policy.needs, norm=norm, edge=edge, kinds=kinds)
     return BACKEND.measure(grads, [overwrites(variable) for variable in variables], loss, asked)
 
 

@@ -26,11 +26,13 @@ class Asked(NamedTuple):
     """What is to be found out about the gradients, beside whether they are finite.
 
     Attributes:
+        amax: the largest magnitude.
         norm: their norm.
         edge: the share of elements above this magnitude; None if nobody wants it.
         kinds: whether each gradient holds a NaN or only infinities.
     """
 
+    amax: bool = False
     norm: bool = False
     edge: float | None = None
     kinds: bool = False
@@ -42,9 +44,10 @@ class Measured(NamedTuple):
     All but `sizes` are leaves: numbers that a rule can calculate with on this backend.
 
     Attributes:
-        sizes: largest magnitude in each gradient; not finite where the gradient is not.
-        total: largest magnitude in any gradient that is to be unscaled, in float32.
-        overwrites: largest magnitude in any gradient that is no gradient but the next value of its variable.
+        sizes: one number per gradient, no less than its largest magnitude; not finite where the gradient is not.
+        total: no less than any magnitude in the gradients that are to be unscaled; not finite where one is not.
+        overwrites: the same of gradients that are no gradients but the next values of their variables.
+        amax: largest magnitude in the gradients that are to be unscaled; anything if nobody asked.
         norm: norm of all gradients that are to be unscaled; 0 if nobody asked.
         share: share of the elements above an edge; 0 if nobody asked.
         loss_finite: whether the loss was finite.
@@ -53,6 +56,7 @@ class Measured(NamedTuple):
     sizes: Any
     total: Array
     overwrites: Array
+    amax: Array
     norm: Array
     share: Array
     loss_finite: Array
@@ -65,11 +69,11 @@ class Measured(NamedTuple):
             xp: the namespace of the leaves.
         """
         unscale = 1.0 / scale
-        amax = self.total * unscale
+        finite = xp.logical_and(xp.isfinite(self.total * unscale), xp.isfinite(self.overwrites))
         return Seen(
-            finite=xp.logical_and(xp.isfinite(amax), xp.isfinite(self.overwrites)),
+            finite=finite,
             loss_finite=self.loss_finite,
-            amax=smaller(amax, FP32.max, xp),
+            amax=xp.where(finite, smaller(self.amax * unscale, FP32.max, xp), FP32.max),
             norm=self.norm * unscale,
             upper_share=self.share,
         )

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
 
-from gradscale.jax.tree import real_parts
+from gradscale.jax.measure import half_total, peak, share_above, square
 from gradscale.keras.backends import Asked, Assign, Measured, Update
 from gradscale.keras.result import StepResult
 
@@ -26,19 +26,21 @@ jax.tree_util.register_dataclass(
 
 
 def measure(grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: Asked) -> Measured:
-    """Returns what was found in the gradients. Compiled, it reads each once.
+    """Returns what was found in the gradients. Compiled, it reads each once for each number that is asked.
 
     Arrays that `keras.distribution` has spread over devices are one array here, so there is nothing to agree on.
     """
-    parts = [_parts(grad) for grad in grads]
-    sizes = [_size(part) for part in parts]
-    scaled = [part for part, overwrites_it in zip(parts, overwrites, strict=True) if not overwrites_it]
+    values = [_values(grad) for grad in grads]
+    sizes = jnp.stack([half_total(value) * 2 for value in values]).astype(jnp.float32)
+    scaled = [value for value, own in zip(values, overwrites, strict=True) if not own]
+    is_own = jnp.array(overwrites)
     return Measured(
-        sizes=jnp.stack([_told(part, size) for part, size in zip(parts, sizes, strict=True)] if asked.kinds else sizes),
-        total=_largest([size for size, own in zip(sizes, overwrites, strict=True) if not own]),
-        overwrites=_largest([size for size, own in zip(sizes, overwrites, strict=True) if own]),
-        norm=_norm(scaled) if asked.norm else jnp.float32(0),
-        share=jnp.float32(0) if asked.edge is None else _share_above(scaled, asked.edge),
+        sizes=sizes,
+        total=jnp.sum(sizes, where=~is_own),
+        overwrites=jnp.sum(sizes, where=is_own),
+        amax=_largest([peak(value) for value in scaled]) if asked.amax else jnp.float32(0),
+        norm=jnp.sqrt(_sum([square(value) for value in scaled])) if asked.norm else jnp.float32(0),
+        share=jnp.float32(0) if asked.edge is None else share_above(scaled, asked.edge),
         loss_finite=jnp.bool_(True) if loss is None else jnp.all(jnp.isfinite(loss)),
     )
 
@@ -86,34 +88,14 @@ def together(
     return finish(measured, lambda scale: update(grads, variables, scale))
 
 
-def _parts(grad: Any) -> list[Array]:
-    """Returns the numbers of a gradient, dense or sparse, complex or not, as real arrays."""
-    return list(real_parts(jnp.asarray(grad.data if isinstance(grad, JAXSparse) else grad)))
+def _values(grad: Any) -> Array:
+    """Returns the numbers of a gradient, dense or sparse."""
+    return jnp.asarray(grad.data if isinstance(grad, JAXSparse) else grad)
 
 
-def _size(parts: Sequence[Array]) -> Array:
-    """Returns the largest magnitude, inf where one is not finite. A maximum alone may lose a NaN."""
-    known = [jnp.where(jnp.isfinite(part), jnp.abs(part), jnp.inf) for part in parts]
-    return _largest([jnp.max(part, initial=0.0).astype(jnp.float32) for part in known])
+def _largest(peaks: Sequence[Array]) -> Array:
+    return jnp.max(jnp.stack([jnp.float32(0), *peaks])).astype(jnp.float32)
 
 
-def _told(parts: Sequence[Array], size: Array) -> Array:
-    """Returns the size, or NaN where there is one."""
-    has_nan = jnp.any(jnp.stack([jnp.any(jnp.isnan(part)) for part in parts]))
-    return jnp.where(has_nan, jnp.nan, size)
-
-
-def _largest(sizes: Sequence[Array]) -> Array:
-    return jnp.max(jnp.stack([jnp.float32(0), *sizes]))
-
-
-def _norm(gradients: Sequence[Sequence[Array]]) -> Array:
-    wide = [part.astype(jnp.float32) for parts in gradients for part in parts]
-    return jnp.sqrt(jnp.sum(jnp.stack([jnp.float32(0), *(jnp.sum(jnp.square(part)) for part in wide)])))
-
-
-def _share_above(gradients: Sequence[Sequence[Array]], edge: float) -> Array:
-    """Returns the share of all elements whose magnitude is above `edge`; inf and NaN are."""
-    wide = [part.astype(jnp.float32) for parts in gradients for part in parts]
-    counts = [jnp.sum(~(jnp.abs(part) <= edge)).astype(jnp.float32) for part in wide]
-    return jnp.sum(jnp.stack([jnp.float32(0), *counts])) / max(1, sum(part.size for part in wide))
+def _sum(squares: Sequence[Array]) -> Array:
+    return jnp.sum(jnp.stack([jnp.float32(0), *squares])).astype(jnp.float32)

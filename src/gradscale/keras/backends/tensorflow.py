@@ -30,13 +30,15 @@ def measure(grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: 
     parts = [_parts(grad) for grad in grads]
     sizes = [_size(part) for part in parts]
     scaled = [part for part, overwrites_it in zip(parts, overwrites, strict=True) if not overwrites_it]
+    amax = _largest([size for size, own in zip(sizes, overwrites, strict=True) if not own])
     return _agreed(
         Measured(
             sizes=tf.stack(
                 [_told(one, size) for one, size in zip(parts, sizes, strict=True)] if asked.kinds else sizes
             ),
-            total=_largest([size for size, own in zip(sizes, overwrites, strict=True) if not own]),
+            total=amax,
             overwrites=_largest([size for size, own in zip(sizes, overwrites, strict=True) if own]),
+            amax=amax,
             norm=_norm(scaled) if asked.norm else tf.constant(0.0),
             share=tf.constant(0.0) if asked.edge is None else _share_above(scaled, asked.edge),
             loss_finite=tf.constant(True) if loss is None else tf.reduce_all(tf.math.is_finite(loss)),
@@ -109,6 +111,7 @@ def _agreed(measured: Measured) -> Measured:
         sizes=tf.where(nans > 0, float("nan"), sizes),
         total=worst[0],
         overwrites=worst[1],
+        amax=worst[0],
         share=worst[2],
         loss_finite=worst[3] == 0,
     )

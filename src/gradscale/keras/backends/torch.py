@@ -31,7 +31,8 @@ def measure(grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: 
     norm = read(scaled, device, norm=True, half=False).total if asked.norm else nothing
     share = nothing if asked.edge is None else share_above(scaled, torch.tensor(asked.edge, device=device), device)
     bad_loss = nothing if loss is None else (~torch.isfinite(torch.as_tensor(loss)).all()).to(device, torch.float32)
-    known = [sizes.where(~is_own, 0).amax(), sizes.where(is_own, 0).amax(), norm, share, bad_loss]
+    amax = sizes.where(~is_own, 0).amax()
+    known = [amax, sizes.where(is_own, 0).amax(), amax, norm, share, bad_loss]
     *numbers, bad = np.array(torch.stack(known).tolist(), np.float32)
     return Measured(sizes, *numbers, loss_finite=np.bool_(bad == 0))
 
