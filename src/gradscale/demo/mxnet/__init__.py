@@ -5,7 +5,7 @@ import os
 # Read when MXNet is loaded. Arrays this small are faster on one thread, and on a busy machine by far.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from gradscale.demo.mxnet.compare import DEMO, compare  # noqa: E402
-from gradscale.demo.mxnet.train import Way  # noqa: E402
+from gradscale.demo.mxnet.compare import DEMO, compare
+from gradscale.demo.mxnet.train import Way
 
 __all__ = ["DEMO", "Way", "compare"]
