@@ -29,7 +29,7 @@ class StepResult:
     """The outcome of one step. It may be returned from a `tf.function` and from a function that `jax.jit` compiles.
 
     Its tensors cost nothing to hand around. `skipped`, `status` and `culprits` wait for the device, and so are called
-    outside of compiled functions.
+    outside of compiled functions. From `strategy.run` return its tensors one by one; they are the same on all replicas.
 
     Attributes:
         applied: bool; True if the inner optimizer was run.

@@ -27,6 +27,7 @@ XP = SimpleNamespace(
 
 def measure(grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: Asked) -> Measured:
     """Returns what all replicas together found in the gradients: one small gather where there are several."""
+    _check_norm(asked)
     parts = [_parts(grad) for grad in grads]
     sizes = [_size(part) for part in parts]
     scaled = [part for part, overwrites_it in zip(parts, overwrites, strict=True) if not overwrites_it]
@@ -89,6 +90,16 @@ def together(
         )
 
     return tf.distribute.get_replica_context().merge_call(between, args=(measured, grads, variables))
+
+
+def _check_norm(asked: Asked) -> None:
+    """Raises if the norm is wanted where no replica knows it."""
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if asked.norm and replicas > 1:
+        raise ValueError(
+            "`norm=True` needs all gradients in one place, and replicas add theirs up only in the inner optimizer. "
+            f"Received: norm=True on {replicas} replicas. Leave it out."
+        )
 
 
 def _done(update: Callable[[], None]) -> tf.Operation | None:
