@@ -6,7 +6,7 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +108,7 @@ def devices() -> list[str]:
 
 
 @contextmanager
-def _errors_unseen() -> Iterator[None]:
+def _errors_unseen() -> Generator[None]:
     """Drops what is written to the error stream, by compiled code too: TensorFlow greets there when it is loaded."""
     sys.stderr.flush()
     kept = os.dup(STDERR)
