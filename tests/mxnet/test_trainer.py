@@ -1,6 +1,7 @@
 """`init_trainer` and `scale_loss`: what a trainer does that has a scaler."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import mxnet as mx
@@ -10,8 +11,9 @@ from mxnet import autograd, gluon, nd
 from mxnet.contrib import amp
 from tests.mxnet.helpers import backward, losses, make_parameter, make_trainer, use_mxnets_amp, weights
 
-from gradscale import Dynamic, Headroom, NoScaling, Static, Status, preset
+from gradscale import Dynamic, Headroom, NoScaling, Seen, Static, Status, preset
 from gradscale.mxnet import Culprit, init_trainer, scale_loss, unscale
+from gradscale.scalars import SCALARS
 
 CLEAN = (0.5, -0.25, 0.0)
 INF = (0.5, math.inf, 0.0)
@@ -78,13 +80,39 @@ def test_only_the_parameters_that_overflowed_are_culprits() -> None:
 def test_the_default_is_the_rule_of_mxnet_without_its_lag() -> None:
     trainer = make_trainer(make_parameter())
     scaler = init_trainer(trainer)
-    assert scaler.policy == preset("mxnet")
     scales = []
     for slope in (INF, INF, CLEAN):
         backward(trainer, slope)
         trainer.step(1)
         scales.append(scaler.last.scale)
     assert scales == [65536.0, 32768.0, 16384.0]
+
+
+def test_the_default_never_reaches_zero() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, max_consecutive_skips=1000)
+    for _ in range(150):
+        backward(trainer, INF)
+        trainer.step(1)
+    assert (scaler.loss_scale, bool(scaler.state.stuck)) == (2.0**-126, True)
+    backward(trainer, CLEAN)
+    trainer.step(1)
+    assert weights(trainer) == [[0.5, 1.25, 1.0]]
+
+
+def test_the_default_grows_as_mxnets_own_does() -> None:
+    ours, theirs = init_trainer(make_trainer(make_parameter())).policy, preset("mxnet")
+    one, other = (replace(policy.start(), scale=np.float32(2.0**21)) for policy in (ours, theirs))
+    for step in range(20_000):
+        seen = Seen(finite=np.bool_(step % 7000 != 6999))
+        one, other = ours.next(one, seen, SCALARS), theirs.next(other, seen, SCALARS)
+    assert (float(one.scale), int(one.clean_steps)) == (float(other.scale), int(other.clean_steps))
+
+
+def test_auto_follows_the_largest_gradient() -> None:
+    assert init_trainer(make_trainer(make_parameter()), "auto").policy == Headroom()
+    with pytest.raises(TypeError, match=r"must be 'auto' or a policy, such as `Dynamic\(\)`\. Received: policy='o1'"):
+        init_trainer(make_trainer(make_parameter()), "o1")  # pyright: ignore[reportArgumentType]
 
 
 def test_the_floor_and_the_ceiling_hold() -> None:

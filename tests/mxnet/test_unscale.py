@@ -6,7 +6,7 @@ import pytest
 from mxnet import gluon
 from tests.mxnet.helpers import backward, make_parameter, make_trainer, weights
 
-from gradscale import Dynamic, Headroom, Static, Status
+from gradscale import Dynamic, Headroom, Static, Status, preset
 from gradscale.mxnet import Culprit, init_trainer, unscale
 
 
@@ -86,7 +86,7 @@ def test_float16_gradients_are_divided_in_float32() -> None:
 @pytest.mark.parametrize("early", [False, True], ids=["step alone", "unscaled first"])
 def test_a_scale_of_zero_skips_the_step(early: bool) -> None:
     trainer = make_trainer(make_parameter())
-    scaler = init_trainer(trainer)  # MXNet's rule has no floor
+    scaler = init_trainer(trainer, preset("mxnet"))  # which has no floor
     saved = scaler.state_dict()
     scaler.load_state_dict(saved | {"state": saved["state"] | {"scale": 0.0}})
     backward(trainer, (0.5, 0.5, 0.5))

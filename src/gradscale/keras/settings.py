@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from gradscale.policy import HIGHEST_SCALE, LOWEST_SCALE, Dynamic, Policy, check_policy
-from gradscale.predictive import Headroom
+from gradscale.auto import as_policy
+from gradscale.policy import HIGHEST_SCALE, LOWEST_SCALE, Dynamic, Policy
 from gradscale.saved import policy_from_dict
 
 INITIAL_SCALE = 2.0**15
@@ -35,16 +35,6 @@ def chosen_policy(initial_scale: float, dynamic_growth_steps: int, policy: Polic
             "Give them to the policy: `Dynamic(init_scale=..., growth_interval=...)`."
         )
     return as_policy(policy)
-
-
-def as_policy(policy: Policy | Literal["auto"]) -> Policy:
-    """Returns the policy that is meant; raises if it is none."""
-    if isinstance(policy, str):
-        if policy == "auto":
-            return Headroom()
-        raise TypeError(f"`policy` must be 'auto' or a policy, such as `Dynamic()`. Received: policy={policy!r}.")
-    check_policy(policy)
-    return policy
 
 
 def with_policy(config: Mapping[str, Any]) -> dict[str, Any]:

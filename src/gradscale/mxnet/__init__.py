@@ -4,5 +4,15 @@ from gradscale.mxnet.result import StepResult
 from gradscale.mxnet.scaler import LossScaler
 from gradscale.mxnet.trainer import init_trainer, scale_loss, scaler_of, unscale
 from gradscale.numpy.result import Culprit
+from gradscale.stuck import ScaleStuck
 
-__all__ = ["Culprit", "LossScaler", "StepResult", "init_trainer", "scale_loss", "scaler_of", "unscale"]
+__all__ = [
+    "Culprit",
+    "LossScaler",
+    "ScaleStuck",
+    "StepResult",
+    "init_trainer",
+    "scale_loss",
+    "scaler_of",
+    "unscale",
+]

@@ -17,9 +17,10 @@ from gradscale.mxnet.look import Look, look
 from gradscale.mxnet.losses import Losses, check_loss
 from gradscale.mxnet.result import StepResult
 from gradscale.mxnet.rule import decide_on_host
-from gradscale.policy import Policy, check_policy
+from gradscale.policy import Policy, check_count, check_policy
 from gradscale.saved import read_saved, write_saved
 from gradscale.state import ScaleState, Seen, Status
+from gradscale.stuck import MAX_CONSECUTIVE_SKIPS, ScaleStuck, likely_cause
 
 
 class LossScaler:
@@ -30,11 +31,19 @@ class LossScaler:
     Args:
         policy: the rule for the scale.
         clip_norm: bound on the norm of all gradients together, as the optimizer sees them.
+        max_consecutive_skips: skipped steps in a row after which a run may be stuck.
     """
 
-    def __init__(self, policy: Policy, clip_norm: float | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        clip_norm: float | None = None,
+        max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
+    ) -> None:
         check_policy(policy)
+        check_count("max_consecutive_skips", max_consecutive_skips)
         self._policy = policy
+        self._max_consecutive_skips = max_consecutive_skips
         self._state: ScaleState = policy.start()
         self.clip_norm = clip_norm
         self._losses = Losses()
@@ -128,6 +137,21 @@ class LossScaler:
         factor = rescale * float(outcome.factor) * (self.loss_scale / unit)
         self._remember(Status.APPLIED, outcome.state, found)
         return factor
+
+    def check_stuck(self, parameters: int) -> None:
+        """Raises if the last step was one skip too many: no lower scale is left to try, or the loss is not finite.
+
+        Args:
+            parameters: how many parameters had gradients.
+
+        Raises:
+            ScaleStuck: it names the parameters to blame, and the likely cause.
+        """
+        skips, status = int(self._state.consecutive_skips), self.last.status
+        no_way_down = status is Status.OVERFLOW and bool(self._state.stuck)
+        if skips >= self._max_consecutive_skips and (no_way_down or status is Status.NONFINITE_LOSS):
+            culprits = self.last.culprits()
+            raise ScaleStuck(skips, self.loss_scale, culprits, likely_cause(status, culprits, parameters))
 
     def metrics(self) -> dict[str, float]:
         """Returns scale, counts, skip rate, and the last step's true norm and headroom: NaN where there is none.

@@ -3,19 +3,29 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from mxnet import autograd
 
+from gradscale.auto import as_policy
 from gradscale.mxnet.checks import check_compression, check_masters, check_trainer, check_update_place
 from gradscale.mxnet.gradients import collect, fresh, spend
 from gradscale.mxnet.scaler import LossScaler
 from gradscale.mxnet.workers import Workers, init_params_and_wait
-from gradscale.peers import preset
-from gradscale.policy import Policy
+from gradscale.policy import LOWEST_SCALE, Dynamic, Policy
+from gradscale.stuck import MAX_CONSECUTIVE_SKIPS
+
+MXNETS_RULE = Dynamic(min_scale=LOWEST_SCALE, max_scale=2.0**24)
+"""The rule of MXNet's amp, without its lag of a step, and with a floor: its own goes on to zero, and stays there."""
 
 
-def init_trainer(trainer: Any, policy: Policy | None = None, *, clip_norm: float | None = None) -> LossScaler:
+def init_trainer(
+    trainer: Any,
+    policy: Policy | Literal["auto"] | None = None,
+    *,
+    clip_norm: float | None = None,
+    max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
+) -> LossScaler:
     """Returns the scaler that `trainer.step` and `trainer.update` ask from now on before they touch a weight.
 
     Call it right after the trainer is made. The trainer will update the weights itself: with several contexts, MXNet
@@ -23,16 +33,19 @@ def init_trainer(trainer: Any, policy: Policy | None = None, *, clip_norm: float
 
     Args:
         trainer: a `gluon.Trainer`.
-        policy: the rule for the scale. By default that of MXNet's amp, `preset("mxnet")`, without its lag of a step.
+        policy: the rule for the scale. By default that of MXNet's amp without its lag of a step, and with a floor of
+            2**-126. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
         clip_norm: bound on the norm of all gradients together, unscaled and divided by the size of the batch.
+        max_consecutive_skips: skipped steps in a row, with no lower scale left to try or a loss that is not finite,
+            after which a step raises `ScaleStuck`.
 
     Raises:
-        TypeError: `trainer` is no `gluon.Trainer`, or `policy` is no policy.
+        TypeError: `trainer` is no `gluon.Trainer`, `policy` is no policy, or `max_consecutive_skips` no integer.
         ValueError: the trainer has a scaler already, cannot update the weights itself, compresses gradients, or would
-            compute in float16.
+            compute in float16; or `clip_norm` or `max_consecutive_skips` is out of range.
     """
     check_trainer(trainer)
-    scaler = LossScaler(preset("mxnet") if policy is None else policy, clip_norm)
+    scaler = LossScaler(MXNETS_RULE if policy is None else as_policy(policy), clip_norm, max_consecutive_skips)
     check_update_place(trainer)
     check_compression(trainer)
     check_masters(trainer, scaler.policy)
@@ -111,7 +124,8 @@ def _update_if_finite(
     rescale = optimizer.rescale_grad
     factor = scaler.take(to_apply, rescale, loss_finite=workers.all(scaler.losses_finite()))
     if factor is None:
-        return spend(to_apply)
+        spend(to_apply)
+        return scaler.check_stuck(parameters=max(map(len, to_apply), default=0))
     optimizer.rescale_grad = factor
     try:
         update(ignore_stale_grad)

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gradscale.auto import as_policy
 from gradscale.decide import check_clip
-from gradscale.policy import Policy, check_policy
-from gradscale.predictive import Headroom
+from gradscale.policy import Policy
 from gradscale.saved import write_saved
 from gradscale.stuck import MAX_CONSECUTIVE_SKIPS
 from gradscale.torch import apply
@@ -68,7 +68,7 @@ class LossScaler:
     ) -> None:
         self._modules = check_modules(model)
         self._names = Names(self._modules)
-        self._rule = Rule(_as_policy(policy), device=None if device is None else torch.device(device))
+        self._rule = Rule(as_policy(policy), device=None if device is None else torch.device(device))
         self._agreement = Agreement(group)
         self._memory = Memory(max_consecutive_skips, on_stuck)
         self._windows = Windows(self._rule, self._names)
@@ -293,7 +293,7 @@ class LossScaler:
             system: whose dict it is, as in `gradscale.import_state`, where it is neither of the first two.
         """
         policy, state = read_saved(mapping, system)
-        self._rule.load(_as_policy(policy), state)
+        self._rule.load(as_policy(policy), state)
         self._memory.forget()
         self._windows.close()
 
@@ -309,12 +309,3 @@ class LossScaler:
         self._windows.close(step.optimizers)
         self._memory.keep(result, step.outcome.state, step.seen.amax if step.measured.told_sizes else None)
         return result
-
-
-def _as_policy(policy: Policy | Literal["auto"]) -> Policy:
-    if policy == "auto":
-        return Headroom()
-    if isinstance(policy, str):
-        raise TypeError(f"`policy` must be 'auto' or a policy, such as `Dynamic()`. Received: policy={policy!r}.")
-    check_policy(policy)
-    return policy
