@@ -28,19 +28,16 @@ XP = SimpleNamespace(
 def measure(grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: Asked) -> Measured:
     """Returns what all replicas together found in the gradients: one small gather where there are several."""
     _check_norm(asked)
-    parts = [_parts(grad) for grad in grads]
-    sizes = [_size(part) for part in parts]
-    scaled = [part for part, overwrites_it in zip(parts, overwrites, strict=True) if not overwrites_it]
-    amax = _largest([size for size, own in zip(sizes, overwrites, strict=True) if not own])
+    magnitudes = [_magnitudes(grad) for grad in grads]
+    sizes = [_sum([tf.reduce_sum(part) for part in parts]) for parts in magnitudes]
+    scaled = [part for parts, own in zip(magnitudes, overwrites, strict=True) if not own for part in parts]
     return _agreed(
         Measured(
-            sizes=tf.stack(
-                [_told(one, size) for one, size in zip(parts, sizes, strict=True)] if asked.kinds else sizes
-            ),
-            total=amax,
-            overwrites=_largest([size for size, own in zip(sizes, overwrites, strict=True) if own]),
-            amax=amax,
-            norm=_norm(scaled) if asked.norm else tf.constant(0.0),
+            sizes=tf.stack(sizes),
+            total=_sum([size for size, own in zip(sizes, overwrites, strict=True) if not own]),
+            overwrites=_sum([size for size, own in zip(sizes, overwrites, strict=True) if own]),
+            amax=_largest(scaled) if asked.amax else tf.constant(0.0),
+            norm=tf.sqrt(_sum([tf.reduce_sum(tf.square(part)) for part in scaled])) if asked.norm else tf.constant(0.0),
             share=tf.constant(0.0) if asked.edge is None else _share_above(scaled, asked.edge),
             loss_finite=tf.constant(True) if loss is None else tf.reduce_all(tf.math.is_finite(loss)),
         )
@@ -113,64 +110,48 @@ def _agreed(measured: Measured) -> Measured:
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return measured
-    nans = tf.math.is_nan(measured.sizes)
-    numbers = [measured.total, measured.overwrites, measured.share, tf.cast(~measured.loss_finite, tf.float32)]
-    found = tf.concat([numbers, tf.where(nans, tf.constant(0.0), measured.sizes), tf.cast(nans, tf.float32)], 0)
-    worst = tf.reduce_max(_gathered(context, found), axis=0)
-    sizes, nans = tf.split(worst[len(numbers) :], 2)
-    return measured._replace(
-        sizes=tf.where(nans > 0, float("nan"), sizes),
-        total=worst[0],
-        overwrites=worst[1],
-        amax=worst[0],
-        share=worst[2],
-        loss_finite=worst[3] == 0,
-    )
+    bad_loss = tf.cast(~measured.loss_finite, tf.float32)
+    numbers = [measured.total, measured.overwrites, measured.amax, measured.share, bad_loss]
+    worst = _worst(context, tf.concat([numbers, measured.sizes], 0))
+    total, overwrites, amax, share, bad_loss = tf.unstack(worst[: len(numbers)])
+    return Measured(worst[len(numbers) :], total, overwrites, amax, measured.norm, share, loss_finite=bad_loss == 0)
 
 
-def _gathered(context: Any, mine: tf.Tensor) -> tf.Tensor:
-    """Returns the vectors of all replicas, one below the other.
+def _worst(context: Any, mine: tf.Tensor) -> tf.Tensor:
+    """Returns the largest of each number over all replicas, NaN above all.
 
-    By a sum in which each adds its own row: one collective, where TensorFlow's gather takes several.
+    A maximum may lose a NaN, so that NaN travels as a number of its own. It travels by a sum in which each replica adds
+    its own row: one collective, where TensorFlow's gather takes several.
     """
-    rows = tf.range(context.num_replicas_in_sync)[:, None]
-    own_row = rows == tf.cast(context.replica_id_in_sync_group, rows.dtype)
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.where(own_row, mine[None], tf.constant(0.0)))
+    nans = tf.math.is_nan(mine)
+    own = tf.stack([tf.where(nans, tf.constant(0.0), mine), tf.cast(nans, tf.float32)])
+    rows = tf.range(context.num_replicas_in_sync)[:, None, None]
+    is_own = rows == tf.cast(context.replica_id_in_sync_group, rows.dtype)
+    everyone = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.where(is_own, own[None], tf.constant(0.0)))
+    worst, nans = tf.unstack(tf.reduce_max(everyone, axis=0))
+    return tf.where(nans > 0, float("nan"), worst)
 
 
-def _parts(grad: Any) -> list[tf.Tensor]:
-    """Returns the numbers of a gradient, dense or sparse, complex or not, as real tensors."""
+def _magnitudes(grad: Any) -> list[tf.Tensor]:
+    """Returns the magnitudes of a gradient, dense or sparse, in float32. A complex one has two parts."""
     values = tf.convert_to_tensor(grad.values if isinstance(grad, tf.IndexedSlices | tf.SparseTensor) else grad)
-    return [tf.math.real(values), tf.math.imag(values)] if values.dtype.is_complex else [values]
+    parts = [tf.math.real(values), tf.math.imag(values)] if values.dtype.is_complex else [values]
+    return [tf.abs(tf.cast(part, tf.float32)) for part in parts]
 
 
-def _size(parts: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns the largest magnitude, inf where one is not finite. A maximum alone may lose a NaN."""
-    infinity = float("inf")
-    known = [tf.where(tf.math.is_finite(part), tf.abs(part), tf.cast(infinity, part.dtype)) for part in parts]
+def _sum(numbers: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.add_n(numbers) if numbers else tf.constant(0.0)
+
+
+def _largest(magnitudes: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the largest magnitude of all; anything where there is a NaN."""
     # The maximum of nothing is minus infinity.
-    return _largest([tf.cast(tf.reduce_max(part), tf.float32) for part in known])
+    return tf.reduce_max(tf.stack([tf.constant(0.0), *(tf.reduce_max(part) for part in magnitudes)]))
 
 
-def _told(parts: Sequence[tf.Tensor], size: tf.Tensor) -> tf.Tensor:
-    """Returns the size, or NaN where there is one."""
-    has_nan = tf.reduce_any([tf.reduce_any(tf.math.is_nan(part)) for part in parts])
-    return tf.where(has_nan, float("nan"), size)
-
-
-def _largest(sizes: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.reduce_max(tf.stack([tf.constant(0.0), *sizes]))
-
-
-def _norm(gradients: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
-    wide = [tf.cast(part, tf.float32) for parts in gradients for part in parts]
-    return tf.sqrt(tf.add_n([tf.constant(0.0), *(tf.reduce_sum(tf.square(part)) for part in wide)]))
-
-
-def _share_above(gradients: Sequence[Sequence[tf.Tensor]], edge: float) -> tf.Tensor:
+def _share_above(magnitudes: Sequence[tf.Tensor], edge: float) -> tf.Tensor:
     """Returns the share of all elements whose magnitude is above `edge`; inf and NaN are."""
-    wide = [tf.cast(part, tf.float32) for parts in gradients for part in parts]
     none = tf.constant(0, tf.int64)
-    above = tf.add_n([none, *(tf.math.count_nonzero(tf.logical_not(tf.abs(part) <= edge)) for part in wide)])
-    elements = tf.add_n([none, *(tf.size(part, tf.int64) for part in wide)])
+    above = tf.add_n([none, *(tf.math.count_nonzero(tf.logical_not(part <= edge)) for part in magnitudes)])
+    elements = tf.add_n([none, *(tf.size(part, tf.int64) for part in magnitudes)])
     return tf.cast(above, tf.float32) / tf.cast(tf.maximum(elements, 1), tf.float32)
