@@ -38,7 +38,7 @@ class ScaleStuck(RuntimeError):
         more = f" and {len(culprits) - 5} more" if len(culprits) > 5 else ""
         super().__init__(
             f"{skips} steps in a row were skipped, and no lower scale than {scale:g} can help. Likely cause: {cause} "
-            f"Gradients that were not finite: {named or 'none'}{more}."
+            f"Gradients that were not finite: {named or 'none known'}{more}."
         )
 
 

@@ -8,6 +8,7 @@ from gradscale.keras.explain_rows import Explanation, LayerRow
 from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.keras.result import Culprit, StepResult
 from gradscale.keras.tf_checkpoint import read_tf_checkpoint
+from gradscale.stuck import ScaleStuck
 
 __all__ = [
     "Culprit",
@@ -16,6 +17,7 @@ __all__ = [
     "LossScaleOptimizer",
     "ScaleMonitor",
     "ScaleRow",
+    "ScaleStuck",
     "StepResult",
     "adopt",
     "explain",

@@ -9,9 +9,17 @@ import keras
 
 from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.policy import check_count
+from gradscale.state import ScaleState
+from gradscale.stuck import MAX_CONSECUTIVE_SKIPS, ScaleStuck
 
 SHOWN = ("loss_scale", "skipped_steps")
 """What the progress bar, the history and TensorBoard call the scale and the count of skips."""
+
+CAUSE = (
+    "`fit` does not tell which gradients were not finite, nor whether the loss was; look at the loss first, then at "
+    "the culprits of a step in a loop of your own."
+)
+"""What is known of a stuck run here, as a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +59,33 @@ class ScaleMonitor(keras.callbacks.Callback):
     async_safe = True
     """Tells Keras that `on_train_batch_end` may be called from another thread: it reads no device."""
 
-    def __init__(self, every: int = 10, log_dir: str | PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        every: int = 10,
+        log_dir: str | PathLike[str] | None = None,
+        *,
+        max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
+    ) -> None:
         """Makes a monitor for one model.
 
         Args:
             every: batches between two readings.
             log_dir: folder to write TensorBoard's files to, a point for each reading. Needs TensorFlow, on whichever
                 backend Keras runs.
+            max_consecutive_skips: skipped steps in a row, with no lower scale left to try, after which a reading raises
+                `ScaleStuck`.
 
         Raises:
             ImportError: `log_dir` was given, and there is no TensorFlow.
-            TypeError: `every` is no integer.
-            ValueError: `every` is less than 1.
+            TypeError: `every` or `max_consecutive_skips` is no integer.
+            ValueError: one of them is less than 1.
         """
         super().__init__()
         check_count("every", every)
+        check_count("max_consecutive_skips", max_consecutive_skips)
         self.rows: list[ScaleRow] = []
         self._every = every
+        self._max_consecutive_skips = max_consecutive_skips
         self._batches = 0
         self._summary = None if log_dir is None else _Summary(fspath(log_dir))
 
@@ -96,10 +114,14 @@ class ScaleMonitor(keras.callbacks.Callback):
         self._read()
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Reads what the batches so far have done, if it is time. Keras calls this, always in the main thread."""
+        """Reads what the batches so far have done, if it is time. Keras calls this, always in the main thread.
+
+        Raises:
+            ScaleStuck: step after step was skipped, and no lower scale is left to try.
+        """
         del batch, logs
         if self._batches and self._batches % self._every == 0:
-            self._read()
+            self._check_stuck(self._read())
         self._batches += 1
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -108,20 +130,31 @@ class ScaleMonitor(keras.callbacks.Callback):
         self._show(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Reads, and adds it to the logs of an epoch. Keras calls this."""
-        del epoch
-        self._read()
-        self._show(logs)
+        """Reads, and adds it to the logs of an epoch. Keras calls this.
 
-    def _read(self) -> None:
+        Raises:
+            ScaleStuck: as above.
+        """
+        del epoch
+        state = self._read()
+        self._show(logs)
+        self._check_stuck(state)
+
+    def _read(self) -> ScaleState:
         state = _optimizer_of(self.model).state
         skipped, step = int(state.skipped), int(state.applied) + int(state.skipped)
         if self.rows and step == self.rows[-1].step:
-            return
+            return state
         finite = not self.rows or skipped == self.rows[-1].skipped
         self.rows.append(ScaleRow(step, float(state.scale), skipped, finite))
         if self._summary is not None:
             self._summary.write(self.rows[-1])
+        return state
+
+    def _check_stuck(self, state: ScaleState) -> None:
+        skips = int(state.consecutive_skips)
+        if state.stuck and skips >= self._max_consecutive_skips:
+            raise ScaleStuck(skips, float(state.scale), (), CAUSE)
 
     def _show(self, logs: dict[str, Any] | None) -> None:
         if logs is not None:

@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from tests.keras.backend.helpers import data, network
+from tests.keras.backend.helpers import data, network, same, weights
 
-from gradscale import Dynamic, NoScaling, replay
-from gradscale.keras import LossScaleOptimizer, ScaleMonitor, ScaleRow
+from gradscale import Dynamic, NoScaling, Static, replay
+from gradscale.keras import LossScaleOptimizer, ScaleMonitor, ScaleRow, ScaleStuck
 
 SGD = keras.optimizers.SGD
 six_batches = partial(data, batches=6)
@@ -157,3 +157,34 @@ def test_the_weights_are_those_of_a_run_without_it() -> None:
     alone.fit(*six_batches(2), batch_size=4, epochs=2, shuffle=False, verbose=0)
     for left, right in zip(watched_model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_array_equal(left, right)
+
+
+def stuck_model(monitor: ScaleMonitor, *bad: int) -> Any:
+    """Returns a model that did not get through `fit`, because a reading raised."""
+    model = network()
+    model.compile(LossScaleOptimizer(SGD(0.01), policy=Static(1024.0)), loss="mse")
+    with pytest.raises(ScaleStuck, match=r"^3 steps in a row.*no lower scale than 1024 can.*does not tell which"):
+        model.fit(*six_batches(*bad), batch_size=4, shuffle=False, verbose=0, callbacks=[monitor])
+    return model
+
+
+def test_a_run_that_skips_every_step_ends_at_a_reading() -> None:
+    monitor = ScaleMonitor(every=1, max_consecutive_skips=3)
+    model = stuck_model(monitor, 0, 1, 2, 3)
+    assert [row.step for row in monitor.rows] == [0, 1, 2, 3]
+    assert same(weights(model), weights(network()))
+
+
+def test_the_model_trains_on_after_it_was_stuck() -> None:
+    model = stuck_model(ScaleMonitor(every=10, max_consecutive_skips=3), 3, 4, 5)
+    model.fit(*six_batches(), batch_size=4, verbose=0, callbacks=[ScaleMonitor(max_consecutive_skips=3)])
+    assert int(model.optimizer.state.applied) == 9
+
+
+def test_a_scale_that_can_still_fall_is_not_stuck() -> None:
+    watched(ScaleMonitor(every=1, max_consecutive_skips=1), 0, 1, 2, 3, 4, 5)
+
+
+def test_a_limit_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="`max_consecutive_skips` must be between 1"):
+        ScaleMonitor(max_consecutive_skips=0)
