@@ -293,3 +293,20 @@ def test_sparse_gradients_are_measured_by_the_rows_they_hold() -> None:
         trainer.step(1)
         assert scaler.last.status is status
     assert embedding.weight.data().asnumpy().tolist() == [[1, 1], [0, 0], [1, 1], [1, 1]]
+
+
+def test_a_factor_below_what_mxnet_takes_updates_all_the_same() -> None:
+    trainer = make_trainer(make_parameter())
+    init_trainer(trainer, Static(2.0**126))
+    backward(trainer, CLEAN)
+    trainer.step(8)  # 2**-129
+    assert weights(trainer) == [[0.9375, 1.03125, 1.0]]
+
+
+def test_a_hard_clip_of_huge_gradients_updates_all_the_same() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Static(1.0), clip_norm=0.5)
+    backward(trainer, (2.0**127, 0.0, 0.0))
+    trainer.step(1)
+    assert scaler.last.applied
+    assert weights(trainer) == [[0.5, 1.0, 1.0]]

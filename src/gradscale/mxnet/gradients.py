@@ -5,6 +5,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradscale.policy import LOWEST_SCALE
+
+PART = 2.0**-60
+"""What gradients are multiplied by where a factor is too small for MXNet."""
+
 
 class Slot(NamedTuple):
     """One parameter's gradient on one context.
@@ -61,6 +66,19 @@ def spend(gradients: Gradients) -> None:
     for slots in gradients:
         for slot in slots:
             slot.weight._fresh_grad = False
+
+
+def with_normal_factor(gradients: Gradients, factor: float) -> float:
+    """Returns a factor that MXNet takes: it refuses numbers below 2**-126, so the gradients take over a part of them.
+
+    Only where a scale near 2**126, a large batch or a hard clip come together. Otherwise nothing is touched.
+    """
+    if not 0 < abs(factor) < LOWEST_SCALE:
+        return factor
+    for slots in gradients:
+        for slot in slots:
+            slot.multiply(PART)
+    return factor / PART
 
 
 def is_half(array: Any) -> bool:

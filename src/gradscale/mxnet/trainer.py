@@ -9,7 +9,7 @@ from mxnet import autograd
 
 from gradscale.auto import as_policy
 from gradscale.mxnet.checks import check_compression, check_masters, check_trainer, check_update_place
-from gradscale.mxnet.gradients import collect, fresh, spend
+from gradscale.mxnet.gradients import collect, fresh, spend, with_normal_factor
 from gradscale.mxnet.scaler import LossScaler
 from gradscale.mxnet.workers import Workers, init_params_and_wait
 from gradscale.policy import LOWEST_SCALE, Dynamic, Policy
@@ -126,7 +126,7 @@ def _update_if_finite(
     if factor is None:
         spend(to_apply)
         return scaler.check_stuck(parameters=max(map(len, to_apply), default=0))
-    optimizer.rescale_grad = factor
+    optimizer.rescale_grad = with_normal_factor(to_apply, factor)
     try:
         update(ignore_stale_grad)
     finally:
