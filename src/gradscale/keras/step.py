@@ -77,7 +77,7 @@ def take(optimizer: Any, pairs: Pairs, loss: Any, *, norm: bool, kinds: bool) ->
     def update(grads: Sequence[Any], variables: Sequence[Any], scale: Array) -> None:
         inner.apply(unscaled(grads, variables, scale), variables)
 
-    measured = _measure(policy, pairs, loss, norm=norm, kinds=kinds)
+    measured = _measure(optimizer, pairs, loss, norm=norm, kinds=kinds)
     return BACKEND.together(finish, measured, update, pairs.grads, pairs.variables)
 
 
@@ -120,14 +120,16 @@ def nothing_to_do(scale: Array) -> StepResult:
     return StepResult(no, tensor(scale), tensor(scale), yes, None, None, None, (), attempted=False)
 
 
-def _measure(policy: Policy, pairs: Pairs, loss: Any, *, norm: bool, kinds: bool) -> Measured | None:
+def _measure(optimizer: Any, pairs: Pairs, loss: Any, *, norm: bool, kinds: bool) -> Measured | None:
     """Returns what was found in the gradients; None where neither the policy nor the caller wants to know."""
+    policy: Policy = optimizer.policy
     present = pairs.present
     if not present or not (policy.needs or norm):
         return None
     edge = policy.edge_magnitude if "upper_share" in policy.needs else None  # pyright: ignore[reportAttributeAccessIssue]
     grads, variables = zip(*present, strict=True)
-    asked = Asked(amax=kinds or "amax" in policy.needs, norm=norm, edge=edge, kinds=kinds)
+    wants_amax = kinds or "amax" in policy.needs
+    asked = Asked(amax=wants_amax, norm=norm, edge=edge, kinds=kinds, scale=optimizer.dynamic_scale.value)
     return BACKEND.measure(grads, [overwrites(variable) for variable in variables], loss, asked)
 
 

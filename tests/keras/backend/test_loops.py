@@ -18,7 +18,7 @@ from tests.keras.backend.helpers import (
     variables,
 )
 
-from gradscale import Dynamic, Headroom, NoScaling, Static, Status
+from gradscale import Dynamic, Headroom, NoScaling, Policy, Static, Status
 from gradscale.keras import Culprit, LossScaleOptimizer
 from gradscale.keras.backends import Asked, current
 
@@ -115,6 +115,15 @@ def test_complex_gradients_are_looked_at_in_both_parts(imaginary: float, finite:
     measured = current().measure([grad], [False], None, Asked(amax=True))
     assert numbers(measured.amax) == [imaginary]
     assert np.isfinite(numbers(measured.total)).all() == finite
+
+
+@pytest.mark.parametrize("policy", [Dynamic(init_scale=2.0**-4, min_scale=2.0**-8), Headroom(init_scale=2.0**-4)])
+def test_gradients_that_overflow_only_once_they_are_divided_are_skipped(policy: Policy) -> None:
+    models = variables([1.0])
+    optimizer = built(models, policy=policy)
+    optimizer.apply(tensors([1e38]), models)
+    assert host(models[0]).tolist() == [1.0]
+    assert optimizer.state.skipped == 1
 
 
 def test_a_variable_that_is_overwritten_gets_its_gradient_as_it_is(models: list[Any]) -> None:

@@ -30,12 +30,14 @@ class Asked(NamedTuple):
         norm: their norm.
         edge: the share of elements above this magnitude; None if nobody wants it.
         kinds: whether each gradient holds a NaN or only infinities.
+        scale: the scale that made them.
     """
 
     amax: bool = False
     norm: bool = False
     edge: float | None = None
     kinds: bool = False
+    scale: Any = 1.0
 
 
 class Measured(NamedTuple):
@@ -44,9 +46,9 @@ class Measured(NamedTuple):
     All but `sizes` are leaves: numbers that a rule can calculate with on this backend.
 
     Attributes:
-        sizes: one number per gradient, no less than its largest magnitude; not finite where the gradient is not.
-        total: no less than any magnitude in the gradients that are to be unscaled; not finite where one is not.
-        overwrites: the same of gradients that are no gradients but the next values of their variables.
+        sizes: one number per gradient; not finite where the gradient is not. NaN for a NaN if kinds were asked for.
+        total: a number that is not finite, or not once it is unscaled, where that is so of a gradient to be unscaled.
+        overwrites: not finite where a gradient is not that is no gradient but the next value of its variable.
         amax: largest magnitude in the gradients that are to be unscaled; anything if nobody asked.
         norm: norm of all gradients that are to be unscaled; 0 if nobody asked.
         share: share of the elements above an edge; 0 if nobody asked.

@@ -10,7 +10,8 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
 
-from gradscale.jax.measure import half_total, peak, share_above, square
+from gradscale.jax.measure import half_total, share_above, square
+from gradscale.jax.tree import real_parts
 from gradscale.keras.backends import Asked, Assign, Measured, Update
 from gradscale.keras.result import StepResult
 
@@ -31,14 +32,14 @@ def measure(grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: 
     Arrays that `keras.distribution` has spread over devices are one array here, so there is nothing to agree on.
     """
     values = [_values(grad) for grad in grads]
-    sizes = jnp.stack([half_total(value) * 2 for value in values]).astype(jnp.float32)
     scaled = [value for value, own in zip(values, overwrites, strict=True) if not own]
     is_own = jnp.array(overwrites)
+    sizes = _sizes(values, asked)
     return Measured(
         sizes=sizes,
         total=jnp.sum(sizes, where=~is_own),
         overwrites=jnp.sum(sizes, where=is_own),
-        amax=_largest([peak(value) for value in scaled]) if asked.amax else jnp.float32(0),
+        amax=jnp.max(_peaks(values), where=~is_own, initial=0.0) if asked.amax else jnp.float32(0),
         norm=jnp.sqrt(_sum([square(value) for value in scaled])) if asked.norm else jnp.float32(0),
         share=jnp.float32(0) if asked.edge is None else share_above(scaled, asked.edge),
         loss_finite=jnp.bool_(True) if loss is None else jnp.all(jnp.isfinite(loss)),
@@ -93,8 +94,33 @@ def _values(grad: Any) -> Array:
     return jnp.asarray(grad.data if isinstance(grad, JAXSparse) else grad)
 
 
-def _largest(peaks: Sequence[Array]) -> Array:
-    return jnp.max(jnp.stack([jnp.float32(0), *peaks])).astype(jnp.float32)
+def _sizes(values: Sequence[Array], asked: Asked) -> Array:
+    """Returns a number for each gradient, not finite where it is not, in the way that is quickest for what is asked.
+
+    XLA looks at gradients that come from FP16 while they are FP16, which is quicker than any sum. Finite ones overflow
+    when they are divided by a scale below 1, and only there they are read for that.
+    """
+    if asked.kinds:
+        return _sums(values)
+    if asked.amax:
+        return _peaks(values)
+    flags = jnp.stack([jnp.where(jnp.all(jnp.isfinite(value)), jnp.float32(0), jnp.inf) for value in values])
+    return flags + lax.cond(jnp.asarray(asked.scale) < 1, lambda: _sums(values), lambda: jnp.zeros_like(flags))
+
+
+def _sums(values: Sequence[Array]) -> Array:
+    """Returns the sum of the magnitudes of each gradient: inf or NaN where it holds one."""
+    return jnp.stack([half_total(value) * 2 for value in values]).astype(jnp.float32)
+
+
+def _peaks(values: Sequence[Array]) -> Array:
+    """Returns the largest magnitude in each gradient; inf where one is not finite, as a maximum may lose a NaN."""
+    return jnp.stack([_peak(value) for value in values])
+
+
+def _peak(value: Array) -> Array:
+    known = [jnp.where(jnp.isfinite(part), jnp.abs(part), jnp.inf) for part in real_parts(value)]
+    return jnp.max(jnp.stack([jnp.max(part, initial=0.0).astype(jnp.float32) for part in known]))
 
 
 def _sum(squares: Sequence[Array]) -> Array:
