@@ -53,6 +53,14 @@ def _taken_over(before: Any, policy: Policy | Literal["auto"] | None) -> LossSca
             on_host(before.dynamic_scale.value, "float32"),
             on_host(before.step_counter.value, "int32"),
         )
-        state = replace(after.policy.start(), scale=scale, clean_steps=clean_steps)
+        state = replace(after.policy.start(), scale=scale, clean_steps=clean_steps, **_counts(before))
         after.load_state(fitted(state, after.policy))
     return after
+
+
+def _counts(before: Any) -> dict[str, Any]:
+    """Returns the counters of ours, which go on; Keras' own has none."""
+    if not isinstance(before, LossScaleOptimizer):
+        return {}
+    state = before.state
+    return {"applied": state.applied, "skipped": state.skipped, "consecutive_skips": state.consecutive_skips}

@@ -6,6 +6,21 @@ from typing import Any
 import keras
 
 
+def check_inner(inner_optimizer: Any) -> None:
+    """Raises unless there is an optimizer to run, and one that does not divide the gradients a second time."""
+    if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "`inner_optimizer` must be a Keras optimizer. "
+            f"Received: {inner_optimizer!r} ({type(inner_optimizer).__name__}). "
+            "Pass an instance, such as `keras.optimizers.Adam()`."
+        )
+    if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "`inner_optimizer` must be one that does not scale the loss, as it would divide the gradients again. "
+            f"Received: a {type(inner_optimizer).__name__}. Pass the optimizer inside of it, its `inner_optimizer`."
+        )
+
+
 def check_pairs(grads: Sequence[Any], variables: Sequence[Any]) -> None:
     """Raises unless there is a gradient, or None, for every variable."""
     if len(grads) != len(variables):

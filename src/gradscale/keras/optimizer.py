@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 import keras
 import numpy as np
 
-from gradscale.keras.checks import check_built, check_pairs, check_stateless
+from gradscale.keras.checks import check_built, check_inner, check_pairs, check_stateless
 from gradscale.keras.packing import OWN, Packing, Slot, on_host
 from gradscale.keras.result import StepResult
 from gradscale.keras.saved import completed, fitted
@@ -60,9 +60,11 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
             **kwargs: what Keras' own class takes, to read old files.
 
         Raises:
-            TypeError: `policy` is no policy.
-            ValueError: `policy` was given beside Keras' arguments, or one of these is out of range.
+            TypeError: `inner_optimizer` is no optimizer, or `policy` no policy.
+            ValueError: `inner_optimizer` scales the loss itself, `policy` was given beside Keras' arguments, or one of
+                these is out of range.
         """
+        check_inner(inner_optimizer)
         rule = chosen_policy(initial_scale, dynamic_growth_steps, policy)
         start = rule.start()
         super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, name=name, **kwargs)

@@ -135,3 +135,21 @@ def test_a_state_that_was_loaded_is_gone_on_from(built: bool) -> None:
 def test_the_state_of_another_policy_is_refused() -> None:
     with pytest.raises(TypeError, match="`state` must be a HeadroomState"):
         LossScaleOptimizer(SGD(), policy="auto").load_state(Dynamic().start())
+
+
+@pytest.mark.parametrize(
+    ("inner", "error", "text"),
+    [
+        ("adam", TypeError, r"must be a Keras optimizer\. Received: 'adam' \(str\)\. Pass an instance"),
+        (SGD, TypeError, r"must be a Keras optimizer\. Received: .*Pass an instance"),
+        (
+            LossScaleOptimizer(SGD()),
+            ValueError,
+            r"divide the gradients again\. Received: a LossScaleOptimizer\. Pass the optimizer",
+        ),
+    ],
+    ids=["name", "class", "scaler"],
+)
+def test_an_inner_optimizer_that_cannot_be_one_is_refused(inner: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        LossScaleOptimizer(inner)

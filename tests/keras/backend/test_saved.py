@@ -122,10 +122,11 @@ def test_a_model_that_was_taken_over_is_saved_as_ours(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_ours_keeps_its_optimizer_unless_another_policy_is_wanted() -> None:
-    model = trained(ours(), data(batches=1))
+    model = trained(ours(), data(1, batches=4))
     optimizer = model.optimizer
     assert adopt(model) is optimizer
     assert adopt(model, policy=ODD) is not optimizer
+    assert (int(model.optimizer.state.applied), int(model.optimizer.state.skipped)) == (3, 1)
     assert model.optimizer.policy == ODD
     assert model.optimizer.state.scale == ODD.max_scale  # 32768 before
 
