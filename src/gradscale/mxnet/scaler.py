@@ -16,7 +16,7 @@ from gradscale.mxnet.gradients import Gradients
 from gradscale.mxnet.look import Look, look
 from gradscale.mxnet.losses import Losses, check_loss
 from gradscale.mxnet.result import StepResult
-from gradscale.mxnet.rule import decide_on_host
+from gradscale.numpy.rule import decide_on_host
 from gradscale.policy import Policy, check_count, check_policy
 from gradscale.saved import read_saved, write_saved
 from gradscale.state import ScaleState, Seen, Status

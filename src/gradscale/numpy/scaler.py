@@ -3,23 +3,21 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from gradscale.decide import check_clip, decide
+from gradscale.decide import check_clip
 from gradscale.formats import FP16
 from gradscale.numpy.apply import apply
 from gradscale.numpy.checks import checked_loss
 from gradscale.numpy.measure import Measured, agree, measure
 from gradscale.numpy.result import Culprit, StepResult
+from gradscale.numpy.rule import decide_on_host
 from gradscale.numpy.tree import WIDE, FloatArray, named_arrays
 from gradscale.policy import Dynamic, Policy, check_policy
-from gradscale.record import numbers, with_values
 from gradscale.saved import check_state, read_saved, write_saved
 from gradscale.state import Outcome, ScaleState, Seen, Status
-
-R = TypeVar("R")
 
 DEFAULT_POLICY = Dynamic()
 
@@ -95,7 +93,7 @@ class LossScaler:
         norm = norm or clip_norm is not None
         measured = self._measure(arrays, norm=norm)
         seen = agree([one for _, one in measured], loss_finite=loss_finite)
-        outcome = self._decide(seen, clip_norm)
+        outcome = decide_on_host(self._policy, self._state, seen, clip_norm)
         unscaled = apply(grads, float(outcome.factor)) if outcome.applied else None
         result = StepResult(
             status=_status(outcome, seen),
@@ -148,29 +146,11 @@ class LossScaler:
         edge: float = getattr(self._policy, "edge_magnitude", math.inf)
         return [(name, measure(array, unscale, norm=norm, edge=edge)) for name, array in arrays]
 
-    def _decide(self, seen: Seen, clip_norm: float | None) -> Outcome:
-        with _any_scale():
-            outcome = decide(self._policy, _vector(self._state), _vector(seen), np, clip_norm)
-        return Outcome(_scalar(outcome.state), outcome.applied[0], outcome.factor[0])
-
     def _remember(self, state: ScaleState, result: StepResult) -> StepResult:
         self._state = state
         self._last = replace(result, grads=None)  # they are as large as the model, and the caller's to keep
         self._losses_finite = True
         return result
-
-
-def _vector(record: R) -> R:
-    """Returns a copy of `record` with vectors of one element.
-
-    They stay float32: of a float32 scalar times a Python number, numpy 1 would make float64.
-    """
-    return with_values(record, {name: np.atleast_1d(value) for name, value in numbers(record).items()})
-
-
-def _scalar(record: R) -> R:
-    """Returns a copy of `record` with its vectors of one element as scalars."""
-    return with_values(record, {name: np.reshape(value, ()) for name, value in numbers(record).items()})
 
 
 def _any_scale() -> np.errstate:

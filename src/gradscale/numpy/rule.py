@@ -1,4 +1,4 @@
-"""Room three, decide: the core's decision, on the host, where MXNet reads its flag anyway."""
+"""Room three, decide: the core's decision on numpy scalars, with any version of numpy."""
 
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from gradscale.state import Outcome, ScaleState, Seen
 R = TypeVar("R")
 
 
-@np.errstate(divide="ignore", over="ignore", invalid="ignore")  # MXNet's own rule may bring the scale down to 0
+@np.errstate(divide="ignore", over="ignore", invalid="ignore")  # some systems' rules bring the scale down to 0
 def decide_on_host(policy: Policy, state: ScaleState, seen: Seen, clip_norm: float | None) -> Outcome:
     """Returns the next state, the gate and the factor, as numpy scalars.
 
