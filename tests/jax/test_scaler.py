@@ -199,3 +199,9 @@ def test_a_run_whose_loss_is_never_finite_is_stuck() -> None:
 def test_a_run_that_still_has_a_lower_scale_to_try_is_not_stuck() -> None:
     _, scaler, result = Scaler(Dynamic(init_scale=2.0**10)).step({"hurt": jnp.array([jnp.inf])})
     scaler.check(result, max_consecutive_skips=1)
+
+
+def test_auto_is_headroom() -> None:
+    assert Scaler("auto").policy == Headroom()
+    with pytest.raises(TypeError, match="`policy` must be 'auto' or a policy"):
+        Scaler("headroom")  # pyright: ignore[reportArgumentType]

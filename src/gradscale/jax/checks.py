@@ -1,25 +1,27 @@
 """What the adapter refuses: policies that are not static, and losses that cannot be meant."""
 
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gradscale.policy import Policy, check_policy
+from gradscale.auto import as_policy
+from gradscale.policy import Policy
 
 
-def check_static(policy: Policy) -> None:
-    """Raises unless `policy` is a policy that JAX can compare and hash: it is a static part of the scaler."""
-    check_policy(policy)
+def static_policy(policy: Policy | Literal["auto"]) -> Policy:
+    """Returns the policy that is meant; raises unless JAX can hash it: it is a static part of the scaler."""
+    meant = as_policy(policy)
     try:
-        hash(policy)
+        hash(meant)
     except TypeError as error:
         raise TypeError(
             "The settings of a policy must be Python numbers, as JAX compiles one program for each of them. "
             f"Received: policy={policy!r}. For many policies at once make one scaler of each."
         ) from error
+    return meant
 
 
 def check_count(name: str, value: int) -> None:

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from gradscale.jax.agree import AxisNames
-from gradscale.jax.checks import check_static, checked_loss
+from gradscale.jax.checks import checked_loss, static_policy
 from gradscale.jax.result import StepResult
 from gradscale.jax.saved import register_with_flax
 from gradscale.jax.step import Asked, attempt, finish
@@ -46,22 +46,22 @@ class Scaler:
     policy: Policy
     state: Any
 
-    def __init__(self, policy: Policy = DEFAULT_POLICY, state: ScaleState | None = None) -> None:
+    def __init__(self, policy: Policy | Literal["auto"] = DEFAULT_POLICY, state: ScaleState | None = None) -> None:
         """Makes the scaler of the first step.
 
         Args:
-            policy: the rule for the scale.
+            policy: the rule for the scale. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
             state: where to go on, as `gradscale.import_state` returns it; by default the policy's start.
 
         Raises:
             TypeError: `policy` is not a policy that can be compared and hashed, or `state` is not one of its states.
             ValueError: `state` holds vectors. For many scales at once use `jax.vmap`.
         """
-        check_static(policy)
-        start = policy.start() if state is None else state
-        check_state(policy, start)
+        rule = static_policy(policy)
+        start = rule.start() if state is None else state
+        check_state(rule, start)
         register_with_flax(Scaler)
-        object.__setattr__(self, "policy", policy)
+        object.__setattr__(self, "policy", rule)
         object.__setattr__(self, "state", as_pytree(start))
 
     @property

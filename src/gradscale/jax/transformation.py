@@ -1,6 +1,6 @@
 """`scaled`: loss scaling as an optax transformation, around the optimizer."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax import Array
 
 from gradscale.decide import check_clip
 from gradscale.jax.agree import AxisNames
-from gradscale.jax.checks import check_static
+from gradscale.jax.checks import static_policy
 from gradscale.jax.optimizer import holds, init, updated
 from gradscale.jax.scaler import DEFAULT_POLICY, Scaler
 from gradscale.policy import Policy
@@ -29,7 +29,7 @@ class ScaledState(NamedTuple):
 
 def scaled(
     tx: optax.GradientTransformation,
-    policy: Policy = DEFAULT_POLICY,
+    policy: Policy | Literal["auto"] = DEFAULT_POLICY,
     clip_norm: float | None = None,
     *,
     axis_names: AxisNames = None,
@@ -54,15 +54,15 @@ def scaled(
 
     Args:
         tx: the optimizer.
-        policy: the rule for the scale.
+        policy: the rule for the scale, or `"auto"`, as for `Scaler`.
         clip_norm: bound on the norm of all gradients together, in true units.
         axis_names: mapped axes to agree over. By default all axes of `shard_map` and `pmap`.
     """
-    check_static(policy)
+    rule = static_policy(policy)
     check_clip("clip_norm", clip_norm)
 
     def start(params: Any) -> Any:
-        state = ScaledState(Scaler(policy), init(tx, params))
+        state = ScaledState(Scaler(rule), init(tx, params))
         _check_inside(state.inner, clip_norm)
         return state
 
