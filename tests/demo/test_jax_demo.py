@@ -1,18 +1,18 @@
 """The demo in JAX: its model, its runs, and the subcommand."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
+from tests.demo.four_ways import (
+    check_command,
+    test_every_way_starts_from_the_same_weights_and_batches,  # noqa: F401
+    test_the_static_scale_comes_from_the_gradients_of_the_fp32_run,  # noqa: F401
+)
 
-from gradscale.cli.demo import demo
 from gradscale.demo import WAYS, Run, load_demo
 from gradscale.demo.text import VOCABULARY, load_numbers
 from gradscale.formats import FP16
-from gradscale.histogram import best_static_scale, overflow_share
 
 jax = pytest.importorskip("jax")
 
@@ -58,23 +58,10 @@ def test_the_four_ways_are_run_in_order(runs: list[Run]) -> None:
     assert all(len(run.losses) == len(run.scales) == STEPS for run in runs)
 
 
-def test_every_way_starts_from_the_same_weights_and_batches(runs: list[Run]) -> None:
-    full, *halves = (run.losses[0] for run in runs)
-    assert halves == [halves[0]] * 3
-    assert full != halves[0]
-    assert full == pytest.approx(halves[0], rel=1e-3)
-
-
 def test_a_seed_gives_the_same_run_again_and_another_gives_another(runs: list[Run]) -> None:
     again, other = compared(1)[3], compared(1, seed=1)[3]
     assert (again.losses, again.lost) == (runs[3].losses[:1], runs[3].lost[:1])
     assert other.losses != again.losses
-
-
-def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: list[Run]) -> None:
-    full, _, static, _ = runs
-    assert set(static.scales) == {best_static_scale(full.histogram)}
-    assert overflow_share(full.histogram, scale=static.scales[0]) == 0.0
 
 
 def test_the_histogram_holds_activations_too(runs: list[Run]) -> None:
@@ -90,15 +77,8 @@ def test_only_unscaled_fp16_loses_gradients(runs: list[Run]) -> None:
     assert max(static.lost + dynamic.lost) < 0.01
 
 
-app = typer.Typer()
-app.command()(demo)
-
-
 def test_the_command_trains_and_writes_the_picture(tmp_path: Path) -> None:
-    told: Any = CliRunner().invoke(app, ["--framework", "jax", "--steps", "1", "--out", str(tmp_path / "picture.png")])
-    assert told.exit_code == 0
-    assert "perplexity" in told.output
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    check_command("jax", "perplexity", tmp_path)
 
 
 @pytest.mark.slow

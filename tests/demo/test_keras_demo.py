@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
+from tests.demo.four_ways import (
+    check_command,
+    test_every_way_starts_from_the_same_weights_and_batches,  # noqa: F401
+    test_the_static_scale_comes_from_the_gradients_of_the_fp32_run,  # noqa: F401
+)
 
-from gradscale.cli.demo import demo
 from gradscale.demo import FRAMEWORKS, WAYS, Run, load_demo
-from gradscale.histogram import best_static_scale, overflow_share
 
 if find_spec("keras") is None:
     pytest.skip("Keras is not installed", allow_module_level=True)
@@ -44,19 +45,6 @@ def test_the_four_ways_are_run_in_order(runs: list[Run]) -> None:
     assert tuple(load_demo("keras").steps) == ("autoencoder",)
     assert tuple(run.way for run in runs) == WAYS
     assert all(len(run.losses) == len(run.scales) == STEPS for run in runs)
-
-
-def test_every_way_starts_from_the_same_weights_and_batches(runs: list[Run]) -> None:
-    full, *halves = (run.losses[0] for run in runs)
-    assert halves == [halves[0]] * 3
-    assert full != halves[0]
-    assert full == pytest.approx(halves[0], rel=1e-3)
-
-
-def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: list[Run]) -> None:
-    full, _, static, _ = runs
-    assert set(static.scales) == {best_static_scale(full.histogram)}
-    assert overflow_share(full.histogram, scale=static.scales[0]) == 0.0
 
 
 def test_only_unscaled_fp16_loses_gradients(runs: list[Run]) -> None:
@@ -94,17 +82,8 @@ def test_a_backend_that_cannot_train_is_told_in_a_line(tmp_path: Path) -> None:
     )
 
 
-app = typer.Typer()
-app.command()(demo)
-
-
 def test_the_command_trains_and_writes_the_picture(tmp_path: Path) -> None:
-    told: Any = CliRunner().invoke(
-        app, ["--framework", "keras", "--steps", "1", "--out", str(tmp_path / "picture.png")]
-    )
-    assert told.exit_code == 0
-    assert "accuracy" in told.output
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    check_command("keras", "accuracy", tmp_path)
 
 
 @pytest.mark.slow

@@ -182,7 +182,8 @@ def test_the_model_trains_on_after_it_was_stuck() -> None:
 
 
 def test_a_scale_that_can_still_fall_is_not_stuck() -> None:
-    watched(ScaleMonitor(every=1, max_consecutive_skips=1), 0, 1, 2, 3, 4, 5)
+    model = watched(ScaleMonitor(every=1, max_consecutive_skips=1), 0, 1, 2, 3, 4, 5)
+    assert int(model.optimizer.state.consecutive_skips) == 6
 
 
 def test_a_limit_that_is_none_is_refused() -> None:

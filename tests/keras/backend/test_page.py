@@ -2,16 +2,12 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import keras
 import pytest
 from tests.keras.backend.helpers import BACKEND
+from tests.pages import run_page
 
-PAGE = Path(__file__).parents[3] / "docs" / "keras.md"
-
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 IMPORTED = re.compile(r"^import (tensorflow|jax|torch)\b", re.MULTILINE)
 
 
@@ -23,10 +19,4 @@ def _policy_as_before() -> Iterator[None]:
 
 
 def test_the_code_on_the_page_runs() -> None:
-    text = PAGE.read_text()
-    blocks = [block for block in BLOCK.finditer(text) if set(IMPORTED.findall(block[1])) <= {BACKEND}]
-    assert len(blocks) > 8
-    names: dict[str, Any] = {}
-    for block in blocks:
-        line = text[: block.start()].count("\n") + 1
-        exec(compile("\n" * line + block[1], str(PAGE), "exec"), names)
+    run_page("keras.md", least=9, wanted=lambda code: set(IMPORTED.findall(code)) <= {BACKEND})
