@@ -1,4 +1,4 @@
-"""What holds for the four ways to train in every demo. The tests here are imported by those of each framework."""
+"""What holds for the four ways to train in every demo: checks for the tests of each framework."""
 
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,16 @@ app = typer.Typer()
 app.command()(demo)
 
 
-def test_every_way_starts_from_the_same_weights_and_batches(runs: list[Run]) -> None:
+def check_same_start(runs: list[Run]) -> None:
+    """Checks that every way starts from the same weights and batches."""
     full, *halves = (run.losses[0] for run in runs)
     assert halves == [halves[0]] * 3
     assert full != halves[0]
     assert full == pytest.approx(halves[0], rel=1e-3)
 
 
-def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: list[Run]) -> None:
+def check_static_scale(runs: list[Run]) -> None:
+    """Checks that the static scale comes from the gradients of the run in FP32."""
     full, _, static, _ = runs
     assert set(static.scales) == {best_static_scale(full.histogram)}
     assert overflow_share(full.histogram, scale=static.scales[0]) == 0.0

@@ -4,11 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.demo.four_ways import (
-    check_command,
-    test_every_way_starts_from_the_same_weights_and_batches,  # noqa: F401
-    test_the_static_scale_comes_from_the_gradients_of_the_fp32_run,  # noqa: F401
-)
+from tests.demo.four_ways import check_command, check_same_start, check_static_scale
 
 from gradscale.demo import WAYS, Run, load_demo
 from gradscale.demo.text import VOCABULARY, load_numbers
@@ -56,6 +52,14 @@ def test_the_four_ways_are_run_in_order(runs: list[Run]) -> None:
     assert tuple(load_demo("jax").steps) == ("gpt",)
     assert tuple(run.way for run in runs) == WAYS
     assert all(len(run.losses) == len(run.scales) == STEPS for run in runs)
+
+
+def test_every_way_starts_from_the_same_weights_and_batches(runs: list[Run]) -> None:
+    check_same_start(runs)
+
+
+def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: list[Run]) -> None:
+    check_static_scale(runs)
 
 
 def test_a_seed_gives_the_same_run_again_and_another_gives_another(runs: list[Run]) -> None:
