@@ -12,6 +12,7 @@ import pytest
 
 from gradscale import Dynamic, Policy
 from gradscale.jax import Scaler, StepResult
+from gradscale.jax.measure import peak
 from gradscale.predictive import Headroom, Histogram, LogMax
 
 SHAPES = [(1,), (37,), (4096,), (3, 3, 16, 32), (97, 1031)]
@@ -87,3 +88,24 @@ def test_the_largest_magnitude_is_that_of_all_gradients() -> None:
 def test_gradients_that_overflow_only_once_they_are_unscaled_are_skipped() -> None:
     step, scaler = steps(Dynamic(init_scale=2.0**-4, min_scale=2.0**-8), {})
     assert step(scaler, jnp.full(10, 1e38)).skipped()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2", "float8_e4m3fn", "float8_e4m3fnuz"])
+def test_a_peak_is_the_largest_magnitude_to_the_bit(dtype: str) -> None:
+    values = jnp.asarray(gradient((97, 131), "float32"), dtype).at[3, 5].set(-6.0)
+    assert float(peak(values)) == 6.0
+    assert float(peak(jnp.zeros((0, 3), dtype))) == 0.0
+    assert float(peak(-values * 0)) == 0.0
+    assert np.isnan(peak(values.at[96, 130].set(jnp.nan)))
+
+
+def test_a_peak_may_be_subnormal_or_the_largest_number() -> None:
+    assert float(peak(jnp.array([2.0**-24, -(2.0**-23)], jnp.float16))) == 2.0**-23
+    assert float(peak(jnp.array([-3.4028235e38, 1.0]))) == np.finfo(np.float32).max
+
+
+def test_a_nan_is_above_inf_whatever_its_sign() -> None:
+    for nan in (0x7FC00000, 0xFFC00000, 0x7F800001):
+        values = np.array([np.inf, 0, -np.inf], np.float32)
+        values.view(np.uint32)[1] = nan
+        assert np.isnan(peak(jnp.asarray(values)))

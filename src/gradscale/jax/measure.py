@@ -1,12 +1,12 @@
 """Room one, measure: a read of the gradients that says whether they are finite, how large, and which are not."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 
 from gradscale.formats import FP32
 from gradscale.jax.agree import summed, worst
@@ -19,21 +19,20 @@ class Measured(NamedTuple):
     """What was found in the gradients, still scaled. A part that nobody asked for has no elements.
 
     Attributes:
-        peaks: largest magnitude in each gradient; anything where it holds an inf or NaN.
-        totals: sum of the magnitudes of each gradient, halved; inf or NaN where it holds one.
-        squares: sum of the squares of each gradient; inf or NaN where it holds one.
+        magnitudes: largest magnitude in each gradient if the policy follows it, else the sum of all magnitudes.
+        squares: sum of the squares of each gradient.
         share: share of the elements above the edge that a policy watches, 0-d.
     """
 
-    peaks: Array
-    totals: Array
+    magnitudes: Array
     squares: Array
     share: Array
 
     @property
     def sizes(self) -> Array:
-        """One number per gradient, no less than half its largest magnitude; inf or NaN where the gradient holds one."""
-        return self.totals if self.totals.size else jnp.sqrt(self.squares)
+        """One number per gradient, no less than its largest magnitude; inf or NaN where the gradient holds one."""
+        # A little more than the root, so that its rounding cannot make it less.
+        return self.magnitudes if self.magnitudes.size else jnp.sqrt(self.squares) * 1.0001
 
     @property
     def norm(self) -> Array:
@@ -43,7 +42,7 @@ class Measured(NamedTuple):
 
     def finite(self, unit: Array) -> Array:
         """Returns whether every gradient is finite, now and once it is divided by `unit`."""
-        return jnp.all(jnp.isfinite(self.sizes * (2.0 / unit)))
+        return jnp.all(jnp.isfinite(self.sizes / unit))
 
     def seen(self, unit: Array, loss_finite: Array) -> Seen:
         """Returns the facts that the decision is made from, in true units.
@@ -54,7 +53,7 @@ class Measured(NamedTuple):
         """
         unscale = 1.0 / unit
         finite = self.finite(unit)
-        amax = jnp.minimum(jnp.max(self.peaks, initial=0.0) * unscale, FP32.max)
+        amax = jnp.minimum(jnp.max(self.magnitudes, initial=0.0) * unscale, FP32.max)
         return Seen(
             finite=finite,
             loss_finite=loss_finite,
@@ -67,18 +66,16 @@ class Measured(NamedTuple):
 class Found(NamedTuple):
     """What one device found, as in `Measured`: lists with a number for each gradient, empty where nobody asked."""
 
-    peaks: list[Array]
-    totals: list[Array]
+    magnitudes: list[Array]
     squares: list[Array]
     share: Array
 
 
 def measure(gradients: Sequence[Array], policy: Policy, *, norm: bool) -> Found:
-    """Returns what this device finds in the gradients. Reads them once for each size that is needed.
+    """Returns what this device finds in the gradients. Reads them once for each size that is asked.
 
-    Whether all is finite comes with a sum, of squares where the norm is wanted and else of magnitudes, and costs no
-    read of its own. It cannot come with the largest magnitude: XLA's kernel for the CPU loses a NaN in `max` from
-    some 4,096 elements on. Finite gradients count as an overflow where the sum is one: from 1.8e19 on for squares.
+    Whether all is finite comes with a size and costs no read of its own. Finite gradients count as an overflow where
+    their sum is one: from 1.8e19 on where the norm is wanted.
 
     Args:
         gradients: floating-point or complex arrays.
@@ -86,9 +83,12 @@ def measure(gradients: Sequence[Array], policy: Policy, *, norm: bool) -> Found:
         norm: whether the norm is wanted.
     """
     edge: float = getattr(policy, "edge_magnitude", math.inf)
+    if "amax" in policy.needs:
+        magnitudes = [peak(gradient) for gradient in gradients]
+    else:
+        magnitudes = [total(gradient) for gradient in gradients] if policy.needs and not norm else []
     return Found(
-        peaks=[peak(gradient) for gradient in gradients] if "amax" in policy.needs else [],
-        totals=[half_total(gradient) for gradient in gradients] if policy.needs and not norm else [],
+        magnitudes=magnitudes,
         squares=[square(gradient) for gradient in gradients] if norm else [],
         share=share_above(gradients, edge) if "upper_share" in policy.needs else jnp.float32(0),
     )
@@ -99,27 +99,26 @@ def agreed(found: Found, loss_finite: Array, axes: Sequence[str]) -> tuple[Measu
 
     Two small all-reduces where parameters are spread over devices, one where they are not, none without axes.
     """
-    lists = found.peaks, found.totals, summed(found.squares, axes)
-    numbers = [*itertools.chain(*lists), found.share, (~loss_finite).astype(jnp.float32)]
+    numbers = [*found.magnitudes, *summed(found.squares, axes), found.share, (~loss_finite).astype(jnp.float32)]
     packed = worst(jnp.stack(jnp.broadcast_arrays(*numbers)), axes)
-    ends = itertools.accumulate(map(len, lists))
-    peaks, totals, squares = (packed[end - len(one) : end] for end, one in zip(ends, lists, strict=True))
-    return Measured(peaks, totals, squares, packed[-2].astype(jnp.float32)), packed[-1] == 0
+    end = len(found.magnitudes)
+    return Measured(packed[:end], packed[end:-2], packed[-2].astype(jnp.float32)), packed[-1] == 0
 
 
 def peak(gradient: Array) -> Array:
-    """Returns the largest magnitude; anything where there is a NaN."""
-    parts = [jnp.max(jnp.abs(part), initial=0.0) for part in real_parts(gradient)]
-    return jnp.max(jnp.stack(parts)).astype(_real_wide(gradient))
+    """Returns the largest magnitude; inf or NaN where there is one.
 
-
-def half_total(gradient: Array) -> Array:
-    """Returns half the sum of the magnitudes.
-
-    Half, so that XLA does not write the magnitudes to memory to share them with `peak`: that takes four times as long.
+    Numbers are compared by their bits, which as integers have the order of the magnitudes, NaN above inf. Compared as
+    they are, a NaN is lost: in XLA's kernel for the CPU from 4,096 elements on.
     """
+    parts = [_peak_by_bits(part) for part in real_parts(gradient)]
+    return parts[0] if len(parts) == 1 else jnp.max(jnp.stack(parts))
+
+
+def total(gradient: Array) -> Array:
+    """Returns the sum of the magnitudes."""
     wide = [part.astype(_real_wide(gradient)) for part in real_parts(gradient)]
-    return jnp.sum(jnp.stack([jnp.sum(jnp.abs(part * 0.5)) for part in wide]))
+    return jnp.sum(jnp.stack([jnp.sum(jnp.abs(part)) for part in wide]))
 
 
 def square(gradient: Array) -> Array:
@@ -133,6 +132,13 @@ def share_above(gradients: Sequence[Array], edge: float) -> Array:
     parts = [part.astype(_real_wide(part)) for gradient in gradients for part in real_parts(gradient)]
     counts = [jnp.sum(~(jnp.abs(part) <= edge), dtype=jnp.uint32).astype(jnp.float32) for part in parts]
     return jnp.sum(jnp.stack([jnp.float32(0), *counts])) / max(1, sum(part.size for part in parts))
+
+
+def _peak_by_bits(part: Array) -> Array:
+    known = part.astype(_real_wide(part)) if part.itemsize == 1 else part  # FP8 types differ in what bits stand for NaN
+    width = 8 * known.itemsize
+    bits = lax.bitcast_convert_type(known, f"int{width}") & np.array(2 ** (width - 1) - 1, f"int{width}")
+    return lax.bitcast_convert_type(jnp.max(bits, initial=0), known.dtype).astype(_real_wide(part))
 
 
 def _real_wide(gradient: Array) -> jnp.dtype:

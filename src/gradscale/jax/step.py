@@ -115,7 +115,7 @@ def _result(
         retries=last.retries,
         sizes=measured.sizes if measured.sizes.size else None,
         grad_norm=seen.norm if asked.wants_norm and last.gradients else None,
-        amax=seen.amax if measured.peaks.size else None,
+        amax=seen.amax if "amax" in policy.needs and last.gradients else None,
         names=names,
         attempted=bool(last.gradients),
         gated=bool(policy.needs),

@@ -74,7 +74,7 @@ def moves(leaf: Any) -> bool:
 
 def wide_type(leaf: Array) -> Any:
     """Returns the type of an unscaled gradient, by the type it came in: at least float32, so that nothing is lost."""
-    return jnp.promote_types(leaf.dtype, jnp.float32)
+    return leaf.dtype if leaf.dtype.itemsize >= 4 else jnp.dtype("float32")
 
 
 def real_parts(leaf: Array) -> tuple[Array, ...]:

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
 
-from gradscale.jax.measure import half_total, share_above, square
+from gradscale.jax.measure import peak, share_above, square
 from gradscale.jax.tree import real_parts
 from gradscale.keras.backends import Asked, Assign, Measured, Update
 from gradscale.keras.result import StepResult
@@ -39,7 +39,7 @@ def measure(grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: 
         sizes=sizes,
         total=jnp.sum(sizes, where=~is_own),
         overwrites=jnp.sum(sizes, where=is_own),
-        amax=jnp.max(_peaks(values), where=~is_own, initial=0.0) if asked.amax else jnp.float32(0),
+        amax=jnp.max(sizes, where=~is_own, initial=0.0) if asked.amax else jnp.float32(0),
         norm=jnp.sqrt(_sum([square(value) for value in scaled])) if asked.norm else jnp.float32(0),
         share=jnp.float32(0) if asked.edge is None else share_above(scaled, asked.edge),
         loss_finite=jnp.bool_(True) if loss is None else jnp.all(jnp.isfinite(loss)),
@@ -97,30 +97,30 @@ def _values(grad: Any) -> Array:
 def _sizes(values: Sequence[Array], asked: Asked) -> Array:
     """Returns a number for each gradient, not finite where it is not, in the way that is quickest for what is asked.
 
-    XLA looks at gradients that come from FP16 while they are FP16, which is quicker than any sum. Finite ones overflow
-    when they are divided by a scale below 1, and only there they are read for that.
+    It is the largest magnitude where kinds or the magnitude are asked. XLA looks at gradients that come from FP16 while
+    they are FP16, but not at their bits. Finite ones overflow when they are divided by a scale below 1, and only there
+    they are read for that.
     """
     if asked.kinds:
-        return _sums(values)
+        return _stacked(peak, values)
     if asked.amax:
-        return _peaks(values)
-    flags = jnp.stack([jnp.where(jnp.all(jnp.isfinite(value)), jnp.float32(0), jnp.inf) for value in values])
-    return flags + lax.cond(jnp.asarray(asked.scale) < 1, lambda: _sums(values), lambda: jnp.zeros_like(flags))
+        return _stacked(_peak_or_inf, values)
+    flags = _stacked(_inf_unless_finite, values)
+    return flags + lax.cond(jnp.asarray(asked.scale) < 1, lambda: _stacked(peak, values), lambda: jnp.zeros_like(flags))
 
 
-def _sums(values: Sequence[Array]) -> Array:
-    """Returns the sum of the magnitudes of each gradient: inf or NaN where it holds one."""
-    return jnp.stack([half_total(value) * 2 for value in values]).astype(jnp.float32)
+def _stacked(size: Callable[[Array], Array], values: Sequence[Array]) -> Array:
+    return jnp.stack([size(value).astype(jnp.float32) for value in values])
 
 
-def _peaks(values: Sequence[Array]) -> Array:
-    """Returns the largest magnitude in each gradient; inf where one is not finite, as a maximum may lose a NaN."""
-    return jnp.stack([_peak(value) for value in values])
-
-
-def _peak(value: Array) -> Array:
+def _peak_or_inf(value: Array) -> Array:
+    """Returns the largest magnitude; inf where a number is not finite, as a maximum may lose a NaN."""
     known = [jnp.where(jnp.isfinite(part), jnp.abs(part), jnp.inf) for part in real_parts(value)]
     return jnp.max(jnp.stack([jnp.max(part, initial=0.0).astype(jnp.float32) for part in known]))
+
+
+def _inf_unless_finite(value: Array) -> Array:
+    return jnp.where(jnp.all(jnp.isfinite(value)), jnp.float32(0), jnp.inf)
 
 
 def _sum(squares: Sequence[Array]) -> Array:
