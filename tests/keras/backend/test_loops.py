@@ -188,6 +188,17 @@ def test_the_scale_of_a_pure_function_comes_from_its_variables(models: list[Any]
     assert numbers(optimizer.scale_loss(2.0, values)) == [128.0]
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="compiled functions of the other backends read variables")
+@pytest.mark.parametrize("call", ["scale_loss", "unscale_gradients", "apply", "apply_if_finite"])
+def test_a_scale_that_jax_would_compile_in_is_refused(models: list[Any], call: str) -> None:
+    import jax
+
+    optimizer, grads = built(models), tensors([8.0, 8.0], [8.0])
+    with pytest.raises(ValueError, match=r"the scale must travel with the optimizer's variables.*Received: a call of"):
+        jax.jit(lambda value: getattr(optimizer, call)(value))(grads[1] if call == "scale_loss" else grads)
+    assert optimizer.state == optimizer.policy.start()
+
+
 def test_unscaled_gradients_are_there_to_be_looked_at(models: list[Any]) -> None:
     optimizer = built(models)
     first, missing = optimizer.unscale_gradients(tensors([8.0, 4.0], None))
