@@ -126,6 +126,18 @@ def test_gradients_that_overflow_only_once_they_are_divided_are_skipped(policy: 
     assert optimizer.state.skipped == 1
 
 
+@pytest.mark.parametrize("compile_it", [False, True])
+@pytest.mark.parametrize(("grad", "finite"), [(16384.0, True), (32768.0, False)])
+def test_gradients_that_weights_in_float16_cannot_take_are_skipped(grad: float, finite: bool, compile_it: bool) -> None:
+    stored = [keras.Variable(np.ones(2, "float16"), dtype="float16", name="half")]
+    optimizer = built(stored, SGD(2.0**-15), policy=Static(0.5))
+    step = compiled(optimizer, stored) if compile_it else lambda *grads: optimizer.apply_if_finite(grads, stored)
+    result = step(*tensors([grad, 0.0], dtype="float16"))
+    assert result.skipped() is not finite
+    assert host(stored[0]).tolist() == [0.0 if finite else 1.0, 1.0]
+    assert result.culprits() == []
+
+
 def test_a_variable_that_is_overwritten_gets_its_gradient_as_it_is(models: list[Any]) -> None:
     models[1].overwrite_with_gradient = True
     optimizer = built(models, policy=Headroom(init_scale=8.0))
