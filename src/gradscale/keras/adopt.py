@@ -7,7 +7,7 @@ import keras
 
 from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.keras.packing import on_host
-from gradscale.keras.saved import fitted
+from gradscale.keras.saved import COUNTED, fitted
 from gradscale.policy import Policy
 
 
@@ -63,4 +63,4 @@ def _counts(before: Any) -> dict[str, Any]:
     if not isinstance(before, LossScaleOptimizer):
         return {}
     state = before.state
-    return {"applied": state.applied, "skipped": state.skipped, "consecutive_skips": state.consecutive_skips}
+    return {name: getattr(state, name) for name in COUNTED}

@@ -21,6 +21,15 @@ def check_inner(inner_optimizer: Any) -> None:
         )
 
 
+def check_dynamic(dynamic: bool) -> None:
+    """Raises for tf-keras' way to ask for a fixed scale."""
+    if not dynamic:
+        raise ValueError(
+            "A scale that never moves is a policy. Received: dynamic=False. "
+            "Use `LossScaleOptimizer(inner_optimizer, policy=Static(1024.0))`."
+        )
+
+
 def check_pairs(grads: Sequence[Any], variables: Sequence[Any]) -> None:
     """Raises unless there is a gradient, or None, for every variable."""
     if len(grads) != len(variables):
@@ -36,6 +45,15 @@ def check_built(what: str, built: bool) -> None:
         raise ValueError(
             f"`{what}` needs an optimizer that knows its variables. Received: one that is not built. "
             "Call `optimizer.build(model.trainable_variables)` first."
+        )
+
+
+def check_travels(what: str, instead: str, is_constant: bool) -> None:
+    """Raises where a compiled function would keep the scale of today for ever, or write to a variable it cannot."""
+    if is_constant:
+        raise ValueError(
+            "In a function that JAX compiles the scale must travel with the optimizer's variables: one that is read "
+            f"from the optimizer is compiled in, and never moves. Received: a call of `{what}`. {instead}"
         )
 
 

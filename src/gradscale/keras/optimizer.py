@@ -6,12 +6,12 @@ from typing import Any, Literal, Self
 import keras
 import numpy as np
 
-from gradscale.keras.checks import check_built, check_inner, check_pairs, check_stateless
+from gradscale.keras.checks import check_built, check_dynamic, check_inner, check_pairs, check_stateless, check_travels
 from gradscale.keras.packing import OWN, Packing, Slot, on_host
 from gradscale.keras.result import StepResult
 from gradscale.keras.saved import completed, fitted
 from gradscale.keras.settings import DYNAMIC_GROWTH_STEPS, INITIAL_SCALE, chosen_policy, with_policy
-from gradscale.keras.step import Pairs, nothing_to_do, result_of, take, unscaled
+from gradscale.keras.step import BACKEND, Pairs, nothing_to_do, result_of, take, unscaled
 from gradscale.policy import Policy
 from gradscale.record import Array, numbers, with_values
 from gradscale.saved import check_state
@@ -61,10 +61,11 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
 
         Raises:
             TypeError: `inner_optimizer` is no optimizer, or `policy` no policy.
-            ValueError: `inner_optimizer` scales the loss itself, `policy` was given beside Keras' arguments, or one of
-                these is out of range.
+            ValueError: `inner_optimizer` scales the loss itself, `policy` was given beside Keras' arguments, one of
+                these is out of range, or `dynamic=False` was given.
         """
         check_inner(inner_optimizer)
+        check_dynamic(kwargs.get("dynamic", True))
         rule = chosen_policy(initial_scale, dynamic_growth_steps, policy)
         start = rule.start()
         super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, name=name, **kwargs)
@@ -96,10 +97,16 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
             loss: the loss.
             optimizer_variables: values of the optimizer's variables where they travel through a pure function, as on
                 JAX; by default the scale is taken from the variable.
+
+        Raises:
+            ValueError: JAX would compile the scale in, as it is not among the arguments of the function.
         """
         if optimizer_variables is not None:
             return keras.ops.multiply(loss, optimizer_variables[SCALE_PLACE])
-        return keras.ops.multiply(loss, self.dynamic_scale if self.built else self._packing.start.scale)
+        if not self.built:
+            return keras.ops.multiply(loss, self._packing.start.scale)
+        self._check_travels("scale_loss", "Call `scale_loss(loss, optimizer_variables)`.")
+        return keras.ops.multiply(loss, self.dynamic_scale)
 
     def unscale_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Returns gradients divided by the scale, in float32 or wider: to look at. `apply_if_finite` wants them scaled.
@@ -108,6 +115,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
             grads: scaled gradients of the variables that the optimizer was built with; None where there is none.
         """
         check_built("unscale_gradients", self.built)
+        self._check_travels("unscale_gradients", "Call it on the gradients that the function returns.")
         check_pairs(grads, self._trainable_variables)
         return unscaled(grads, self._trainable_variables, self.dynamic_scale.value)
 
@@ -196,6 +204,17 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
             self.inner_optimizer.build(var_list)
         super(KerasLossScaleOptimizer, self).build(var_list)
 
+    def exclude_from_weight_decay(
+        self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
+    ) -> None:
+        """Tells the inner optimizer, which is the one that decays, what to leave out. Call it before the first step.
+
+        Args:
+            var_list: the variables to leave out.
+            var_names: parts of the names of variables to leave out.
+        """
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
     def load_state(self, state: ScaleState) -> None:
         """Goes on from `state`, as `gradscale.import_state` returns it.
 
@@ -242,9 +261,13 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
             with keras.name_scope(self.name, caller=self):
                 self.build(list(trainable_variables))
         check_built("apply", self.built)
+        self._check_travels("apply", "Call `stateless_apply_if_finite(optimizer_variables, grads, ...)`.")
         variables = self._trainable_variables if trainable_variables is None else trainable_variables
         check_pairs(grads, variables)
         return Pairs(list(grads), list(variables))
+
+    def _check_travels(self, what: str, instead: str) -> None:
+        check_travels(what, instead, BACKEND.is_constant(self.dynamic_scale.value))
 
     @property
     def _slots(self) -> list[Any]:

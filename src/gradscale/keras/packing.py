@@ -13,6 +13,9 @@ from gradscale.state import ScaleState
 OWN = {"step_counter": "clean_steps", "dynamic_scale": "scale"}
 """What Keras calls the two parts of the state that it has itself."""
 
+EXTRA = {"scale_counters": "int32", "scale_memory": "float32"}
+"""The variables that hold the rest, in their order. Only a policy that remembers numbers has the second."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -69,7 +72,7 @@ def _slots(start: ScaleState) -> Iterator[Slot]:
     kinds = {field.name: "float32" if field.metadata["dtype"] == "float32" else "int32" for field in fields(start)}
     for name, part in OWN.items():
         yield Slot(name, kinds[part], (part,), np.asarray(getattr(start, part), kinds[part]))
-    for name, dtype in (("scale_counters", "int32"), ("scale_memory", "float32")):
+    for name, dtype in EXTRA.items():
         parts = tuple(part for part, kind in kinds.items() if kind == dtype and part not in OWN.values())
         if parts:
             yield Slot(name, dtype, parts, np.array([getattr(start, part) for part in parts], dtype))

@@ -1,4 +1,4 @@
-"""Reading the variables of a saved optimizer: of this class, or of Keras' own, which has fewer."""
+"""Reading the variables of a saved optimizer: of this class and any policy, or of Keras' own, which has fewer."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -7,13 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from gradscale.keras.packing import OWN, Slot
+from gradscale.keras.packing import EXTRA, OWN, Slot
 from gradscale.policy import HIGHEST_SCALE, LOWEST_SCALE, NoScaling, Policy, Static
 from gradscale.state import ScaleState
 
+COUNTED = ("applied", "skipped", "consecutive_skips")
+"""What goes on when another policy takes over. The rest of a state means nothing to another policy."""
+
 
 def completed(store: Mapping[str, Any], count: int, slots: Sequence[Slot], before: int) -> Mapping[str, Any]:
-    """Returns saved variables by index; those of Keras' own class with the ones it lacks put in between.
+    """Returns saved variables by index, with those of the scale's state as this optimizer has them.
+
+    Keras' own class saves fewer of them, and another policy others. The scale and what was counted go on; what the
+    policy remembers beside them starts again.
 
     Args:
         store: variables by index.
@@ -21,13 +27,24 @@ def completed(store: Mapping[str, Any], count: int, slots: Sequence[Slot], befor
         slots: where the state of the scale goes; the first are those that Keras has too.
         before: how many variables come before the slots.
     """
-    extra = slots[len(OWN) :]
-    if len(store.keys()) != count - len(extra):
-        return store
-    shared = before + len(OWN)
+    shared, extra = before + len(OWN), slots[len(OWN) :]
     values = [store[str(index)] for index in range(len(store.keys()))]
-    values[shared:shared] = [slot.values for slot in extra]
+    first_inner = shared + len(values) - (count - len(extra))
+    saved = values[shared : max(first_inner, shared)]
+    other_inner = not shared <= first_inner <= shared + len(EXTRA) or any(np.ndim(value) != 1 for value in saved)
+    if other_inner or [np.shape(value) for value in saved] == [slot.values.shape for slot in extra]:
+        return store
+    values[shared:first_inner] = [_begun(slot, saved[0] if saved else ()) for slot in extra]
     return {str(index): value for index, value in enumerate(values)}
+
+
+def _begun(slot: Slot, counters: Any) -> Any:
+    """Returns the start of a slot, with what was counted as it was saved. It stands at the same places in all files."""
+    values = slot.values.copy()
+    places = [place for place, part in enumerate(slot.parts) if part in COUNTED]
+    if len(counters):
+        values[places] = np.asarray(counters)[places]
+    return values
 
 
 def fitted(state: ScaleState, policy: Policy) -> ScaleState:

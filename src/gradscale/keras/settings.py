@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from gradscale.auto import as_policy
-from gradscale.policy import HIGHEST_SCALE, LOWEST_SCALE, Dynamic, Policy
+from gradscale.policy import HIGHEST_SCALE, LOWEST_SCALE, Dynamic, Policy, check_count, check_scale
 from gradscale.saved import policy_from_dict
 
 INITIAL_SCALE = 2.0**15
@@ -22,6 +22,8 @@ def chosen_policy(initial_scale: float, dynamic_growth_steps: int, policy: Polic
         ValueError: both were given, or one of Keras' arguments is out of range.
     """
     if policy is None:
+        check_scale("initial_scale", initial_scale)
+        check_count("dynamic_growth_steps", dynamic_growth_steps)
         return Dynamic(
             init_scale=initial_scale,
             growth_interval=dynamic_growth_steps,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import keras
 
 from gradscale.decide import decide
+from gradscale.formats import FP16
 from gradscale.keras.backends import Asked, Measured, Update, current
 from gradscale.keras.result import StepResult
 from gradscale.policy import Policy
@@ -13,6 +14,8 @@ from gradscale.record import Array
 from gradscale.state import Outcome, Seen
 
 BACKEND = current()
+
+HALF = FP16.dtype_name
 
 
 class Pairs(NamedTuple):
@@ -100,6 +103,7 @@ def result_of(taken: Taken, pairs: Pairs, *, norm: bool) -> StepResult:
     """Returns what the caller of a custom loop is told about a step."""
     tensor = keras.ops.convert_to_tensor
     measured, seen = taken.measured, taken.seen
+    names = tuple(_name(variable) for _, variable in pairs.present)
     return StepResult(
         applied=tensor(taken.outcome.applied),
         scale=tensor(taken.scale),
@@ -107,8 +111,8 @@ def result_of(taken: Taken, pairs: Pairs, *, norm: bool) -> StepResult:
         loss_finite=tensor(seen.loss_finite),
         amax=None if measured is None else tensor(seen.amax),
         grad_norm=tensor(seen.norm) if norm else None,
-        sizes=None if measured is None else measured.sizes,
-        names=tuple(_name(variable) for _, variable in pairs.present),
+        sizes=None if measured is None else measured.sizes[: len(names)],
+        names=names,
         attempted=True,
     )
 
@@ -130,7 +134,19 @@ def _measure(optimizer: Any, pairs: Pairs, loss: Any, *, norm: bool, kinds: bool
     grads, variables = zip(*present, strict=True)
     wants_amax = kinds or "amax" in policy.needs
     asked = Asked(amax=wants_amax, norm=norm, edge=edge, kinds=kinds, scale=optimizer.dynamic_scale.value)
-    return BACKEND.measure(grads, [overwrites(variable) for variable in variables], loss, asked)
+    narrow = _narrowed(grads, variables, asked.scale)
+    own = [*map(overwrites, variables), *(True for _ in narrow)]
+    return BACKEND.measure([*grads, *narrow], own, loss, asked)
+
+
+def _narrowed(grads: Sequence[Any], variables: Sequence[Any], scale: Array) -> list[Any]:
+    """Returns the gradients of weights stored in FP16 as the inner optimizer sees them: divided, and in FP16 again.
+
+    A scale below 1 makes some of them larger than FP16 can hold. They are looked at beside the scaled ones.
+    """
+    stored = [keras.backend.standardize_dtype(variable.dtype) for variable in variables]
+    true = unscaled(grads, variables, scale) if HALF in stored else ()
+    return [keras.ops.cast(grad, HALF) for grad, dtype in zip(true, stored, strict=False) if dtype == HALF]
 
 
 def _name(variable: Any) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.keras.backend.helpers import BACKEND, network
 
-from gradscale import Dynamic, Headroom, replay
+from gradscale import Dynamic, Headroom, NoScaling, replay
 from gradscale.keras import LossScaleOptimizer, ScaleMonitor
 
 KerasOwn: Any = keras.optimizers.LossScaleOptimizer
@@ -130,3 +130,13 @@ def test_xla_and_accumulation_do_not_work_under_mirrored_strategy(
         model.compile(LossScaleOptimizer(inner, policy=POLICY), loss="mse", jit_compile=jit_compile)
         with pytest.raises(Exception, match=message):
             model.fit(*data(), batch_size=SIZE, verbose=0)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="MirroredStrategy is TensorFlow's")
+@pytest.mark.parametrize("policy", [POLICY, NoScaling()], ids=["dynamic", "none"])
+def test_a_step_between_the_replicas_is_refused(policy: Any) -> None:
+    with two_devices():
+        model, optimizer = network(), ours(policy)
+        grads = [keras.ops.zeros_like(variable) for variable in model.trainable_variables]
+        with pytest.raises(ValueError, match=r"Received: a call between the replicas of a MirroredStrategy\. Put the"):
+            optimizer.apply(grads, model.trainable_variables)

@@ -126,6 +126,18 @@ def test_gradients_that_overflow_only_once_they_are_divided_are_skipped(policy: 
     assert optimizer.state.skipped == 1
 
 
+@pytest.mark.parametrize("compile_it", [False, True])
+@pytest.mark.parametrize(("grad", "finite"), [(16384.0, True), (32768.0, False)])
+def test_gradients_that_weights_in_float16_cannot_take_are_skipped(grad: float, finite: bool, compile_it: bool) -> None:
+    stored = [keras.Variable(np.ones(2, "float16"), dtype="float16", name="half")]
+    optimizer = built(stored, SGD(2.0**-15), policy=Static(0.5))
+    step = compiled(optimizer, stored) if compile_it else lambda *grads: optimizer.apply_if_finite(grads, stored)
+    result = step(*tensors([grad, 0.0], dtype="float16"))
+    assert result.skipped() is not finite
+    assert host(stored[0]).tolist() == [0.0 if finite else 1.0, 1.0]
+    assert result.culprits() == []
+
+
 def test_a_variable_that_is_overwritten_gets_its_gradient_as_it_is(models: list[Any]) -> None:
     models[1].overwrite_with_gradient = True
     optimizer = built(models, policy=Headroom(init_scale=8.0))
@@ -186,6 +198,17 @@ def test_the_scale_of_a_pure_function_comes_from_its_variables(models: list[Any]
     values = [variable.value for variable in optimizer.variables]
     values[3] = keras.ops.convert_to_tensor(64.0)
     assert numbers(optimizer.scale_loss(2.0, values)) == [128.0]
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="compiled functions of the other backends read variables")
+@pytest.mark.parametrize("call", ["scale_loss", "unscale_gradients", "apply", "apply_if_finite"])
+def test_a_scale_that_jax_would_compile_in_is_refused(models: list[Any], call: str) -> None:
+    import jax
+
+    optimizer, grads = built(models), tensors([8.0, 8.0], [8.0])
+    with pytest.raises(ValueError, match=r"the scale must travel with the optimizer's variables.*Received: a call of"):
+        jax.jit(lambda value: getattr(optimizer, call)(value))(grads[1] if call == "scale_loss" else grads)
+    assert optimizer.state == optimizer.policy.start()
 
 
 def test_unscaled_gradients_are_there_to_be_looked_at(models: list[Any]) -> None:

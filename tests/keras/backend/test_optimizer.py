@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 import pytest
-from tests.keras.backend.helpers import network, numbers, variables
+from tests.keras.backend.helpers import network, numbers, tensors, variables
 
 from gradscale import Dynamic, Headroom, NoScaling, Policy, ScaleState, Static, preset
 from gradscale.keras import LossScaleOptimizer
@@ -54,8 +54,26 @@ def test_what_is_no_policy_is_refused(policy: Any) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), -1.0])
 def test_a_scale_that_cannot_be_one_is_refused(scale: float) -> None:
-    with pytest.raises(ValueError, match=r"`init_scale` must lie between 2\*\*-126 and 2\*\*126"):
+    with pytest.raises(ValueError, match=r"`initial_scale` must lie between 2\*\*-126 and 2\*\*126"):
         LossScaleOptimizer(SGD(), scale)
+
+
+def test_growth_steps_that_cannot_be_counted_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`dynamic_growth_steps` must be between 1 and .* dynamic_growth_steps=0"):
+        LossScaleOptimizer(SGD(), dynamic_growth_steps=0)
+
+
+def test_the_fixed_scale_of_tf_keras_is_refused_in_favour_of_a_policy() -> None:
+    with pytest.raises(ValueError, match=r"Received: dynamic=False\. Use .*policy=Static\(1024\.0\)"):
+        LossScaleOptimizer(SGD(), initial_scale=1024.0, dynamic=False)
+
+
+def test_what_is_not_to_decay_is_told_to_the_inner_optimizer() -> None:
+    models = variables([2.0], [3.0])
+    optimizer = LossScaleOptimizer(keras.optimizers.AdamW(0.5, weight_decay=0.5))
+    optimizer.exclude_from_weight_decay(var_names=["w0"])
+    optimizer.apply_if_finite(tensors([0.0], [0.0]), models)
+    assert numbers(*(model.value for model in models)) == [[2.0], [2.25]]
 
 
 def test_without_a_policy_the_config_has_the_four_keys_of_keras() -> None:

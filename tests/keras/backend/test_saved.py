@@ -1,5 +1,6 @@
 """Saved and loaded: models, weights alone, files of Keras' own class, and models that are taken over."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from tests.keras.backend.helpers import data, host, inner_state, network, same, trained, variables, weights
 
-from gradscale import Dynamic, Headroom, NoScaling, Static, preset
+from gradscale import Dynamic, Headroom, Histogram, LogMax, NoScaling, Static, preset
 from gradscale.keras import LossScaleOptimizer, adopt
 
 KerasOwn = keras.optimizers.LossScaleOptimizer
@@ -87,6 +88,23 @@ def test_the_settings_of_today_win_over_a_saved_scale(policy: Any, tmp_path: Pat
     other = trained(ours(policy), data(batches=1))
     other.load_weights(tmp_path / "model.weights.h5")
     assert other.optimizer.state.scale == getattr(policy, "max_scale", policy.start().scale)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(Headroom(), LogMax()), (Headroom(), Histogram()), (Headroom(), Dynamic()), (Dynamic(), Headroom())],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_another_policy_goes_on_with_scale_and_counts_of_the_file(before: Any, after: Any, tmp_path: Path) -> None:
+    model = trained(ours(before), data(1, batches=3))
+    model.save_weights(tmp_path / "model.weights.h5")
+    other = trained(ours(after), data(batches=1))
+    other.load_weights(tmp_path / "model.weights.h5")
+    saved, state = model.optimizer.state, other.optimizer.state
+    assert (saved.applied, saved.skipped) == (2, 1)
+    kept = {name: getattr(saved, name) for name in ("scale", "clean_steps", "applied", "skipped", "consecutive_skips")}
+    assert state == replace(after.start(), **kept)
+    assert same(inner_state(other.optimizer), inner_state(model.optimizer))
 
 
 def test_weights_of_another_inner_optimizer_are_skipped_as_keras_does(tmp_path: Path) -> None:

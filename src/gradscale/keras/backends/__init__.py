@@ -118,6 +118,10 @@ class Backend(Protocol):
         """Returns what `finish` makes of what was measured and of the update: once, for all replicas."""
         ...
 
+    def is_constant(self, value: Any) -> bool:
+        """Returns whether a variable's value would be compiled in here, so that the program never sees it change."""
+        ...
+
 
 def current() -> Backend:
     """Returns what belongs to the backend that Keras runs on.

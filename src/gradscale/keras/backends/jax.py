@@ -89,6 +89,12 @@ def together(
     return finish(measured, lambda scale: update(grads, variables, scale))
 
 
+def is_constant(value: Any) -> bool:
+    """Returns whether a value would be compiled into the function that is being compiled: no argument leads to it."""
+    compiling = isinstance(jnp.zeros(()), Tracer)  # JAX traces every operation while it compiles
+    return compiling and not isinstance(value, Tracer)
+
+
 def _values(grad: Any) -> Array:
     """Returns the numbers of a gradient, dense or sparse."""
     return jnp.asarray(grad.data if isinstance(grad, JAXSparse) else grad)

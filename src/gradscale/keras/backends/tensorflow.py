@@ -86,7 +86,24 @@ def together(
             first, lambda scale: strategy.extended.call_for_each_replica(update, args=(grads, variables, scale))
         )
 
-    return tf.distribute.get_replica_context().merge_call(between, args=(measured, grads, variables))
+    return _replica_context().merge_call(between, args=(measured, grads, variables))
+
+
+def is_constant(value: Any) -> bool:
+    """Returns False: a compiled function reads its variables anew each time."""
+    del value
+    return False
+
+
+def _replica_context() -> Any:
+    """Returns the replica that this runs on; raises between replicas, where there are no gradients of one."""
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        raise ValueError(
+            "A step is taken on a replica, from that replica's gradients. Received: a call between the replicas of a "
+            f"{type(tf.distribute.get_strategy()).__name__}. Put the step into a function for `strategy.run`."
+        )
+    return context
 
 
 def _check_norm(asked: Asked) -> None:
@@ -107,7 +124,7 @@ def _done(update: Callable[[], None]) -> tf.Operation | None:
 
 def _agreed(measured: Measured) -> Measured:
     """Returns the worst of what the replicas found. Each has its own gradients: they are added up after the gate."""
-    context = tf.distribute.get_replica_context()
+    context = _replica_context()
     if context.num_replicas_in_sync == 1:
         return measured
     bad_loss = tf.cast(~measured.loss_finite, tf.float32)

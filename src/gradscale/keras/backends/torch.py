@@ -73,6 +73,12 @@ def together(
     return finish(measured, lambda scale: update(grads, variables, scale))
 
 
+def is_constant(value: Any) -> bool:
+    """Returns False: a variable is read anew at each step."""
+    del value
+    return False
+
+
 def _values(grad: Tensor) -> Tensor:
     """Returns the numbers of a gradient, dense or sparse."""
     return grad.coalesce().values() if grad.is_sparse else grad.detach()
