@@ -252,6 +252,12 @@ def test_an_argument_that_is_not_there_is_refused() -> None:
         value_and_grad(lambda w: w, argnums=1)(Scaler(), jnp.float32(1))
 
 
+@pytest.mark.parametrize("argnums", [(0, 0), (0, -2)])
+def test_an_argument_chosen_twice_is_refused(argnums: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"each argument at most once\. Received: argnums=\(0, "):
+        value_and_grad(lambda w, x: w * x, argnums)(Scaler(), 1.0, 2.0)
+
+
 def test_an_axis_that_is_not_mapped_is_refused() -> None:
     with pytest.raises(ValueError, match=r"An axis must be mapped.*Received: 'batch'\. Found here: \[\]"):
         value_and_grad(lambda w: w, axis_names="batch")(Scaler(), jnp.float32(1))
