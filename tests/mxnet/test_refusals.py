@@ -5,7 +5,7 @@ from typing import Any
 import mxnet as mx
 import pytest
 from mxnet import autograd, gluon, nd
-from tests.mxnet.helpers import ONE, TWO, make_parameter, make_trainer, use_mxnets_amp, weights
+from tests.mxnet.helpers import ONE, TWO, backward, make_parameter, make_trainer, use_mxnets_amp, weights
 
 from gradscale import NoScaling
 from gradscale.mxnet import init_trainer, scale_loss, scaler_of, unscale
@@ -39,8 +39,9 @@ def test_a_loss_that_is_not_recorded_is_refused() -> None:
         (1.0, r"must be an MXNet array, or a list or tuple of them\. Received: 1\.0 \(float\)"),
         (nd.ones(1, dtype="float16"), r"must be float32 or wider.*Received: float16\. Cast what the model puts out"),
         (nd.ones(1, dtype="int32"), r"must be float32 or wider.*Received: int32"),
+        (nd.amp_cast(nd.ones(1), dtype="bfloat16"), r"must be float32 or wider.*Received: bfloat16"),
     ],
-    ids=["number", "float16", "int32"],
+    ids=["number", "float16", "int32", "bfloat16"],
 )
 def test_a_loss_that_cannot_be_scaled_is_refused(loss: Any, text: str) -> None:
     trainer = make_trainer(make_parameter())
@@ -83,6 +84,31 @@ def test_weights_in_float16_without_masters_are_refused() -> None:
     with pytest.raises(ValueError, match=r"parameters in float16: weight\. Add 'multi_precision': True to `opt"):
         init_trainer(trainer)
     init_trainer(trainer, NoScaling())
+
+
+def test_weights_that_are_cast_to_float16_later_are_refused_without_masters() -> None:
+    param = make_parameter()
+    trainer = gluon.Trainer([param], "sgd", {"learning_rate": 1.0})
+    scaler = init_trainer(trainer)
+    param.cast("float16")
+    backward(trainer, (0.5, 0.5, 0.5))
+    with pytest.raises(ValueError, match=r"parameters in float16: weight\. Add 'multi_precision': True to `opt"):
+        trainer.step(2**20)
+    assert (weights(trainer), scaler.state.applied) == ([[1.0, 1.0, 1.0]], 0)
+
+
+def test_frozen_weights_in_float16_need_no_masters() -> None:
+    frozen, trained = make_parameter(dtype="float16", name="frozen", grad_req="null"), make_parameter(name="trained")
+    init_trainer(gluon.Trainer([frozen, trained], "sgd"))
+
+
+@pytest.mark.parametrize("options", [{"warmup_strategy": "lars"}, {"batch_scale": 2}], ids=["lars", "batch_scale"])
+def test_an_optimizer_that_uses_gradients_while_they_are_scaled_is_refused(options: dict[str, Any]) -> None:
+    trainer = gluon.Trainer([make_parameter()], "lbsgd", options)
+    with pytest.raises(ValueError, match=r"unscale gradients before it uses them\. `LBSGD` .*Received: warmup_str"):
+        init_trainer(trainer)
+    init_trainer(trainer, NoScaling())
+    init_trainer(gluon.Trainer([make_parameter()], "lbsgd"))
 
 
 def test_a_bound_that_cannot_be_meant_is_refused() -> None:

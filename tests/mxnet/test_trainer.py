@@ -217,6 +217,29 @@ def test_a_stale_gradient_is_told_by_mxnet_and_nothing_has_changed() -> None:
     assert weights(trainer) == [[1.0, 1.0, 1.0]]
 
 
+def test_an_update_that_fails_leaves_the_scale_its_counters_and_the_factor() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Dynamic(growth_interval=1))
+    own = trainer.optimizer.update_multi_precision
+    trainer.optimizer.update_multi_precision = _fail
+    backward(trainer, CLEAN)
+    unscale(trainer)
+    before = scaler.state
+    with pytest.raises(OSError, match="the optimizer fails"):
+        trainer.step(4)
+    assert (scaler.state, trainer.optimizer.rescale_grad) == (before, 0.25)
+    with pytest.raises(RuntimeError, match="There is a result once a step was taken"):
+        _ = scaler.last
+    trainer.optimizer.update_multi_precision = own
+    backward(trainer, CLEAN)
+    trainer.step(1)
+    assert (weights(trainer), int(scaler.state.applied)) == ([[0.5, 1.25, 1.0]], 1)
+
+
+def _fail(*_: Any) -> None:
+    raise OSError("the optimizer fails")
+
+
 def test_an_overflow_is_forgotten_once_its_step_is_skipped() -> None:
     first, second = make_parameter(name="first"), make_parameter(name="second")
     trainer = make_trainer(first, second)
@@ -293,6 +316,15 @@ def test_sparse_gradients_are_measured_by_the_rows_they_hold() -> None:
         trainer.step(1)
         assert scaler.last.status is status
     assert embedding.weight.data().asnumpy().tolist() == [[1, 1], [0, 0], [1, 1], [1, 1]]
+
+
+def test_the_norm_is_clipped_at_a_scale_so_low_that_squares_vanish() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Static(2.0**-120), clip_norm=2.5)
+    backward(trainer, (3.0, 0.0, -4.0))
+    trainer.step(1)
+    assert scaler.last.grad_norm == 5.0
+    assert weights(trainer)[0] == pytest.approx([1 - 1.5, 1.0, 1 + 2.0], rel=1e-6)
 
 
 def test_a_factor_below_what_mxnet_takes_updates_all_the_same() -> None:

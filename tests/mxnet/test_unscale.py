@@ -3,11 +3,11 @@
 import math
 
 import pytest
-from mxnet import gluon
+from mxnet import autograd, gluon, nd
 from tests.mxnet.helpers import backward, make_parameter, make_trainer, weights
 
 from gradscale import Dynamic, Headroom, Static, Status, preset
-from gradscale.mxnet import Culprit, init_trainer, unscale
+from gradscale.mxnet import Culprit, init_trainer, scale_loss, unscale
 
 
 def test_gradients_are_true_afterwards_and_the_step_divides_by_the_batch_size_alone() -> None:
@@ -73,6 +73,68 @@ def test_the_policy_hears_of_the_gradients_as_they_were() -> None:
     trainer.step(1)
     assert (scaler.last.amax, scaler.last.grad_norm) == (2.0**-10, 0.0)
     assert scaler.loss_scale == 2.0**19  # not what Headroom makes of zeros
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["then step alone", "then unscaled too"])
+def test_a_batch_that_is_unscaled_and_then_dropped_leaves_the_next_one_right(again: bool) -> None:
+    trainer = make_trainer(make_parameter())
+    init_trainer(trainer, Static(1024.0))
+    backward(trainer, (100.0, 0.0, 0.0))
+    unscale(trainer)
+    backward(trainer, (0.5, -0.25, 0.0))
+    if again:
+        unscale(trainer)
+    trainer.step(1)
+    assert weights(trainer) == [[0.5, 1.25, 1.0]]
+
+
+def test_gradients_of_a_further_loss_join_those_that_were_unscaled() -> None:
+    param = make_parameter(dtype="float16", grad_req="add")
+    trainer = make_trainer(param)
+    init_trainer(trainer, Static(1024.0))
+    for index, slope in enumerate(((0.5, 0.0, 0.25), (0.25, -0.25, 0.0))):
+        with autograd.record():
+            loss = (nd.cast(param.data(), dtype="float32") * nd.array(slope)).sum()
+            with scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+        if index == 0:
+            unscale(trainer)
+    assert param.grad().asnumpy().tolist() == [768.0, -256.0, 256.0]
+    trainer.step(1)
+    assert weights(trainer) == [[0.25, 1.25, 0.75]]
+
+
+def test_an_overflow_of_a_batch_that_is_dropped_skips_the_step_that_follows() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Dynamic())
+    backward(trainer, (math.inf, 0.0, 0.0))
+    unscale(trainer)
+    for status, scale in ((Status.OVERFLOW, 32768.0), (Status.APPLIED, 32768.0)):
+        backward(trainer, (0.5, 0.0, 0.0))
+        unscale(trainer)
+        trainer.step(1)
+        assert (scaler.last.status, scaler.loss_scale) == (status, scale)
+    assert weights(trainer) == [[0.5, 1.0, 1.0]]
+
+
+def test_a_trainer_of_frozen_parameters_alone_has_nothing_to_unscale() -> None:
+    param = make_parameter(grad_req="null")
+    trainer = make_trainer(param)
+    scaler = init_trainer(trainer)
+    with autograd.record(), scale_loss(param.data().sum(), trainer):
+        pass
+    unscale(trainer)
+    trainer.step(1)
+    assert (scaler.last.status, scaler.last.culprits()) == (Status.NO_GRADS, [])
+
+
+def test_mxnet_may_be_recording() -> None:
+    trainer = make_trainer(make_parameter())
+    init_trainer(trainer, Static(1024.0))
+    backward(trainer, (0.5, 0.0, 0.0))
+    with autograd.record():
+        unscale(trainer)
+    assert trainer._params[0].grad().asnumpy().tolist() == [0.5, 0.0, 0.0]
 
 
 def test_float16_gradients_are_divided_in_float32() -> None:

@@ -27,9 +27,9 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def steps() -> list[Any]:
-    """Returns what each of two workers says about its three steps."""
+    """Returns what each of two workers says about its four steps."""
     shared = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port()), "DMLC_NUM_WORKER": "2"}
-    shared |= {"DMLC_NUM_SERVER": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    shared |= {"DMLC_NUM_SERVER": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.mxnet.worker"],
@@ -64,6 +64,12 @@ def test_an_overflow_of_one_worker_skips_the_step_on_all(steps: list[Any]) -> No
 def test_a_loss_of_one_worker_that_is_not_finite_skips_the_step_on_all(steps: list[Any]) -> None:
     for worker in steps:
         assert worker[2] == ["nonfinite_loss", 32768.0, [[0.5, 0.75, 0.0]]]
+
+
+@pytest.mark.slow
+def test_an_overflow_that_one_worker_edits_away_skips_the_step_on_all(steps: list[Any]) -> None:
+    for worker in steps:
+        assert worker[3] == ["overflow", 16384.0, [[0.5, 0.75, 0.0]]]
 
 
 class OtherMeans(gluon.Trainer):

@@ -12,14 +12,17 @@ with warnings.catch_warnings():
 from tests.mxnet.helpers import backward, make_parameter, make_trainer, weights
 
 from gradscale import Dynamic
-from gradscale.mxnet import init_trainer
+from gradscale.mxnet import init_trainer, unscale
 
 CLEAN = (0.5, 0.25, 1.0)
 INF = (0.5, math.inf, 1.0)
 
 
 def main() -> None:
-    """Takes three steps: all clean; with an inf on worker 1 alone; and with a loss on worker 1 alone that is NaN."""
+    """Takes four steps. The first is clean. In each of the others something is wrong on worker 1 alone.
+
+    That is an inf; a loss that is NaN; and an inf that is seen, and edited away, before gradients are added up.
+    """
     store = mx.kv.create("dist_sync")
     trainer = make_trainer(make_parameter(), kvstore=store)
     scaler = init_trainer(trainer, Dynamic())
@@ -28,6 +31,11 @@ def main() -> None:
         backward(trainer, slope, value=loss)
         trainer.step(2)
         print(json.dumps([scaler.last.status, scaler.loss_scale, weights(trainer)]))
+    backward(trainer, INF if is_second else CLEAN)
+    unscale(trainer)
+    trainer._params[0].grad()[:] = 0.25
+    trainer.step(2)
+    print(json.dumps([scaler.last.status, scaler.loss_scale, weights(trainer)]))
 
 
 if __name__ == "__main__" and os.environ["DMLC_ROLE"] == "worker":

@@ -35,6 +35,13 @@ def varying_axes(kind: Any) -> frozenset[str]:
     return frozenset() if manual is None else frozenset(manual.varying)
 
 
+def zeros(kind: Any) -> Array:
+    """Returns zeros of a type, spread over devices and different along mapped axes alike, as far as JAX knows."""
+    plain = jnp.zeros_like(kind)
+    axes = tuple(sorted(varying_axes(kind) - varying_axes(jax.typeof(plain))))
+    return lax.pcast(plain, axes, to="varying") if axes else plain
+
+
 def anywhere(flag: Array, axes: Sequence[str]) -> Array:
     """Returns whether `flag` is set on any device: one small all-reduce, or nothing if there are no axes."""
     return lax.pmax(flag.astype(jnp.float32), tuple(axes)) > 0 if axes else flag

@@ -1,15 +1,13 @@
 """Room four, apply: parameters and optimizer state move together, behind one gate."""
 
-from typing import Any, Literal
+from typing import Any
 
 import optax
-from jax import lax
 
+from gradscale.jax.gate import Gate, gated
 from gradscale.jax.optimizer import holds, moved, updated
 from gradscale.jax.result import StepResult
 from gradscale.jax.transformation import ScaledState, check_accumulation
-
-Gate = Literal["cond", "where"]
 
 
 def apply(
@@ -35,7 +33,8 @@ def apply(
         params: the parameters.
         result: what `value_and_grad` returned beside the gradients.
         gate: `"cond"` runs the optimizer only if the step is applied; `"where"` runs it always and chooses, which
-            needs a copy of its state but no branch. Which is quicker on your device, you must measure.
+            needs a copy of its state but no branch. Which is quicker on your device, you must measure. Outside of `jit`
+            it is always `"where"`.
         **extra: further arguments for `tx.update`, such as `value=loss`.
 
     Raises:
@@ -51,11 +50,7 @@ def apply(
 
     if not result.attempted:
         return params, opt_state
-    if not result.gated:
-        return update()
-    if gate == "where":
-        return result.select(update(), (params, opt_state))
-    return lax.cond(result.applied, update, lambda: (params, opt_state))
+    return gated(result, update, lambda: (params, opt_state), gate)
 
 
 def _check(opt_state: Any, result: StepResult, gate: str) -> None:

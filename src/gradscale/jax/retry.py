@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gradscale.jax.agree import anywhere, mapped_axes, varying_axes
+from gradscale.jax.agree import anywhere, mapped_axes, zeros
 from gradscale.jax.step import Asked, Attempt, attempt
 from gradscale.policy import Policy, backed_off
 from gradscale.state import Seen
@@ -52,11 +52,4 @@ def _overflow() -> Seen:
 def _blank(state: Any, pull: Pull, loss_finite: Array, policy: Policy, asked: Asked) -> Attempt:
     """Returns an attempt of zeros, of the type of all attempts: a loop must start with something. Nothing is run."""
     kinds = jax.eval_shape(lambda: attempt(policy, state, pull(state.scale), loss_finite, asked))
-    return jax.tree.map(_zeros, kinds)
-
-
-def _zeros(kind: Any) -> Array:
-    """Returns zeros of a type, spread over devices and different along mapped axes alike, as far as JAX knows."""
-    zeros = jnp.zeros_like(kind)
-    axes = tuple(sorted(varying_axes(kind) - varying_axes(jax.typeof(zeros))))
-    return lax.pcast(zeros, axes, to="varying") if axes else zeros
+    return jax.tree.map(zeros, kinds)

@@ -3,13 +3,13 @@
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import Array
 
 from gradscale.decide import check_clip
-from gradscale.jax.agree import AxisNames
+from gradscale.jax.agree import AxisNames, zeros
 from gradscale.jax.checks import static_policy
+from gradscale.jax.gate import gated
 from gradscale.jax.optimizer import holds, init, updated
 from gradscale.jax.scaler import DEFAULT_POLICY, Scaler
 from gradscale.policy import Policy
@@ -42,10 +42,10 @@ def scaled(
 
     It must be the outermost: what comes before sees scaled gradients, what comes after runs on a skip too. Chains,
     `MultiSteps`, `masked`, `inject_hyperparams` and schedules go inside. `loss_scale` refuses a state in which it is
-    not the outermost. `apply` is quicker where you can use it: this makes a copy of the optimizer's state.
+    not the outermost. `apply` is quicker where you can use it: it also adds the updates behind the gate.
 
     >>> tx = scaled(optax.sgd(0.5))
-    >>> params = {"w": jnp.float32(3.0)}
+    >>> params = {"w": jax.numpy.float32(3.0)}
     >>> opt_state = tx.init(params)
     >>> grads = jax.grad(lambda p: p["w"] ** 2 * loss_scale(opt_state))(params)
     >>> updates, opt_state = tx.update(grads, opt_state, params)
@@ -69,10 +69,16 @@ def scaled(
     def update(updates: Any, state: Any, params: Any = None, *, loss: Any = None, **extra: Any) -> tuple[Any, Any]:
         loss_scale(state)  # raises if this is not a state of `scaled`
         grads, scaler, result = state.scaler.step(updates, loss, clip_norm=clip_norm, axis_names=axis_names)
-        moves, after = updated(tx, grads, state.inner, params, extra)
-        still = jax.tree.map(jnp.zeros_like, moves)
-        moves, inner = result.select((moves, after), (still, state.inner)) if result.gated else (moves, after)
-        return moves, ScaledState(scaler, inner if result.attempted else state.inner)
+
+        def change() -> tuple[Any, Any]:
+            return updated(tx, grads, state.inner, params, extra)
+
+        def keep() -> tuple[Any, Any]:
+            moves, _ = jax.eval_shape(change)
+            return jax.tree.map(zeros, moves), state.inner
+
+        moves, inner = gated(result, change, keep) if result.attempted else keep()
+        return moves, ScaledState(scaler, inner)
 
     return optax.GradientTransformationExtraArgs(start, update)
 

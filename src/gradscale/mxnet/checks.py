@@ -1,7 +1,8 @@
-"""What a trainer must be like, so that the check can come before the update."""
+"""What a trainer must be like, so that the check can come before the update, and the update be right."""
 
 from typing import Any
 
+import mxnet as mx
 from mxnet import gluon
 
 from gradscale.mxnet.gradients import is_half
@@ -49,12 +50,28 @@ def check_compression(trainer: Any) -> None:
 
 def check_masters(trainer: Any, policy: Policy) -> None:
     """Raises if float16 weights would be updated in float16, where one over a large scale is zero."""
-    half = [param.name for param in trainer._params if is_half(param)]
-    if half and policy.needs and not trainer._optimizer.multi_precision:
+    if trainer._optimizer.multi_precision or not policy.needs:
+        return
+    half = [param.name for param in trainer._params if param.grad_req != "null" and is_half(param)]
+    if half:
         raise ValueError(
             "Parameters in float16 need an optimizer that computes in float32, as 1/scale and many updates are zero in "
             f"float16. Received: multi_precision=False, and parameters in float16: {', '.join(half[:5])}. "
             "Add 'multi_precision': True to `optimizer_params`."
+        )
+
+
+def check_optimizer(trainer: Any, policy: Policy) -> None:
+    """Raises if the optimizer makes use of gradients before it multiplies them: of scaled ones, then."""
+    optimizer = trainer._optimizer
+    if not policy.needs or not isinstance(optimizer, mx.optimizer.LBSGD):
+        return
+    if optimizer.warmup_strategy == "lars" or optimizer.batch_scale != 1:
+        raise ValueError(
+            "An optimizer must unscale gradients before it uses them. `LBSGD` takes the norm of scaled ones if "
+            "warmup_strategy='lars', and adds up those of different scales if `batch_scale` is not 1. Received: "
+            f"warmup_strategy={optimizer.warmup_strategy!r}, batch_scale={optimizer.batch_scale!r}. Use 'lamb' or "
+            "'lars' instead of 'lbsgd', and grad_req='add' to add up gradients."
         )
 
 

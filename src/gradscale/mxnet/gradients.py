@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from mxnet import autograd
 
 from gradscale.policy import LOWEST_SCALE
 
@@ -38,8 +39,9 @@ class Slot(NamedTuple):
     def multiply(self, factor: float) -> None:
         """Multiplies the gradient in place, in float32: a factor like 2**-25 is zero in float16."""
         grad = self.grad.as_nd_ndarray()
-        wide = grad.astype("float32") if is_half(grad) else grad
-        (wide * factor).astype(grad.dtype).copyto(grad)
+        with autograd.pause():  # as what happens to gradients is no part of the model
+            wide = grad.astype("float32") if is_half(grad) else grad
+            (wide * factor).astype(grad.dtype).copyto(grad)
 
 
 Gradients = Sequence[Sequence[Slot]]
@@ -68,6 +70,13 @@ def spend(gradients: Gradients) -> None:
             slot.weight._fresh_grad = False
 
 
+def multiply(gradients: Gradients, factor: float) -> None:
+    """Multiplies all gradients in place, in float32 or wider."""
+    for slots in gradients:
+        for slot in slots:
+            slot.multiply(factor)
+
+
 def with_normal_factor(gradients: Gradients, factor: float) -> float:
     """Returns a factor that MXNet takes: it refuses numbers below 2**-126, so the gradients take over a part of them.
 
@@ -75,9 +84,7 @@ def with_normal_factor(gradients: Gradients, factor: float) -> float:
     """
     if not 0 < abs(factor) < LOWEST_SCALE:
         return factor
-    for slots in gradients:
-        for slot in slots:
-            slot.multiply(PART)
+    multiply(gradients, PART)
     return factor / PART
 
 

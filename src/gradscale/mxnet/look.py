@@ -45,7 +45,7 @@ class Look:
 
 
 def look(gradients: Gradients, policy: Policy, *, norm: bool, unit: float, rescale: float) -> Look:
-    """Returns what is found in the gradients of all contexts. Reads none of them if nobody wants to know.
+    """Returns what is found in the gradients of all contexts. Reads none if there are none, or nobody wants to know.
 
     Args:
         gradients: the gradients on each context.
@@ -54,7 +54,7 @@ def look(gradients: Gradients, policy: Policy, *, norm: bool, unit: float, resca
         unit: what the gradients are to be divided by.
         rescale: what the optimizer will multiply them by besides.
     """
-    if not norm and not policy.needs:
+    if not any(gradients) or not (norm or policy.needs):
         return Look(Seen(), (), None, None)
     measured = measure([[slot.values for slot in slots] for slots in gradients], policy)
     seen = agree(measured, unit=unit, rescale=rescale)

@@ -42,10 +42,10 @@ def check_loss(loss: Any, policy: Policy) -> None:
         raise TypeError(
             f"`loss` must be an MXNet array, or a list or tuple of them. Received: {loss!r} ({type(loss).__name__})."
         )
-    kind = np.dtype(loss.dtype)
+    kind = np.dtype(loss.dtype)  # MXNet's bfloat16 is a record with one field, named so
     if kind.kind != "f" or (kind.itemsize < 4 and policy.needs):
         raise TypeError(
             "A loss must be float32 or wider, as a scale like 65536 does not fit a narrower type. "
-            f"Received: {kind.name}. Cast what the model puts out, before the loss is taken of it: "
-            "`outputs.astype('float32')`."
+            f"Received: {kind.names[0] if kind.names else kind.name}. "
+            "Cast what the model puts out, before the loss is taken of it: `outputs.astype('float32')`."
         )

@@ -24,6 +24,9 @@ ARRAYS = 200
 SHRINK = 2.0**-96
 """What brings every float32 number into a range whose squares, and their sums, are float32 numbers."""
 
+SMALL = 2.0**-40
+"""Norm below which squares may have vanished in float32. Those of numbers this small, divided by SHRINK, do not."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -94,19 +97,28 @@ def _launch(arrays: Sequence[Any], policy: Policy) -> tuple[Any, Any, Any]:
 def _read(arrays: Sequence[Any], squares: list[Any], peaks: Any, below: list[Any]) -> Measured:
     """Returns what was launched as numbers. Waits for the device."""
     counts = [_pieces(array) for array in arrays]
-    sizes = np.sqrt(_summed(squares, counts))
-    bad = [index for index, size in enumerate(sizes) if not math.isfinite(size)]
-    if bad:
-        # Squares of float32 numbers above 1.8e19 are not finite either, so these are looked at once more.
-        shrunk = [(arrays[index].astype("float64") * SHRINK).astype("float32") for index in bad]
-        sizes[bad] = np.sqrt(_summed(_squares(shrunk), [counts[index] for index in bad])) / SHRINK
     total = sum(array.size for array in arrays)
     kept = _summed(below, counts).sum() if below else total
     return Measured(
-        sizes=sizes,
+        sizes=_norms(arrays, squares, counts),
         amax=0.0 if peaks is None else float(np.nanmax(peaks.asnumpy(), initial=0.0)),
         share=float(total - kept) / max(1, total),
     )
+
+
+def _norms(arrays: Sequence[Any], squares: list[Any], counts: Sequence[int]) -> Array:
+    """Returns the norm of each array. Looks once more where squares of finite numbers may have overflowed or vanished.
+
+    In float32, that is where numbers are above 1.8e19, or all of them very small. All zeros are looked at twice too.
+    """
+    norms = np.sqrt(_summed(squares, counts))
+    again = np.flatnonzero(~((norms >= SMALL) & (norms < math.inf))).tolist()
+    if not again:
+        return norms
+    factors = np.where(norms < SMALL, 1 / SHRINK, SHRINK)
+    moved = [(arrays[index].astype("float64") * factors[index]).astype("float32") for index in again]
+    norms[again] = np.sqrt(_summed(_squares(moved), [counts[index] for index in again])) / factors[again]
+    return norms
 
 
 def _pieces(array: Any) -> int:

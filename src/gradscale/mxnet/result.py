@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gradscale.numpy.result import Culprit
-from gradscale.state import Status
+from gradscale.state import ScaleState, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +39,18 @@ class StepResult:
     def culprits(self) -> list[Culprit]:
         """Returns the parameters whose gradients were not finite, in the trainer's order."""
         return list(self.bad)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What shall become of a step, before it has: an update that fails must leave no trace.
+
+    Attributes:
+        result: what the step will leave behind.
+        state: the scale's state for the next step.
+        factor: what the optimizer shall multiply the gradients by; 0 if it shall leave the weights alone.
+    """
+
+    result: StepResult
+    state: ScaleState
+    factor: float

@@ -12,14 +12,14 @@ import numpy as np
 
 from gradscale.decide import check_clip
 from gradscale.formats import FP16
-from gradscale.mxnet.gradients import Gradients
+from gradscale.mxnet.gradients import Gradients, multiply
 from gradscale.mxnet.look import Look, look
 from gradscale.mxnet.losses import Losses, check_loss
-from gradscale.mxnet.result import StepResult
+from gradscale.mxnet.result import Decision, StepResult
 from gradscale.numpy.rule import decide_on_host
 from gradscale.policy import Policy, check_count, check_policy
 from gradscale.saved import read_saved, write_saved
-from gradscale.state import ScaleState, Seen, Status
+from gradscale.state import ScaleState, Status
 from gradscale.stuck import MAX_CONSECUTIVE_SKIPS, ScaleStuck, likely_cause
 
 
@@ -47,7 +47,8 @@ class LossScaler:
         self._state: ScaleState = policy.start()
         self.clip_norm = clip_norm
         self._losses = Losses()
-        self._early: Look | None = None  # at gradients that `unscale` has divided
+        self._early: Look | None = None  # of `unscale`, at gradients before it divided them
+        self._divided: Gradients = ()  # by `unscale`, and used by no step yet
         self._last: StepResult | None = None
 
     @property
@@ -92,8 +93,12 @@ class LossScaler:
         return bool(self._policy.needs) and not self._losses.given
 
     def scale(self, loss: Any) -> Any:
-        """Returns `loss` times the scale, and remembers until the next step if it is not finite. Does not wait."""
+        """Returns `loss` times the scale, and remembers until the next step if it is not finite. Does not wait.
+
+        Gradients that `unscale` has divided, and no step has used, are scaled again: those of this loss will join them.
+        """
         check_loss(loss, self._policy)
+        self._scale_again()
         if self._policy.needs:
             self._losses.add(loss)
         return loss * self.loss_scale
@@ -105,38 +110,46 @@ class LossScaler:
         Raises:
             RuntimeError: they were divided already.
         """
-        if self._early is not None:
+        if self._divided:
             raise RuntimeError("Gradients are unscaled once per step. `unscale` was called before; remove one call.")
-        self._early = self._look(gradients, self.loss_scale, 1.0)
-        factor = float(np.divide(1.0, self.loss_scale))
-        for slots in gradients:
-            for slot in slots:
-                slot.multiply(factor)
+        found = self._look(gradients, self.loss_scale, 1.0)
+        multiply(gradients, float(np.divide(1.0, self.loss_scale)))
+        self._early = found if self._early is None else found.after(self._early)
+        self._divided = gradients
 
     def losses_finite(self) -> bool:
         """Returns whether all losses since the last step were finite, on this worker. Waits for the device."""
         return self._losses.finite()
 
-    def take(self, gradients: Gradients, rescale: float, *, loss_finite: bool) -> float | None:
-        """Returns what the optimizer shall multiply the gradients by, or None if it shall leave them; moves the scale.
+    def unscaled_finite(self) -> bool:
+        """Returns whether `unscale` found nothing but finite gradients since the last step, on this worker."""
+        return self._early is None or bool(self._early.seen.finite)
+
+    def decide(self, gradients: Gradients, rescale: float, *, losses_finite: bool, unscaled_finite: bool) -> Decision:
+        """Returns what shall become of the step. Changes nothing: that is for `remember`, once it has come to pass.
 
         Args:
             gradients: all that are to be applied.
             rescale: what the optimizer would multiply true gradients by: one over the size of the batch, usually.
-            loss_finite: whether all losses since the last step were finite, on all workers.
+            losses_finite: whether all losses since the last step were finite, on all workers.
+            unscaled_finite: whether `unscale` found nothing but finite gradients, on all workers.
         """
-        if not any(gradients):
-            return self._remember(Status.NO_GRADS, self._state, Look(Seen(), (), None, None))
-        unit = self.loss_scale if self._early is None else 1.0
+        unit = 1.0 if self._divided else self.loss_scale
         found = self._look(gradients, unit, rescale)
+        if not any(gradients):
+            return self._decision(Status.NO_GRADS, self._state, found, 0.0)
         found = found if self._early is None else found.after(self._early)
-        seen = replace(found.seen, loss_finite=np.bool_(loss_finite))
+        finite = np.logical_and(found.seen.finite, unscaled_finite)
+        seen = replace(found.seen, finite=finite, loss_finite=np.bool_(losses_finite))
         outcome = decide_on_host(self._policy, self._state, seen, self.clip_norm)
-        if not outcome.applied:
-            return self._remember(Status.OVERFLOW if loss_finite else Status.NONFINITE_LOSS, outcome.state, found)
-        factor = rescale * float(outcome.factor) * (self.loss_scale / unit)
-        self._remember(Status.APPLIED, outcome.state, found)
-        return factor
+        skipped = Status.OVERFLOW if losses_finite else Status.NONFINITE_LOSS
+        factor = rescale * float(outcome.factor) * (self.loss_scale / unit) if outcome.applied else 0.0
+        return self._decision(Status.APPLIED if outcome.applied else skipped, outcome.state, found, factor)
+
+    def remember(self, decision: Decision) -> None:
+        """Moves the scale, counts the step, and starts anew: no loss was given, and nothing was unscaled."""
+        self._last, self._state = decision.result, decision.state
+        self._forget()
 
     def check_stuck(self, parameters: int) -> None:
         """Raises if the last step was one skip too many: no lower scale is left to try, or the loss is not finite.
@@ -206,16 +219,20 @@ class LossScaler:
     def _look(self, gradients: Gradients, unit: float, rescale: float) -> Look:
         return look(gradients, self._policy, norm=self.clip_norm is not None, unit=unit, rescale=rescale)
 
-    def _remember(self, status: Status, state: ScaleState, found: Look) -> None:
-        scale, next_scale = self.loss_scale, float(state.scale)
-        self._last = StepResult(status, scale, next_scale, found.norm, found.amax, found.culprits)
-        self._state = state
-        self._forget()
+    def _decision(self, status: Status, state: ScaleState, found: Look, factor: float) -> Decision:
+        result = StepResult(status, self.loss_scale, float(state.scale), found.norm, found.amax, found.culprits)
+        return Decision(result, state, factor)
+
+    def _scale_again(self) -> None:
+        """Takes `unscale` back, if no step has followed it. An overflow that it found is not forgotten."""
+        multiply(self._divided, self.loss_scale)
+        self._divided = ()
+        self._early = None if self.unscaled_finite() else self._early
 
     def _forget(self) -> None:
-        """Starts anew: no loss was given, and nothing was unscaled."""
         self._losses.forget()
         self._early = None
+        self._divided = ()
 
 
 def _headroom_bits(last: StepResult | None) -> float:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from mxnet import autograd
 
 from gradscale.auto import as_policy
-from gradscale.mxnet.checks import check_compression, check_masters, check_trainer, check_update_place
+from gradscale.mxnet.checks import check_compression, check_masters, check_optimizer, check_trainer, check_update_place
 from gradscale.mxnet.gradients import collect, fresh, spend, with_normal_factor
 from gradscale.mxnet.scaler import LossScaler
 from gradscale.mxnet.workers import Workers, init_params_and_wait
@@ -41,13 +41,14 @@ def init_trainer(
 
     Raises:
         TypeError: `trainer` is no `gluon.Trainer`, `policy` is no policy, or `max_consecutive_skips` no integer.
-        ValueError: the trainer has a scaler already, cannot update the weights itself, compresses gradients, or would
-            compute in float16; or `clip_norm` or `max_consecutive_skips` is out of range.
+        ValueError: the trainer has a scaler already, cannot update the weights itself, compresses gradients, would
+            compute in float16, or with scaled gradients; or `clip_norm` or `max_consecutive_skips` is out of range.
     """
     check_trainer(trainer)
     scaler = LossScaler(MXNETS_RULE if policy is None else as_policy(policy), clip_norm, max_consecutive_skips)
     check_update_place(trainer)
     check_compression(trainer)
+    check_optimizer(trainer, scaler.policy)
     check_masters(trainer, scaler.policy)
     trainer._kvstore_params["update_on_kvstore"] = False
     trainer._gradscale = scaler
@@ -117,20 +118,33 @@ def _update_if_finite(
     gradients = collect(trainer)
     to_apply = fresh(gradients)
     if not ignore_stale_grad and _count(to_apply) < _count(gradients):
-        return update(ignore_stale_grad)  # which tells whose gradient is missing, and changes nothing
+        return update(ignore_stale_grad)  # which tells whose gradient is missing, and updates nothing
     scaler, optimizer = scaler_of(trainer), trainer._optimizer
+    check_masters(trainer, scaler.policy)  # parameters may have been cast since `init_trainer`
     if any(to_apply):
         _check_scaled(scaler, "step")
-    rescale = optimizer.rescale_grad
-    factor = scaler.take(to_apply, rescale, loss_finite=workers.all(scaler.losses_finite()))
-    if factor is None:
+    losses_finite, unscaled_finite = workers.all(scaler.losses_finite(), scaler.unscaled_finite())
+    decision = scaler.decide(
+        to_apply, optimizer.rescale_grad, losses_finite=losses_finite, unscaled_finite=unscaled_finite
+    )
+    if decision.result.applied:
+        with _rescaled(optimizer, with_normal_factor(to_apply, decision.factor)):
+            update(ignore_stale_grad)
+    else:
         spend(to_apply)
-        return scaler.check_stuck(parameters=max(map(len, to_apply), default=0))
-    optimizer.rescale_grad = with_normal_factor(to_apply, factor)
+    scaler.remember(decision)
+    scaler.check_stuck(parameters=max(map(len, to_apply), default=0))
+
+
+@contextmanager
+def _rescaled(optimizer: Any, factor: float) -> Iterator[None]:
+    """Lets the optimizer multiply gradients by `factor` for the time being."""
+    own = optimizer.rescale_grad
+    optimizer.rescale_grad = factor
     try:
-        update(ignore_stale_grad)
+        yield
     finally:
-        optimizer.rescale_grad = rescale
+        optimizer.rescale_grad = own
 
 
 def _check_scaled(scaler: LossScaler, caller: str) -> None:

@@ -1,4 +1,4 @@
-"""Room two, agree, for training on several machines: a loss that is not finite on one worker counts for all."""
+"""Room two, agree, for training on several machines: what is not finite on one worker counts for all."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from mxnet import gluon, nd
 
 
 class Workers:
-    """The workers that share a trainer's key-value store. Gradients they share already; this is for the losses.
+    """The workers that share a trainer's key-value store. Gradients they share already; this is for the rest.
 
     Args:
         trainer: the trainer of this worker.
@@ -17,23 +17,24 @@ class Workers:
         self._trainer = trainer
         self._known_to: Any = None
 
-    def all(self, flag: bool) -> bool:
-        """Returns whether `flag` is True on every worker. Every worker must ask. Waits for the others.
+    def all(self, *flags: bool) -> list[bool]:
+        """Returns for each flag whether it is True on every worker. Every worker must ask. Waits for the others.
 
         A trainer that adds up the gradients by means of its own has workers that nobody here can ask. It must not
         decide by what they cannot see: then the answer is True, and gradients that are not finite decide.
         """
         if type(self._trainer)._allreduce_grads is not gluon.Trainer._allreduce_grads:
-            return True
+            return [True] * len(flags)
         store = self._trainer._kvstore
         if store is None or store.num_workers == 1:
-            return flag
-        key, count = len(self._trainer._params), nd.array([0 if flag else 1])  # the keys before are the parameters
+            return list(flags)
+        key = len(self._trainer._params)  # the keys before are the parameters
+        count = nd.array([0 if flag else 1 for flag in flags])
         if self._known_to is not store:
-            store.broadcast(key, nd.zeros(1), out=nd.zeros(1))
+            store.broadcast(key, nd.zeros(len(flags)), out=nd.zeros(len(flags)))
             self._known_to = store
         store.pushpull(key, count, out=count)
-        return count.asscalar() == 0
+        return (count.asnumpy() == 0).tolist()
 
 
 def init_params_and_wait(init_params: Callable[[], None]) -> None:
