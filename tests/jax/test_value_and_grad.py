@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.jax.helpers import EXACT, INF, NAN, POLICY, batch, loss_of, number, params, programs, same, spiked, true_loss
 
-from gradscale import Dynamic, NoScaling, Static, Status
+from gradscale import BF16, Dynamic, NoScaling, Policy, Static, Status
 from gradscale.jax import Culprit, Scaler, value_and_grad
 from gradscale.predictive import Headroom
 
@@ -155,6 +155,23 @@ def test_the_norm_is_told_without_clipping_when_asked_for() -> None:
     assert plain(Scaler(EXACT), jnp.ones(1))[3].grad_norm is None
     _, grads, _, result = asked(Scaler(EXACT), jnp.ones(1))
     assert (number(result.grad_norm), grads.tolist()) == (3.0, [3.0])
+
+
+@pytest.mark.parametrize("policy", [Headroom(format=BF16), Dynamic(init_scale=2.0**100, max_scale=2.0**120)])
+def test_gradients_are_clipped_at_scales_whose_squares_would_overflow(policy: Policy) -> None:
+    function, scaler = jax.jit(value_and_grad(lambda w: jnp.sum(3.0 * w), clip_norm=1.0)), Scaler(policy)
+    for _ in range(3):
+        _, grads, scaler, result = function(scaler, jnp.ones(4))
+        assert (bool(result.applied), number(result.grad_norm)) == (True, 6.0)
+        np.testing.assert_allclose(grads, 0.5, rtol=1e-5)
+    assert float(scaler.loss_scale) >= 2.0**100
+
+
+def test_a_true_norm_whose_square_overflows_skips_the_step() -> None:
+    for policy in (Headroom(), Dynamic()):
+        _, grads, _, result = value_and_grad(lambda w: jnp.sum(1e20 * w), norm=True)(Scaler(policy), jnp.ones(4))
+        assert result.status is Status.OVERFLOW
+        assert not grads.any()
 
 
 def test_the_largest_gradient_reaches_a_policy_that_follows_it() -> None:
