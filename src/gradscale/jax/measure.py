@@ -16,11 +16,11 @@ from gradscale.state import Seen
 
 
 class Measured(NamedTuple):
-    """What was found in the gradients. A part that nobody asked for has no elements.
+    """What was found in the gradients, still scaled. A part that nobody asked for has no elements.
 
     Attributes:
-        magnitudes: largest magnitude in each gradient if the policy follows it, else the sum of all; still scaled.
-        squares: sum of the squares of each gradient, unscaled.
+        magnitudes: largest magnitude in each gradient if the policy follows it, else the sum of all magnitudes.
+        squares: sum of the squares of each gradient.
         share: share of the elements above the edge that a policy watches, 0-d.
     """
 
@@ -30,18 +30,22 @@ class Measured(NamedTuple):
 
     @property
     def sizes(self) -> Array:
-        """One number per gradient, of about its size; inf or NaN where the gradient holds one."""
-        return self.magnitudes if self.magnitudes.size else jnp.sqrt(self.squares)
+        """One number per gradient, no less than its largest magnitude; inf or NaN where the gradient holds one."""
+        # A little more than the root, so that its rounding cannot make it less.
+        return self.magnitudes if self.magnitudes.size else jnp.sqrt(self.squares) * 1.0001
 
     @property
     def norm(self) -> Array:
-        """True norm of all gradients together. Its derivative at zero is zero; that of a bare root is NaN."""
+        """Norm of all gradients together, scaled. Its derivative at zero is zero; that of a bare root is NaN."""
         total = jnp.sum(self.squares)
         return jnp.where(total == 0, 0.0, jnp.sqrt(jnp.where(total == 0, 1.0, total)))
 
     def finite(self, unit: Array) -> Array:
-        """Returns whether every gradient is finite, now and divided by `unit`, and the norm where it was measured."""
-        return jnp.all(jnp.isfinite(self.magnitudes / unit)) & jnp.all(jnp.isfinite(self.squares))
+        """Returns whether every gradient is finite, now and once it is divided by `unit`, and whether its squares are.
+
+        Squares that overflow would make the norm inf, and clipping by it would make all gradients zero.
+        """
+        return jnp.all(jnp.isfinite(self.sizes / unit)) & jnp.all(jnp.isfinite(self.squares))
 
     def seen(self, unit: Array, loss_finite: Array) -> Seen:
         """Returns the facts that the decision is made from, in true units.
@@ -50,13 +54,14 @@ class Measured(NamedTuple):
             unit: the scale that made the gradients.
             loss_finite: whether the loss was finite, on every device.
         """
+        unscale = 1.0 / unit
         finite = self.finite(unit)
-        amax = jnp.minimum(jnp.max(self.magnitudes, initial=0.0) * (1.0 / unit), FP32.max)
+        amax = jnp.minimum(jnp.max(self.magnitudes, initial=0.0) * unscale, FP32.max)
         return Seen(
             finite=finite,
             loss_finite=loss_finite,
             amax=jnp.where(finite, amax, FP32.max).astype(jnp.float32),
-            norm=self.norm,
+            norm=self.norm * unscale,
             upper_share=self.share,
         )
 
@@ -69,16 +74,15 @@ class Found(NamedTuple):
     share: Array
 
 
-def measure(gradients: Sequence[Array], policy: Policy, unit: Array, *, norm: bool) -> Found:
+def measure(gradients: Sequence[Array], policy: Policy, *, norm: bool) -> Found:
     """Returns what this device finds in the gradients. Reads them once for each size that is asked.
 
     Whether all is finite comes with a size and costs no read of its own. Finite gradients count as an overflow where
-    their sum is one: from a true norm of 1.8e19 on where the norm is wanted.
+    their sum is one: from 1.8e19 on where the norm is wanted.
 
     Args:
         gradients: floating-point or complex arrays.
         policy: says what it needs.
-        unit: the scale that made the gradients.
         norm: whether the norm is wanted.
     """
     edge: float = getattr(policy, "edge_magnitude", math.inf)
@@ -88,7 +92,7 @@ def measure(gradients: Sequence[Array], policy: Policy, unit: Array, *, norm: bo
         magnitudes = [total(gradient) for gradient in gradients] if policy.needs and not norm else []
     return Found(
         magnitudes=magnitudes,
-        squares=[square(gradient, 1.0 / unit) for gradient in gradients] if norm else [],
+        squares=[square(gradient) for gradient in gradients] if norm else [],
         share=share_above(gradients, edge) if "upper_share" in policy.needs else jnp.float32(0),
     )
 
@@ -120,12 +124,9 @@ def total(gradient: Array) -> Array:
     return jnp.sum(jnp.stack([jnp.sum(jnp.abs(part)) for part in wide]))
 
 
-def square(gradient: Array, unscale: Array | float = 1.0) -> Array:
-    """Returns the sum of the squares of the gradient times `unscale`.
-
-    Unscaled first: a scale made for the range of BF16 leaves room for the gradients, but none for their squares.
-    """
-    wide = [part.astype(_real_wide(gradient)) * unscale for part in real_parts(gradient)]
+def square(gradient: Array) -> Array:
+    """Returns the sum of the squares."""
+    wide = [part.astype(_real_wide(gradient)) for part in real_parts(gradient)]
     return jnp.sum(jnp.stack([jnp.sum(jnp.square(part)) for part in wide]))
 
 

@@ -62,7 +62,7 @@ def attempt(
     policy: Policy, state: Any, gradients: Sequence[Array], loss_finite: Array, asked: Asked, retries: Array | int = 0
 ) -> Attempt:
     """Returns what there is to know about `gradients`, made at the scale of `state`: measured, and agreed on."""
-    found = measure(gradients, policy, state.scale, norm=asked.wants_norm)
+    found = measure(gradients, policy, norm=asked.wants_norm)
     measured, loss_finite = agreed(found, loss_finite, mapped_axes(asked.axis_names))
     return Attempt(state, tuple(gradients), measured, loss_finite, jnp.asarray(retries, jnp.int32))
 
