@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,13 @@ class Status(StrEnum):
     OVERFLOW = "overflow"
     NONFINITE_LOSS = "nonfinite_loss"
     NO_GRADS = "no_grads"
+
+    @classmethod
+    def of(cls, applied: Any, loss_finite: Any) -> "Status":
+        """Returns what became of a step that had gradients. A loss that is not finite takes the blame for a skip."""
+        if applied:
+            return cls.APPLIED
+        return cls.OVERFLOW if loss_finite else cls.NONFINITE_LOSS
 
 
 @dataclass(frozen=True, slots=True)

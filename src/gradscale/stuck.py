@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from gradscale.state import Status
+from gradscale.state import ScaleState, Status
 
 MAX_CONSECUTIVE_SKIPS = 50
 """Skips in a row, with no lower scale left to try, after which a run is stuck, unless said otherwise."""
@@ -20,6 +20,19 @@ class Blamed(Protocol):
     @property
     def kind(self) -> str:
         """`"nan"` or `"inf"`."""
+        ...
+
+
+class Step(Protocol):
+    """The last step, as the result of every adapter tells of it."""
+
+    @property
+    def status(self) -> Status:
+        """What became of it."""
+        ...
+
+    def culprits(self) -> Sequence[Blamed]:
+        """Returns the parameters whose gradients were not finite."""
         ...
 
 
@@ -40,6 +53,27 @@ class ScaleStuck(RuntimeError):
             f"{skips} steps in a row were skipped, and no lower scale than {scale:g} can help. Likely cause: {cause} "
             f"Gradients that were not finite: {named or 'none known'}{more}."
         )
+
+
+def check_stuck(state: ScaleState, max_consecutive_skips: int, last: Step, parameters: int) -> None:
+    """Raises if the last step was one skip too many: no lower scale is left to try, or the loss is not finite.
+
+    Args:
+        state: the state after the step.
+        max_consecutive_skips: skipped steps in a row before a run is stuck.
+        last: the last step.
+        parameters: how many parameters had gradients.
+
+    Raises:
+        ScaleStuck: it names the parameters to blame, and the likely cause.
+    """
+    skips = int(state.consecutive_skips)
+    if skips < max_consecutive_skips:
+        return
+    no_way_down = bool(state.stuck) and last.status is Status.OVERFLOW
+    if no_way_down or last.status is Status.NONFINITE_LOSS:
+        culprits = last.culprits()
+        raise ScaleStuck(skips, float(state.scale), culprits, likely_cause(last.status, culprits, parameters))
 
 
 def likely_cause(status: Status, culprits: Sequence[Blamed], parameters: int) -> str:

@@ -97,7 +97,7 @@ def test_gradients_that_overflow_only_once_they_are_unscaled_are_skipped() -> No
 @pytest.mark.parametrize("shape", [(), (3, 0, 2), (7, 3, 5, 11, 13)])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_peak_is_that_of_numpy_in_any_shape(shape: tuple[int, ...], dtype: str) -> None:
-    values = gradient(shape, dtype)
+    values: Any = gradient(shape, dtype)
     expected = max((abs(part).max(initial=0) for part in (values.real, values.imag)), default=0)
     assert float(jax.jit(peak)(values)) == float(expected)
 

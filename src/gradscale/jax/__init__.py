@@ -1,8 +1,9 @@
 """Loss scaling for JAX: pure functions and pytrees, compiled with the step."""
 
+from gradscale.culprit import Culprit
 from gradscale.jax.apply import apply
 from gradscale.jax.optimizer import init
-from gradscale.jax.result import Culprit, StepResult
+from gradscale.jax.result import StepResult
 from gradscale.jax.scaler import Scaler
 from gradscale.jax.transformation import ScaledState, loss_scale, scaled
 from gradscale.jax.value_and_grad import value_and_grad

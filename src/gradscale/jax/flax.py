@@ -13,14 +13,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from gradscale.jax.agree import AxisNames
 from gradscale.jax.jmp import all_finite
 from gradscale.peers._ladder import Ladder, LadderState
 from gradscale.peers.flax import dynamic_scale
 from gradscale.state import Seen
 
 __all__ = ["DynamicScale", "DynamicScaleResult"]
-
-AxisNames = str | Sequence[str]
 
 
 class DynamicScaleResult(NamedTuple):
@@ -74,8 +73,8 @@ class DynamicScale(struct.PyTreeNode):
         fun: Callable[..., Any],
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
-        axis_name: AxisNames | None = None,
-        agree_axis: AxisNames | None = None,
+        axis_name: AxisNames = None,
+        agree_axis: AxisNames = None,
     ) -> Callable[..., DynamicScaleResult]:
         """Returns a function of the arguments of `fun` that gives a `DynamicScaleResult`.
 
@@ -130,6 +129,6 @@ def _together(leaf: Any, dtype: Any) -> jax.Array:
     return jnp.asarray(leaf, dtype).min()
 
 
-def _agreed(finite: jax.Array, axis: AxisNames | None) -> jax.Array:
+def _agreed(finite: jax.Array, axis: AxisNames) -> jax.Array:
     """Returns whether `finite` holds all along the axes."""
     return finite if axis is None else lax.pmin(finite.astype(jnp.int32), axis).astype(bool)

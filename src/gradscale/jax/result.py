@@ -1,30 +1,17 @@
 """What a step returns: whether it was applied and why not, as arrays on the device."""
 
-import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from gradscale.culprit import Culprit, culprits_of
 from gradscale.state import Status
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Culprit:
-    """A parameter whose gradient was not finite.
-
-    Attributes:
-        name: its path in the pytree, as in `encoder.0.weight`.
-        kind: `"nan"` if the gradient held a NaN, else `"inf"`.
-    """
-
-    name: str
-    kind: Literal["inf", "nan"]
 
 
 def _static() -> Any:
@@ -86,9 +73,7 @@ class StepResult:
         self._check_one()
         if not self.attempted:
             return Status.NO_GRADS
-        if self.applied:
-            return Status.APPLIED
-        return Status.OVERFLOW if self.loss_finite else Status.NONFINITE_LOSS
+        return Status.of(self.applied, self.loss_finite)
 
     def culprits(self) -> list[Culprit]:
         """Returns the parameters whose gradients were not finite, in their order. Waits for the device.
@@ -96,9 +81,7 @@ class StepResult:
         Costs no further pass over the gradients: the sizes were kept from the step.
         """
         self._check_one()
-        sizes = [] if self.sizes is None else np.asarray(self.sizes).tolist()
-        bad = [(name, size) for name, size in zip(self.names, sizes, strict=False) if not math.isfinite(size)]
-        return [Culprit(name, "nan" if math.isnan(size) else "inf") for name, size in bad]
+        return culprits_of(self.names, [] if self.sizes is None else np.asarray(self.sizes).tolist())
 
     def _check_one(self) -> None:
         """Raises if this is many results at once."""

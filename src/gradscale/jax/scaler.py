@@ -18,7 +18,7 @@ from gradscale.policy import Dynamic, NoScaling, Policy
 from gradscale.record import with_values
 from gradscale.saved import check_state, read_saved, write_saved
 from gradscale.state import ScaleState
-from gradscale.stuck import MAX_CONSECUTIVE_SKIPS, ScaleStuck, likely_cause
+from gradscale.stuck import MAX_CONSECUTIVE_SKIPS, check_stuck
 
 DEFAULT_POLICY = Dynamic()
 
@@ -128,11 +128,7 @@ class Scaler:
         Raises:
             ScaleStuck: the run is stuck. It names the parameters to blame, and the likely cause.
         """
-        skips = int(self.state.consecutive_skips)
-        if skips >= max_consecutive_skips and (self.state.stuck or not result.loss_finite):
-            culprits = result.culprits()
-            cause = likely_cause(result.status, culprits, len(result.names))
-            raise ScaleStuck(skips, float(self.loss_scale), culprits, cause)
+        check_stuck(self.state, max_consecutive_skips, result, len(result.names))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the policy and its state as plain values that go through JSON. Waits for the device."""

@@ -1,12 +1,13 @@
 """Loss scaling for Keras 3, on its TensorFlow, JAX and torch backends."""
 
+from gradscale.culprit import Culprit
 from gradscale.keras import precision
 from gradscale.keras.adopt import adopt
 from gradscale.keras.callback import ScaleMonitor, ScaleRow
 from gradscale.keras.explain import explain
 from gradscale.keras.explain_rows import Explanation, LayerRow
 from gradscale.keras.optimizer import LossScaleOptimizer
-from gradscale.keras.result import Culprit, StepResult
+from gradscale.keras.result import StepResult
 from gradscale.keras.tf_checkpoint import read_tf_checkpoint
 from gradscale.stuck import ScaleStuck
 

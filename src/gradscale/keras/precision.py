@@ -1,14 +1,13 @@
 """What a model computes in, as Keras' dtype policy, paired with the optimizer that goes with it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import keras
 
-from gradscale.keras.optimizer import KerasLossScaleOptimizer, LossScaleOptimizer
+from gradscale.keras.checks import check_inner
+from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.policy import NoScaling, Policy
-
-HALF = "float16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Precision:
     @property
     def needs_scaling(self) -> bool:
         """Whether gradients pass through FP16, where small ones vanish."""
-        return HALF in (self.compute_dtype, self.variable_dtype)
+        return "float16" in (self.compute_dtype, self.variable_dtype)
 
     def optimizer(self, inner_optimizer: Any) -> Any:
         """Returns the optimizer to compile a model with: scaled where FP16 needs it, and otherwise as it came.
@@ -42,11 +41,7 @@ class Precision:
             ValueError: it scales the loss already.
         """
         optimizer = keras.optimizers.get(inner_optimizer)
-        if isinstance(optimizer, KerasLossScaleOptimizer):
-            raise ValueError(
-                f"`inner_optimizer` must be one that does not scale the loss. Received: {type(optimizer).__name__}, "
-                "which does. Pass the optimizer inside of it."
-            )
+        check_inner(optimizer)
         return LossScaleOptimizer(optimizer, policy=self.policy) if self.needs_scaling else optimizer
 
 
@@ -74,5 +69,5 @@ def current(policy: Policy | Literal["auto"] = "auto") -> Precision:
         policy: the rule for the scale where it is FP16; elsewhere it is not looked at.
     """
     chosen: Any = keras.config.dtype_policy()
-    scaled = HALF in (chosen.compute_dtype, chosen.variable_dtype)
-    return Precision(chosen.name, chosen.compute_dtype, chosen.variable_dtype, policy if scaled else NoScaling())
+    found = Precision(chosen.name, chosen.compute_dtype, chosen.variable_dtype, policy)
+    return found if found.needs_scaling else replace(found, policy=NoScaling())

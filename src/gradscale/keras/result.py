@@ -1,27 +1,14 @@
 """What a step of a custom loop returns: whether it was applied and why not."""
 
-import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import keras
 import numpy as np
 
+from gradscale.culprit import Culprit, culprits_of
 from gradscale.record import Array
 from gradscale.state import Status
-
-
-@dataclass(frozen=True, slots=True)
-class Culprit:
-    """A variable whose gradient was not finite.
-
-    Attributes:
-        name: path of the variable, as in `dense/kernel`.
-        kind: `"nan"` if the gradient held a NaN, else `"inf"`.
-    """
-
-    name: str
-    kind: Literal["inf", "nan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +52,14 @@ class StepResult:
         """What became of the step. Waits for the device."""
         if not self.attempted:
             return Status.NO_GRADS
-        if _on_host(self.applied):
-            return Status.APPLIED
-        return Status.OVERFLOW if _on_host(self.loss_finite) else Status.NONFINITE_LOSS
+        return Status.of(_on_host(self.applied), _on_host(self.loss_finite))
 
     def culprits(self) -> list[Culprit]:
         """Returns the variables whose gradients were not finite, in their order. Waits for the device.
 
         Costs no further pass over the gradients: the sizes were kept from the step.
         """
-        sizes = [] if self.sizes is None else _on_host(self.sizes)
-        bad = [(name, size) for name, size in zip(self.names, sizes, strict=False) if not math.isfinite(size)]
-        return [Culprit(name, "nan" if math.isnan(size) else "inf") for name, size in bad]
+        return culprits_of(self.names, [] if self.sizes is None else _on_host(self.sizes))
 
     def __tf_flatten__(self) -> tuple[Any, Any]:
         """Returns what is static, and the tensors. `tf.function` calls this."""

@@ -1,7 +1,6 @@
 """`LossScaler`: the scale of one trainer, and what it remembers."""
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from gradscale.decide import check_clip
-from gradscale.formats import FP16
 from gradscale.mxnet.gradients import Gradients, multiply
 from gradscale.mxnet.look import Look, look
 from gradscale.mxnet.losses import Losses, check_loss
 from gradscale.mxnet.result import Decision, StepResult
+from gradscale.numpy.metrics import metrics_of
 from gradscale.numpy.rule import decide_on_host
 from gradscale.policy import Policy, check_count, check_policy
 from gradscale.saved import read_saved, write_saved
 from gradscale.state import ScaleState, Status
-from gradscale.stuck import MAX_CONSECUTIVE_SKIPS, ScaleStuck, likely_cause
+from gradscale.stuck import MAX_CONSECUTIVE_SKIPS, check_stuck
 
 
 class LossScaler:
@@ -142,9 +141,9 @@ class LossScaler:
         finite = np.logical_and(found.seen.finite, unscaled_finite)
         seen = replace(found.seen, finite=finite, loss_finite=np.bool_(losses_finite))
         outcome = decide_on_host(self._policy, self._state, seen, self.clip_norm)
-        skipped = Status.OVERFLOW if losses_finite else Status.NONFINITE_LOSS
+        status = Status.of(outcome.applied, losses_finite)
         factor = rescale * float(outcome.factor) * (self.loss_scale / unit) if outcome.applied else 0.0
-        return self._decision(Status.APPLIED if outcome.applied else skipped, outcome.state, found, factor)
+        return self._decision(status, outcome.state, found, factor)
 
     def remember(self, decision: Decision) -> None:
         """Moves the scale, counts the step, and starts anew: no loss was given, and nothing was unscaled."""
@@ -160,11 +159,7 @@ class LossScaler:
         Raises:
             ScaleStuck: it names the parameters to blame, and the likely cause.
         """
-        skips, status = int(self._state.consecutive_skips), self.last.status
-        no_way_down = status is Status.OVERFLOW and bool(self._state.stuck)
-        if skips >= self._max_consecutive_skips and (no_way_down or status is Status.NONFINITE_LOSS):
-            culprits = self.last.culprits()
-            raise ScaleStuck(skips, self.loss_scale, culprits, likely_cause(status, culprits, parameters))
+        check_stuck(self._state, self._max_consecutive_skips, self.last, parameters)
 
     def metrics(self) -> dict[str, float]:
         """Returns scale, counts, skip rate, and the last step's true norm and headroom: NaN where there is none.
@@ -172,16 +167,7 @@ class LossScaler:
         `headroom_bits` is how often the scale could double before the largest gradient overflows FP16. It is known only
         with policies that look at the largest gradient.
         """
-        applied, skipped = float(self._state.applied), float(self._state.skipped)
-        norm = None if self._last is None else self._last.grad_norm
-        return {
-            "scale": self.loss_scale,
-            "applied": applied,
-            "skipped": skipped,
-            "skip_rate": skipped / max(1.0, applied + skipped),
-            "grad_norm": math.nan if norm is None else norm,
-            "headroom_bits": _headroom_bits(self._last),
-        }
+        return metrics_of(self._state, self._last)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the policy and its state as plain values that go through JSON: all it takes to go on bit for bit."""
@@ -233,9 +219,3 @@ class LossScaler:
         self._losses.forget()
         self._early = None
         self._divided = ()
-
-
-def _headroom_bits(last: StepResult | None) -> float:
-    if last is None or not last.applied or not last.amax:
-        return math.nan
-    return math.log2(FP16.max) - math.log2(last.amax) - math.log2(last.scale)

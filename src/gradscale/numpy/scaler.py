@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from gradscale.decide import check_clip
-from gradscale.formats import FP16
 from gradscale.numpy.apply import apply
 from gradscale.numpy.checks import checked_loss
 from gradscale.numpy.measure import Measured, agree, measure
+from gradscale.numpy.metrics import metrics_of
 from gradscale.numpy.result import Culprit, StepResult
 from gradscale.numpy.rule import decide_on_host
 from gradscale.numpy.tree import WIDE, FloatArray, named_arrays
 from gradscale.policy import Dynamic, Policy, check_policy
 from gradscale.saved import check_state, read_saved, write_saved
-from gradscale.state import Outcome, ScaleState, Seen, Status
+from gradscale.state import ScaleState, Status
 
 DEFAULT_POLICY = Dynamic()
 
@@ -96,7 +96,7 @@ class LossScaler:
         outcome = decide_on_host(self._policy, self._state, seen, clip_norm)
         unscaled = apply(grads, float(outcome.factor)) if outcome.applied else None
         result = StepResult(
-            status=_status(outcome, seen),
+            status=Status.of(outcome.applied, seen.loss_finite),
             grads=unscaled,
             factor=float(outcome.factor),
             scale=self.loss_scale,
@@ -112,15 +112,7 @@ class LossScaler:
 
         `headroom_bits` is how often the scale could double before the largest gradient overflows FP16.
         """
-        applied, skipped = float(self._state.applied), float(self._state.skipped)
-        return {
-            "scale": self.loss_scale,
-            "applied": applied,
-            "skipped": skipped,
-            "skip_rate": skipped / max(1.0, applied + skipped),
-            "grad_norm": math.nan if self._last is None or self._last.grad_norm is None else self._last.grad_norm,
-            "headroom_bits": _headroom_bits(self._last),
-        }
+        return metrics_of(self._state, self._last)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the policy and its state as plain values that go through JSON: all it takes to go on bit for bit."""
@@ -160,15 +152,3 @@ def _any_scale() -> np.errstate:
 
 def _no_grads(scale: float) -> StepResult:
     return StepResult(Status.NO_GRADS, None, 0.0, scale, scale, None, None, ())
-
-
-def _status(outcome: Outcome, seen: Seen) -> Status:
-    if outcome.applied:
-        return Status.APPLIED
-    return Status.OVERFLOW if seen.loss_finite else Status.NONFINITE_LOSS
-
-
-def _headroom_bits(last: StepResult | None) -> float:
-    if last is None or not last.applied or not last.amax:
-        return math.nan
-    return math.log2(FP16.max) - math.log2(last.amax) - math.log2(last.scale)

@@ -102,9 +102,7 @@ class StepResult:
         if not self.attempted:
             return Status.NO_GRADS
         applied, loss_finite = self._read()
-        if applied:
-            return Status.APPLIED
-        return Status.OVERFLOW if loss_finite else Status.NONFINITE_LOSS
+        return Status.of(applied, loss_finite)
 
     @property
     def parameters(self) -> int:
