@@ -121,6 +121,23 @@ def test_everything_can_be_donated() -> None:
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(weights))
 
 
+def test_lookahead_takes_gradients_of_its_fast_parameters() -> None:
+    tx = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
+    step = jax.jit(lambda grads, state, both, result: apply(tx, grads, state, both, result))
+
+    def run(spikes: list[float]) -> Any:
+        both = optax.LookaheadParams.init_synced(params())
+        opt_state, scaler = init(tx, both), Scaler(EXACT)
+        for spike in spikes:
+            _, grads, scaler, result = value_and_grad(spiked)(scaler, both.fast, batch(), spike)
+            both, opt_state = step(grads, opt_state, both, result)
+        return both, opt_state
+
+    both, opt_state = run([0.0, INF, 0.0])
+    assert same((both, opt_state), run([0.0, 0.0]))
+    assert not same(both.slow, params())
+
+
 def test_a_whole_run_fits_into_a_scan() -> None:
     tx = optax.sgd(0.1)
     gradient = value_and_grad(spiked)

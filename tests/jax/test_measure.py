@@ -37,7 +37,10 @@ def steps(policy: Policy, options: Any) -> Any:
 
 
 def gradient(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    values = np.random.default_rng(0).normal(0, 1, shape)
+    rng = np.random.default_rng(0)
+    values = rng.normal(0, 1, shape)
+    if dtype == "complex64":
+        values = values + 1j * rng.normal(0, 1, shape)
     return np.asarray(jnp.asarray(values, dtype)).copy()
 
 
@@ -55,7 +58,7 @@ def test_one_bad_number_skips_the_step_and_is_called_by_its_name(policy: Policy,
         for place in places(values.size):
             for bad, kind in ((np.nan, "nan"), (np.inf, "inf"), (-np.inf, "inf")):
                 hurt = values.copy()
-                hurt.flat[place] = bad
+                hurt.flat[place] = complex(1, bad) if dtype == "complex64" else bad
                 result = step(scaler, {**fine, name: hurt})
                 assert result.skipped(), (name, place, bad)
                 assert [(culprit.name, culprit.kind) for culprit in result.culprits()] == [(name, kind)]
@@ -87,7 +90,25 @@ def test_the_largest_magnitude_is_that_of_all_gradients() -> None:
 
 def test_gradients_that_overflow_only_once_they_are_unscaled_are_skipped() -> None:
     step, scaler = steps(Dynamic(init_scale=2.0**-4, min_scale=2.0**-8), {})
-    assert step(scaler, jnp.full(10, 1e38)).skipped()
+    assert step(scaler, jnp.array([1e38, 0.0])).skipped()
+    assert not step(scaler, jnp.array([1e37, 0.0])).skipped()
+
+
+@pytest.mark.parametrize("shape", [(), (3, 0, 2), (7, 3, 5, 11, 13)])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_peak_is_that_of_numpy_in_any_shape(shape: tuple[int, ...], dtype: str) -> None:
+    values: Any = gradient(shape, dtype)
+    expected = max((abs(part).max(initial=0) for part in (values.real, values.imag)), default=0)
+    assert float(jax.jit(peak)(values)) == float(expected)
+
+
+def test_each_row_of_a_map_has_a_peak_of_its_own() -> None:
+    rows = gradient((5000, 3), "complex64")
+    rows[4000, 1], rows[4001, 2], rows[4002, 0] = np.nan, complex(0, -np.inf), 77
+    peaks = np.asarray(jax.jit(jax.vmap(peak))(rows))
+    assert np.isnan(peaks[4000])
+    assert peaks[4001:4003].tolist() == [np.inf, 77.0]
+    assert np.isfinite(np.delete(peaks, [4000, 4001])).all()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2", "float8_e4m3fn", "float8_e4m3fnuz"])

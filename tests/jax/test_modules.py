@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 from tests.jax.helpers import INF, POLICY, batch
 
 from gradscale.jax import Scaler, StepResult, apply, value_and_grad
@@ -81,6 +82,26 @@ def test_a_whole_nnx_module_can_be_the_argument() -> None:
 def test_an_nnx_module_that_changes_in_a_call_is_refused(kind: Any, held: str) -> None:
     with pytest.raises(TypeError, match=rf"must hold parameters only.*with {held}\. Take it apart.*`nnx\.merge`"):
         value_and_grad(lambda m, x: jnp.mean(m(x)))(Scaler(POLICY), kind(nnx.Rngs(0)), batch())
+
+
+def test_an_nnx_module_inside_of_an_argument_is_refused_too() -> None:
+    with pytest.raises(TypeError, match=r"must hold parameters only.*a Norm with \['BatchStat'\]"):
+        value_and_grad(lambda tree, x: jnp.mean(tree["model"](x)))(Scaler(), {"model": Norm(nnx.Rngs(0))}, batch())
+
+
+def test_a_change_of_an_nnx_module_that_is_not_differentiated_is_not_lost_without_a_word() -> None:
+    def cost(weight: Any, model: Any, x: Any, rngs: nnx.Rngs) -> Any:
+        return jnp.mean(weight * model(x)) + jax.random.normal(rngs())
+
+    for model, changed in ((Norm(nnx.Rngs(0)), "BatchStat"), (nnx.Linear(4, 1, rngs=nnx.Rngs(0)), "RngCount")):
+        with pytest.raises(TraceContextError, match=f"Cannot mutate {changed}"):
+            value_and_grad(cost)(Scaler(), jnp.float32(1), model, batch(), rngs=nnx.Rngs(0))
+
+
+def test_an_nnx_module_that_is_not_differentiated_can_be_called() -> None:
+    teacher = nnx.view(Norm(nnx.Rngs(0)), use_running_average=True)
+    loss, grads, _, _ = value_and_grad(lambda w, m, x: jnp.mean(w * m(x)))(Scaler(), jnp.float32(2), teacher, batch())
+    assert float(grads) == pytest.approx(float(loss) / 2, rel=1e-3)
 
 
 def test_haiku_trains_in_the_types_of_a_policy() -> None:

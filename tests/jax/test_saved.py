@@ -1,6 +1,9 @@
 """Saving and loading: through flax, orbax and JSON, with every field away from its default."""
 
 import json
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,3 +110,14 @@ def test_a_damaged_dict_is_refused() -> None:
     broken = replace(STATE, scale=np.float32(8192)).to_dict()
     with pytest.raises(ValueError, match="saved scale must lie between the policy's bounds"):
         Scaler.from_dict({"policy": POLICY.to_dict(), "state": broken})
+
+
+def test_a_pickled_scaler_can_be_used_in_a_process_that_has_made_none(scaler: Scaler, tmp_path: Path) -> None:
+    file = tmp_path / "scaler"
+    file.write_bytes(pickle.dumps(scaler))
+    program = (
+        "import jax, pathlib, pickle, sys; scaler = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes());"
+        "print(jax.jit(lambda one: one.loss_scale * 2)(scaler), scaler.policy.growth_factor)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, check=False)
+    assert done.stdout == "96.0 3.0\n", done.stderr

@@ -124,6 +124,13 @@ def test_an_infinite_loss_given_to_step_leaves_the_scale_alone() -> None:
     assert grads["w"].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("policy", [Dynamic(), Headroom()])
+def test_gradients_may_be_python_numbers(policy: Policy) -> None:
+    scaler = Scaler(policy)
+    grads, _, result = scaler.step({"w": 3.0 * float(scaler.loss_scale)})
+    assert (float(grads["w"]), result.skipped()) == (3.0, False)
+
+
 def test_metrics_count_applied_and_skipped_steps() -> None:
     scaler = Scaler(POLICY)
     for value in (1.0, INF, 1.0, 1.0):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tests.jax.helpers import EXACT, INF, NAN, POLICY, batch, loss_of, number, params, programs, same, spiked, true_loss
 
-from gradscale import Dynamic, NoScaling, Static, Status
+from gradscale import BF16, Dynamic, NoScaling, Policy, Static, Status
 from gradscale.jax import Culprit, Scaler, value_and_grad
-from gradscale.predictive import Headroom
+from gradscale.predictive import Headroom, LogMax
 
 
 def test_value_and_gradients_are_those_of_jax_bit_for_bit() -> None:
@@ -157,6 +157,17 @@ def test_the_norm_is_told_without_clipping_when_asked_for() -> None:
     assert (number(result.grad_norm), grads.tolist()) == (3.0, [3.0])
 
 
+@pytest.mark.parametrize("policy", [Headroom(format=BF16), LogMax(format=BF16), Dynamic(init_scale=2.0**100)])
+def test_a_norm_that_overflows_skips_the_step_and_never_clips_to_zero(policy: Policy) -> None:
+    function, scaler = jax.jit(value_and_grad(lambda w: jnp.sum(3.0 * w), clip_norm=1.0)), Scaler(policy)
+    seen = set()
+    for _ in range(60):
+        _, grads, scaler, result = function(scaler, jnp.ones(4))
+        seen.add(result.status)
+        np.testing.assert_allclose(grads, 0.0 if result.skipped() else 0.5, rtol=1e-5)
+    assert seen == {Status.APPLIED, Status.OVERFLOW}
+
+
 def test_the_largest_gradient_reaches_a_policy_that_follows_it() -> None:
     _, _, scaler, result = value_and_grad(lambda w: jnp.sum(w * 2.0**-10), clip_norm=1.0)(
         Scaler(Headroom()), jnp.ones(2)
@@ -250,6 +261,12 @@ def test_the_scaler_comes_first() -> None:
 def test_an_argument_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`argnums` counts the positional.*Received: argnums=1 and 1 of them"):
         value_and_grad(lambda w: w, argnums=1)(Scaler(), jnp.float32(1))
+
+
+@pytest.mark.parametrize("argnums", [(0, 0), (0, -2)])
+def test_an_argument_chosen_twice_is_refused(argnums: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"each argument at most once\. Received: argnums=\(0, "):
+        value_and_grad(lambda w, x: w * x, argnums)(Scaler(), 1.0, 2.0)
 
 
 def test_an_axis_that_is_not_mapped_is_refused() -> None:

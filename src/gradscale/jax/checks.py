@@ -63,19 +63,29 @@ def check_scalar(loss: Array) -> None:
         )
 
 
-def check_module(argument: Any) -> None:
-    """Raises if `argument`, to be differentiated, is a module of flax nnx that holds more than parameters.
+def is_module(node: Any) -> bool:
+    """Returns whether `node` is an object of flax nnx that may change in a call: a module, or `Rngs`."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.Pytree)
+
+
+def check_modules(argument: Any) -> None:
+    """Raises if `argument`, to be differentiated, is or holds a module of flax nnx with more than parameters.
 
     It is copied on the way. The statistics it gathers would be lost, and an optimizer would train them.
     """
-    nnx: Any = sys.modules.get("flax.nnx")
-    if nnx is None or not isinstance(argument, nnx.Module):
-        return
-    rest = nnx.state(argument, nnx.Not(nnx.Param))
+    for node in jax.tree.leaves(argument, is_leaf=is_module):
+        if is_module(node):
+            _check_module(node)
+
+
+def _check_module(module: Any) -> None:
+    nnx: Any = sys.modules["flax.nnx"]
+    rest = nnx.state(module, nnx.Not(nnx.Param))
     kinds = {type(node).__name__ for node in jax.tree.leaves(rest, is_leaf=lambda node: isinstance(node, nnx.Variable))}
     if kinds:
         raise TypeError(
             "A module of flax nnx to differentiate must hold parameters only, as what it changes in itself is lost. "
-            f"Received: a {type(argument).__name__} with {sorted(kinds)}. Take it apart, `structure, params, rest = "
+            f"Received: a {type(module).__name__} with {sorted(kinds)}. Take it apart, `structure, params, rest = "
             "nnx.split(model, nnx.Param, ...)`, differentiate by `params`, and call `nnx.merge` inside `fun`."
         )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from gradscale.jax.agree import varying_axes
-from gradscale.jax.checks import check_module, check_scalar, checked_loss
+from gradscale.jax.checks import check_modules, check_scalar, checked_loss, is_module
 from gradscale.jax.tree import Split, split
 from gradscale.policy import Policy
 
@@ -30,7 +30,7 @@ class Signature:
         """Returns the positions to differentiate, from 0 on.
 
         Raises:
-            ValueError: there is no such argument.
+            ValueError: there is no such argument, or one comes twice.
         """
         wanted = (self.argnums,) if isinstance(self.argnums, int) else tuple(self.argnums)
         if any(not -len(args) <= position < len(args) for position in wanted):
@@ -38,7 +38,10 @@ class Signature:
                 "`argnums` counts the positional arguments after the scaler. "
                 f"Received: argnums={self.argnums!r} and {len(args)} of them."
             )
-        return tuple(position % len(args) for position in wanted)
+        chosen = tuple(position % len(args) for position in wanted)
+        if len(set(chosen)) < len(chosen):
+            raise ValueError(f"`argnums` must name each argument at most once. Received: argnums={self.argnums!r}.")
+        return chosen
 
     def arguments(self, args: Sequence[Any]) -> Any:
         """Returns the arguments to differentiate: one, or a tuple of them."""
@@ -74,15 +77,16 @@ def forward(
 ) -> Forward:
     """Runs `fun` and returns all it takes to run its backward pass, as often as you like.
 
-    All arguments are taken apart and put together again inside the differentiated function: objects that may only be
-    changed where they were made, as those of flax nnx, are made there.
+    All arguments are taken apart and put together again inside the differentiated function: variables of flax nnx may
+    only be changed where they were made, and `nnx.merge` uses those it is given. Whole modules of flax nnx that are not
+    differentiated go in as they are: flax then refuses a change, which would be lost with a copy.
     """
     params = split(signature.arguments(args), "the arguments to differentiate")
     chosen = signature.chosen(args)
     for position in chosen:
-        check_module(args[position])
+        check_modules(args[position])
     rest = [None if position in chosen else arg for position, arg in enumerate(args)]
-    others, structure = jax.tree.flatten((rest, kwargs))
+    others, structure = jax.tree.flatten((rest, kwargs), is_leaf=is_module)
 
     def run(moving: tuple[Any, ...]) -> tuple[Array, Any]:
         filled, keywords = structure.unflatten(others)

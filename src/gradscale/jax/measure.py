@@ -41,8 +41,11 @@ class Measured(NamedTuple):
         return jnp.where(total == 0, 0.0, jnp.sqrt(jnp.where(total == 0, 1.0, total)))
 
     def finite(self, unit: Array) -> Array:
-        """Returns whether every gradient is finite, now and once it is divided by `unit`."""
-        return jnp.all(jnp.isfinite(self.sizes / unit))
+        """Returns whether every gradient is finite, now and once it is divided by `unit`, and whether its squares are.
+
+        Squares that overflow would make the norm inf, and clipping by it would make all gradients zero.
+        """
+        return jnp.all(jnp.isfinite(self.sizes / unit)) & jnp.all(jnp.isfinite(self.squares))
 
     def seen(self, unit: Array, loss_finite: Array) -> Seen:
         """Returns the facts that the decision is made from, in true units.

@@ -52,8 +52,9 @@ def holds(kind: type, tree: Any) -> bool:
 
 
 def _check_alike(grads: Any, params: Any) -> None:
-    """Raises if there are parameters, and the gradients are not theirs."""
-    own, theirs = jax.tree.structure(grads), jax.tree.structure(params)
+    """Raises if there are parameters, and the gradients are not theirs; those of `optax.lookahead` are of the fast."""
+    meant = params.fast if isinstance(params, optax.LookaheadParams) else params
+    own, theirs = jax.tree.structure(grads), jax.tree.structure(meant)
     if params is not None and own != theirs:
         raise ValueError(
             "Gradients must be a pytree of the same structure as the parameters they are of. "

@@ -13,7 +13,7 @@ from gradscale.jax.checks import checked_loss, static_policy
 from gradscale.jax.result import StepResult
 from gradscale.jax.saved import register_with_flax
 from gradscale.jax.step import Asked, attempt, finish
-from gradscale.jax.tree import as_pytree, split
+from gradscale.jax.tree import as_pytree, register, split
 from gradscale.policy import Dynamic, NoScaling, Policy
 from gradscale.record import with_values
 from gradscale.saved import check_state, read_saved, write_saved
@@ -101,7 +101,8 @@ class Scaler:
         asked = Asked(clip_norm, norm, axis_names)
         parts = split(grads, "grads")
         finite = [jnp.all(jnp.isfinite(checked_loss(one, NoScaling()))) for one in jax.tree.leaves(loss)]
-        last = attempt(self.policy, self.state, parts.moving, jnp.all(jnp.stack([jnp.bool_(True), *finite])), asked)
+        moving = [jnp.asarray(leaf) for leaf in parts.moving]
+        last = attempt(self.policy, self.state, moving, jnp.all(jnp.stack([jnp.bool_(True), *finite])), asked)
         gradients, state, result = finish(self.policy, self.state, last, parts.names, asked)
         return parts.gradients(gradients), self.moved(state), result
 
@@ -142,6 +143,11 @@ class Scaler:
             ValueError: a key is missing or unknown, or a value is out of range.
         """
         return cls(*read_saved(mapping))
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        """Takes what pickle wrote, perhaps into a process that has made no scaler yet and whose JAX knows no states."""
+        register(type(attributes["state"]))
+        self.__dict__.update(attributes)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], Policy]:
         """Returns the state as the only child, and the policy as what is static. JAX calls this."""

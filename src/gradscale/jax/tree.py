@@ -93,12 +93,12 @@ def as_pytree(record: R) -> R:
     They are strong types from the start: Python numbers would compile a step a second time. And they are not shared:
     two fields with the same zero in them could not be donated.
     """
-    _register(type(record))
+    register(type(record))
     return place(record, jnp.array)
 
 
 @functools.cache
-def _register(kind: type) -> None:
+def register(kind: type) -> None:
     """Tells JAX that every field of the dataclass `kind` holds arrays."""
     jax.tree_util.register_dataclass(kind, [field.name for field in fields(kind)], [])
 
