@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradscale import FORMATS, FP16, FP32, Dynamic, Seen
+from gradscale import BF16, FORMATS, FP16, FP32, Dynamic, Format, Seen
 from gradscale.policy import HIGHEST_SCALE, LOWEST_SCALE, backed_off
 from gradscale.predictive import Headroom, Histogram, LogMax
 from gradscale.record import fields, number_type, place, with_values
@@ -221,6 +221,15 @@ def test_the_widest_format_at_the_highest_scale_overflows_nothing(kind: type) ->
     policy = kind(format=FP32, init_scale=HIGHEST_SCALE, min_scale=LOWEST_SCALE)
     story = [(True, 1, amax, 0.0) for amax in (3.4e38, 2.0**-126)] + [(False, 1, 0.0, 0.0)]
     assert all(np.isfinite(state.scale) for state in walk(policy, story * 10))
+
+
+@pytest.mark.parametrize("kind", [Headroom, LogMax])
+@pytest.mark.parametrize("format", [BF16, FP32])
+def test_in_a_wide_format_the_scale_leaves_room_for_the_squares_of_many_gradients(kind: type, format: Format) -> None:
+    steps = walk(kind(format=format), [(True, 1, 1.0, 0.0)] * 200)
+    squares = np.float32(2.0**30) * np.square(np.float32(steps[-1].scale))
+    assert np.isfinite(squares)
+    assert steps[-1].scale > 2.0**40
 
 
 def test_the_examples_of_the_policies_page_run() -> None:

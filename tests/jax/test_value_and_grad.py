@@ -1,5 +1,6 @@
 """`value_and_grad`: true gradients of any pytree, or zeros, and the scale moved."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -157,15 +158,24 @@ def test_the_norm_is_told_without_clipping_when_asked_for() -> None:
     assert (number(result.grad_norm), grads.tolist()) == (3.0, [3.0])
 
 
-@pytest.mark.parametrize("policy", [Headroom(format=BF16), LogMax(format=BF16), Dynamic(init_scale=2.0**100)])
-def test_a_norm_that_overflows_skips_the_step_and_never_clips_to_zero(policy: Policy) -> None:
-    function, scaler = jax.jit(value_and_grad(lambda w: jnp.sum(3.0 * w), clip_norm=1.0)), Scaler(policy)
+@pytest.mark.parametrize("kind", [partial(Headroom, format=BF16), partial(LogMax, format=BF16), Dynamic])
+def test_a_norm_that_overflows_skips_the_step_and_never_clips_to_zero(kind: Any) -> None:
+    scaler = Scaler(kind(init_scale=2.0**100))
+    function = jax.jit(value_and_grad(lambda w: jnp.sum(3.0 * w), clip_norm=1.0))
     seen = set()
     for _ in range(60):
         _, grads, scaler, result = function(scaler, jnp.ones(4))
         seen.add(result.status)
         np.testing.assert_allclose(grads, 0.0 if result.skipped() else 0.5, rtol=1e-5)
     assert seen == {Status.APPLIED, Status.OVERFLOW}
+
+
+@pytest.mark.parametrize("policy", [Headroom(format=BF16), LogMax(format=BF16)])
+def test_a_policy_for_bf16_skips_nothing_where_gradients_are_clipped(policy: Policy) -> None:
+    function, scaler = jax.jit(value_and_grad(lambda w: jnp.sum(3.0 * w), clip_norm=1.0)), Scaler(policy)
+    for _ in range(60):
+        _, _, scaler, _ = function(scaler, jnp.ones(4))
+    assert int(scaler.state.skipped) == 0
 
 
 def test_the_largest_gradient_reaches_a_policy_that_follows_it() -> None:

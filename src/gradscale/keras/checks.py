@@ -26,7 +26,7 @@ def check_dynamic(dynamic: bool) -> None:
     if not dynamic:
         raise ValueError(
             "A scale that never moves is a policy. Received: dynamic=False. "
-            "Use `LossScaleOptimizer(inner_optimizer, policy=Static(1024.0))`."
+            "Pass `policy=Static(1024.0)`, or do without this class and set `loss_scale_factor` on the inner optimizer."
         )
 
 

@@ -14,9 +14,13 @@ from typing import NamedTuple, TypeVar
 
 from gradscale.arithmetic import Namespace, bounded, larger, pow2_floor, smaller
 from gradscale.formats import FP16, Format
-from gradscale.policy import HIGHEST_SCALE, LOWEST_SCALE, counted, verdict
+from gradscale.policy import LOWEST_SCALE, counted, verdict
 from gradscale.record import Array, leaf
 from gradscale.state import ScaleState, Seen
+
+HIGHEST_PEAK = 2.0**48
+"""How high a scaled peak may go, in formats as wide as BF16 too: gradients of any number can still be squared and added
+up in float32. Far below, at 2**-126, nothing is lost yet."""
 
 SMALLEST_GRADIENT = 2.0**-126
 """Anything below counts as zero: some devices flush float32 subnormals, and the rule must not depend on the device."""
@@ -106,8 +110,8 @@ def stride(format: Format) -> float:
 
 
 def highest(format: Format, like: Array) -> Array:
-    """Returns the largest value of the format, in the type of `like`, with room for a product in float32."""
-    return like * 0 + min(format.max, HIGHEST_SCALE)
+    """Returns the largest value of the format, in the type of `like`, with room for a sum of squares in float32."""
+    return like * 0 + min(format.max, HIGHEST_PEAK)
 
 
 def sighting(state: SteeredState, seen: Seen, xp: Namespace) -> Sighting:
