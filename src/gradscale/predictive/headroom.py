@@ -35,8 +35,9 @@ class Headroom(Record):
     """Sets the scale by the largest gradient it remembers, so that it moves before a step overflows.
 
     It keeps a leaky peak of the unscaled gradients, and the scale is the largest power of two with which that peak
-    stays `margin_bits` below the format's maximum. It follows the gradients in both directions: a first step is enough
-    to find the scale, wherever it starts, and a fall of the gradients raises it within hundreds of steps.
+    stays `margin_bits` below the format's maximum, or below 2**48 in formats as wide as BF16. It follows the gradients
+    in both directions: a first step is enough to find the scale, wherever it starts, and a fall of the gradients raises
+    it within hundreds of steps.
 
     Only parameter gradients are measured, while those of activations may overflow first. So an overflow that the peak
     does not explain teaches the policy a ceiling for `peak * scale` that is lower than the margin alone would make it.
