@@ -180,6 +180,13 @@ def test_gradients_of_other_parameters_are_refused() -> None:
         apply(optax.sgd(0.1), grads, optax.sgd(0.1).init({"w": jnp.ones(2)}), {"w": jnp.ones(2)}, result)
 
 
+def test_gradients_of_another_shape_are_refused() -> None:
+    tx = optax.adam(0.1)
+    _, grads, _, result = value_and_grad(lambda w: jnp.sum(w))(Scaler(EXACT), jnp.ones(1))
+    with pytest.raises(ValueError, match=r"Received: shape \(1,\) for one of shape \(3,\)"):
+        apply(tx, grads, tx.init(jnp.ones(3)), jnp.ones(3), result)
+
+
 def test_a_result_of_another_kind_is_refused() -> None:
     with pytest.raises(TypeError, match=r"`result` must be what `value_and_grad`.*Received: Scaler\. Write `apply"):
         apply(optax.sgd(0.1), {}, (), {}, Scaler())  # pyright: ignore[reportArgumentType]

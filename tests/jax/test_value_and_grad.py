@@ -273,6 +273,18 @@ def test_an_argument_that_is_not_there_is_refused() -> None:
         value_and_grad(lambda w: w, argnums=1)(Scaler(), jnp.float32(1))
 
 
+def test_positions_may_be_numpys_integers() -> None:
+    second: Any = np.int64(1)
+    grads = value_and_grad(lambda w, x: w * x, second)(Scaler(EXACT), 3.0, 2.0)[1]
+    assert float(grads) == 3.0
+
+
+@pytest.mark.parametrize("argnums", [0.0, "0", True, (0, None)])
+def test_positions_that_are_no_integers_are_refused(argnums: Any) -> None:
+    with pytest.raises(TypeError, match=r"`argnums` must be an integer, or a tuple of them\. Received: argnums="):
+        value_and_grad(lambda w: w, argnums)
+
+
 @pytest.mark.parametrize("argnums", [(0, 0), (0, -2)])
 def test_an_argument_chosen_twice_is_refused(argnums: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"each argument at most once\. Received: argnums=\(0, "):

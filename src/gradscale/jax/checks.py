@@ -1,10 +1,12 @@
 """What the adapter refuses: policies that are not static, and losses that cannot be meant."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from gradscale.auto import as_policy
@@ -24,12 +26,25 @@ def static_policy(policy: Policy | Literal["auto"]) -> Policy:
     return meant
 
 
-def check_count(name: str, value: int) -> None:
-    """Raises if `value` is not an integer from 0 on."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{name}` must be an integer. Received: {name}={value!r} ({type(value).__name__}).")
-    if value < 0:
-        raise ValueError(f"`{name}` must not be negative. Received: {name}={value!r}.")
+def check_retries(retries: int) -> None:
+    """Raises if `retries` is not an integer from 0 on."""
+    if not is_integer(retries):
+        raise TypeError(f"`retries` must be an integer. Received: retries={retries!r} ({type(retries).__name__}).")
+    if retries < 0:
+        raise ValueError(f"`retries` must not be negative. Received: retries={retries!r}.")
+
+
+def checked_argnums(argnums: int | Sequence[int]) -> int | tuple[int, ...]:
+    """Returns a position, or several, as Python's integers; raises if there is anything else."""
+    wanted = argnums if isinstance(argnums, Sequence) else (argnums,)
+    if isinstance(argnums, str) or not all(is_integer(position) for position in wanted):
+        raise TypeError(f"`argnums` must be an integer, or a tuple of them. Received: argnums={argnums!r}.")
+    return tuple(int(position) for position in argnums) if isinstance(argnums, Sequence) else int(argnums)
+
+
+def is_integer(value: object) -> bool:
+    """Returns whether `value` is an integer, Python's or numpy's, and no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def checked_loss(loss: Any, policy: Policy) -> Array:

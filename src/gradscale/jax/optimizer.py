@@ -53,13 +53,21 @@ def holds(kind: type, tree: Any) -> bool:
 
 def _check_alike(grads: Any, params: Any) -> None:
     """Raises if there are parameters, and the gradients are not theirs; those of `optax.lookahead` are of the fast."""
+    if params is None:
+        return
     meant = params.fast if isinstance(params, optax.LookaheadParams) else params
     own, theirs = jax.tree.structure(grads), jax.tree.structure(meant)
-    if params is not None and own != theirs:
+    if own != theirs:
         raise ValueError(
             "Gradients must be a pytree of the same structure as the parameters they are of. "
             f"Received: gradients {own} and parameters {theirs}. Give what was differentiated as `params`."
         )
+    for gradient, param in zip(jax.tree.leaves(grads), jax.tree.leaves(meant), strict=True):
+        if jnp.shape(gradient) != jnp.shape(param):
+            raise ValueError(
+                "A gradient must have the shape of its parameter; it would be spread over it without a word. "
+                f"Received: shape {jnp.shape(gradient)} for one of shape {jnp.shape(param)}."
+            )
 
 
 def _same_type(before: Any, after: Any) -> Any:

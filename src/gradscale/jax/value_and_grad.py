@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from gradscale.jax.agree import AxisNames, mapped_axes
-from gradscale.jax.checks import check_count
+from gradscale.jax.checks import check_retries, checked_argnums
 from gradscale.jax.differentiate import Forward, Signature, check_mean, forward
 from gradscale.jax.result import StepResult
 from gradscale.jax.retry import attempts
@@ -59,12 +59,12 @@ def value_and_grad(
             `check_vma=False`.
 
     Raises:
-        TypeError: `retries` is not an integer, or `clip_norm` not a number.
+        TypeError: `argnums` or `retries` is not an integer, or `clip_norm` not a number.
         ValueError: `retries` is negative, or `clip_norm` not positive.
     """
     asked = Asked(clip_norm, norm, axis_names)
-    signature = Signature(argnums, has_aux)
-    check_count("retries", retries)
+    signature = Signature(checked_argnums(argnums), has_aux)
+    check_retries(retries)
 
     def value_and_gradients(scaler: Scaler, *args: Any, **kwargs: Any) -> tuple[Any, Any, Scaler, StepResult]:
         _check_scaler(scaler)
