@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradscale.torch import Precision, prepare
+
 
 class Net(nn.Module):
     """A small CNN with a norm of every kind that has weights, a buffer, and a dict for an output."""
@@ -68,3 +70,9 @@ def train(model: nn.Module, optimizer: Any, scaler: Any, steps: int) -> list[flo
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses
+
+
+def prepared(precision: Precision | str, model: Any = None) -> Any:
+    """Returns model, optimizer and scaler of a precision."""
+    model = Net() if model is None else model
+    return prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), precision)

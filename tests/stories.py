@@ -1,0 +1,27 @@
+"""Runs of a policy told by letters, and when two states are the same."""
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from gradscale import ScaleState, Seen
+
+CLEAN = Seen(finite=np.bool_(True))
+OVERFLOW = Seen(finite=np.bool_(False))
+BAD_LOSS = Seen(finite=np.bool_(False), loss_finite=np.bool_(False))
+BAD_LOSS_ALONE = Seen(finite=np.bool_(True), loss_finite=np.bool_(False))
+BY_LETTER = {"c": CLEAN, "o": OVERFLOW, "b": BAD_LOSS, "l": BAD_LOSS_ALONE}
+
+
+def after(policy: Any, story: str, state: ScaleState | None = None) -> ScaleState:
+    """Returns the state after a story: c for a clean step, o for an overflow, b and l for a non-finite loss."""
+    reached: ScaleState = policy.start() if state is None else state
+    for letter in story:
+        reached = policy.next(reached, BY_LETTER[letter], np)
+    return reached
+
+
+def same(one: ScaleState, other: ScaleState) -> bool:
+    """Returns whether two states have the same values."""
+    return all(np.array_equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(ScaleState))
