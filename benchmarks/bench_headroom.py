@@ -22,8 +22,10 @@ from streams import CHANGES, Matrix, named, side_by_side, simulate
 from table import print_table
 
 from gradscale import FP16, Dynamic, Policy, Seen
-from gradscale.arithmetic import bounded, larger, pow2_floor
-from gradscale.predictive import Headroom, HeadroomState, Histogram, LogMax
+from gradscale.policies.arithmetic import bounded, larger, pow2_floor
+from gradscale.policies.headroom import Headroom, HeadroomState
+from gradscale.policies.histogram import Histogram
+from gradscale.policies.log_max import LogMax
 
 GOAL = 0.5
 

@@ -31,7 +31,7 @@ from timing import timed
 from gradscale.bench.turns import Side
 from gradscale.jax import Scaler, apply, loss_scale, scaled, value_and_grad
 from gradscale.jax.casting import get_policy
-from gradscale.policy import Dynamic
+from gradscale.policies.dynamic import Dynamic
 
 CLIP = 1.0
 LEARNING_RATE = 1e-4

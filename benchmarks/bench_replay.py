@@ -18,7 +18,7 @@ from alone import run_alone
 from rows import Row
 
 from gradscale import Dynamic, Seen
-from gradscale.replay import replay
+from gradscale.replay.run import replay
 
 CLAIM = 10e6
 CLAIMED_SIZE = 1_000

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from gradscale import Dynamic
 from gradscale.bench.turns import Side
 from gradscale.torch import LossScaler, MasterWeights
-from gradscale.torch.remember import LOOK_EVERY
+from gradscale.torch.step.remember import LOOK_EVERY
 
 SCALE = 2.0**10
 STEADY = Dynamic(init_scale=SCALE, growth_interval=10**6)

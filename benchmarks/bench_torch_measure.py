@@ -17,7 +17,7 @@ from cases import QUICK_SHARE, timed
 from rows import Row, compared
 
 from gradscale.bench.turns import Side
-from gradscale.torch.measure import measure
+from gradscale.torch.step.measure import measure
 
 GOAL = 1.20
 FLAT, EACH, OURS = "one flat dot", "a dot for each tensor", "measure"

@@ -21,8 +21,8 @@ from rows import Row, compared
 from gradscale import NoScaling, Static
 from gradscale.bench.steps import SCALE, Case, bare, loss_scaler
 from gradscale.bench.turns import Side
-from gradscale.predictive import Headroom
-from gradscale.torch.remember import LOOK_EVERY
+from gradscale.policies.headroom import Headroom
+from gradscale.torch.step.remember import LOOK_EVERY
 
 PREDICTIVE_GOAL, OFF_GOAL = 1.10, 1.01
 FEWEST = 2 * LOOK_EVERY

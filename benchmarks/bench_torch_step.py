@@ -34,7 +34,7 @@ from rows import Row, compared
 from gradscale.bench.steps import Case, bare, grad_scaler, loss_scaler
 from gradscale.bench.turns import Side
 from gradscale.torch import GradScaler
-from gradscale.torch.remember import LOOK_EVERY
+from gradscale.torch.step.remember import LOOK_EVERY
 
 OURS, DROP_IN = "LossScaler", "drop-in"
 TORCH, BARE = "torch GradScaler", "no scaling"

@@ -42,7 +42,7 @@ def loaded_by(code: str) -> set[str]:
         "import gradscale",
         "from gradscale import *",
         "import gradscale.peers",
-        "import gradscale.replay",
+        "import gradscale.replay.run",
         "import gradscale.cli",
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscale import BF16, FP16, Dynamic, Format, NoScaling, ScaleState, Static
-from gradscale.peers._ladder import LadderState
+from gradscale.peers.ladder import LadderState
 from gradscale.record import SCHEMA, Record, fields, leaf, number_type, numbers, place, with_values
 
 

@@ -1,13 +1,17 @@
 """Loss scaling for mixed-precision training, done completely."""
 
 from gradscale._version import __version__
-from gradscale.decide import decide
+from gradscale.engine.decide import Outcome, decide
+from gradscale.engine.result import Status
 from gradscale.formats import BF16, FORMATS, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format, get_format
 from gradscale.peers import export_state, import_state, preset
-from gradscale.policy import Dynamic, NoScaling, Policy, Static
-from gradscale.predictive import Headroom, Histogram, LogMax
-from gradscale.replay import Replay, replay
-from gradscale.state import Outcome, ScaleState, Seen, Status
+from gradscale.policies.contract import Policy, ScaleState, Seen
+from gradscale.policies.dynamic import Dynamic
+from gradscale.policies.headroom import Headroom
+from gradscale.policies.histogram import Histogram
+from gradscale.policies.log_max import LogMax
+from gradscale.policies.static import NoScaling, Static
+from gradscale.replay.run import Replay, replay
 
 __all__ = [
     "BF16",

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradscale._chunks import chunks
 from gradscale.formats import FP16, FP32, FloatArray, Format, get_format
-from gradscale.policy import HIGHEST_SCALE, LOWEST_SCALE, check_number, check_scale
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_number, check_scale
 from gradscale.record import Array, Record, leaf
 
 LOWEST_EXPONENT = math.frexp(FP32.smallest_subnormal)[1] - 1

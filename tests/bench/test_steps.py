@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradscale import NoScaling, Policy, Static
 from gradscale.bench.steps import BARE, SCALE, TORCH, Case, all_sides, bare, loss_scaler
-from gradscale.predictive import Headroom
+from gradscale.policies.headroom import Headroom
 
 SHAPES = [(3, 4), (5,)]
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {

@@ -13,7 +13,7 @@ from gradscale import BF16, Dynamic, NoScaling, Static, preset
 from gradscale.cli import app
 from gradscale.cli._sequences import read_sequences
 from gradscale.cli._specs import parse_policy
-from gradscale.predictive import Headroom
+from gradscale.policies.headroom import Headroom
 
 
 def invoke(*arguments: str, stdin: str | bytes = "") -> Result:

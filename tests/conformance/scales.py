@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gradscale import Policy
-from gradscale.predictive import Headroom, Histogram, LogMax
+from gradscale.policies.headroom import Headroom
+from gradscale.policies.histogram import Histogram
+from gradscale.policies.log_max import LogMax
 
 
 class Row(NamedTuple):

@@ -14,7 +14,8 @@ from tests.jax.helpers import INF, NAN, number
 from gradscale import Dynamic, Histogram, Policy, Static
 from gradscale.jax import Scaler
 from gradscale.numpy import LossScaler
-from gradscale.predictive import Headroom, LogMax
+from gradscale.policies.headroom import Headroom
+from gradscale.policies.log_max import LogMax
 
 POLICIES = [
     Dynamic(init_scale=3.0, growth_factor=1.7, backoff_factor=0.3, growth_interval=2, hysteresis=2, max_scale=1e6),

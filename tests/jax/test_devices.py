@@ -14,7 +14,7 @@ from tests.jax.helpers import INF, NAN, POLICY, batch, loss_of, number, params, 
 
 from gradscale import Dynamic, Histogram, Status
 from gradscale.jax import Culprit, Scaler, StepResult, apply, loss_scale, scaled, value_and_grad
-from gradscale.predictive import Headroom
+from gradscale.policies.headroom import Headroom
 
 DEVICES = 8
 

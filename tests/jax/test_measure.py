@@ -13,7 +13,9 @@ import pytest
 from gradscale import Dynamic, Policy
 from gradscale.jax import Scaler, StepResult
 from gradscale.jax.measure import peak
-from gradscale.predictive import Headroom, Histogram, LogMax
+from gradscale.policies.headroom import Headroom
+from gradscale.policies.histogram import Histogram
+from gradscale.policies.log_max import LogMax
 
 SHAPES = [(1,), (37,), (4096,), (3, 3, 16, 32), (97, 1031)]
 TYPES = ["float16", "bfloat16", "float32", "complex64"]

@@ -10,7 +10,7 @@ import pytest
 
 from gradscale import Dynamic, NoScaling, Policy
 from gradscale.jax import Scaler, apply, value_and_grad
-from gradscale.predictive import Headroom
+from gradscale.policies.headroom import Headroom
 
 SHAPE = "64,96"
 

@@ -11,7 +11,7 @@ from tests.jax.helpers import INF, NAN, batch, loss_of, params, programs, same, 
 
 from gradscale import Dynamic, Histogram, NoScaling, Policy, Static, Status
 from gradscale.jax import Scaler, value_and_grad
-from gradscale.predictive import Headroom
+from gradscale.policies.headroom import Headroom
 
 HIGH = Dynamic(init_scale=2.0**24, growth_interval=100)
 

@@ -12,7 +12,8 @@ from tests.jax.helpers import INF, NAN, POLICY, programs, same
 
 from gradscale import Dynamic, Histogram, NoScaling, Policy, ScaleState, Static, Status, import_state, preset
 from gradscale.jax import Scaler, ScaleStuck, StepResult
-from gradscale.predictive import Headroom, LogMax
+from gradscale.policies.headroom import Headroom
+from gradscale.policies.log_max import LogMax
 from gradscale.record import Record
 
 ODD = Dynamic(

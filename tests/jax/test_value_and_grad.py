@@ -11,7 +11,8 @@ from tests.jax.helpers import EXACT, INF, NAN, POLICY, batch, loss_of, number, p
 
 from gradscale import BF16, Dynamic, NoScaling, Policy, Static, Status
 from gradscale.jax import Culprit, Scaler, value_and_grad
-from gradscale.predictive import Headroom, LogMax
+from gradscale.policies.headroom import Headroom
+from gradscale.policies.log_max import LogMax
 
 
 def test_value_and_gradients_are_those_of_jax_bit_for_bit() -> None:

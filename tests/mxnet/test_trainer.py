@@ -12,8 +12,8 @@ from mxnet.contrib import amp
 from tests.mxnet.helpers import backward, losses, make_parameter, make_trainer, use_mxnets_amp, weights
 
 from gradscale import Dynamic, Headroom, NoScaling, Seen, Static, Status, preset
+from gradscale.engine.host import SCALARS
 from gradscale.mxnet import Culprit, init_trainer, scale_loss, unscale
-from gradscale.scalars import SCALARS
 
 CLEAN = (0.5, -0.25, 0.0)
 INF = (0.5, math.inf, 0.0)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from gradscale import Dynamic, NoScaling, ScaleState, Static, Status
 from gradscale.numpy import Culprit, LossScaler
 from gradscale.peers import preset
-from gradscale.predictive import Headroom, Histogram
+from gradscale.policies.headroom import Headroom
+from gradscale.policies.histogram import Histogram
 
 
 def f32(*values: float) -> np.ndarray[Any, Any]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.peers.walk import advanced, scales, walked
 
 from gradscale.peers import export_state, import_state, preset
-from gradscale.policy import Static
+from gradscale.policies.static import Static
 
 FLAGS = st.lists(st.booleans(), max_size=60)
 

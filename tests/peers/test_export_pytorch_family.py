@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscale.peers import export_state, import_state, preset
-from gradscale.policy import Dynamic, NoScaling, Policy, Static
-from gradscale.state import ScaleState, Seen
+from gradscale.policies.contract import Policy, ScaleState, Seen
+from gradscale.policies.dynamic import Dynamic
+from gradscale.policies.static import NoScaling, Static
 
 FLAGS = st.lists(st.booleans(), max_size=60)
 

@@ -12,8 +12,8 @@ from tests.peers import oracles
 
 from gradscale.peers import import_state, preset
 from gradscale.peers.fairseq import FairseqScaler
-from gradscale.policy import NoScaling, Static
-from gradscale.state import ScaleState, Seen
+from gradscale.policies.contract import ScaleState, Seen
+from gradscale.policies.static import NoScaling, Static
 
 FLAGS = st.lists(st.booleans(), max_size=40)
 TORCH = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 10, "_growth_tracker": 7}

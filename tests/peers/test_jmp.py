@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.peers.walk import assert_goes_on, scales, walked
 
 from gradscale.peers import export_state, import_state, preset
-from gradscale.policy import Dynamic, NoScaling, Static
+from gradscale.policies.dynamic import Dynamic
+from gradscale.policies.static import NoScaling, Static
 
 FLAGS = st.lists(st.booleans(), max_size=40)
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from gradscale.peers import PEERS, export_state, import_state, preset
-from gradscale.policy import NoScaling
+from gradscale.policies.static import NoScaling
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.peers.walk import advanced, assert_goes_on, scales, walked
 
 from gradscale.peers import export_state, import_state, preset
-from gradscale.policy import Dynamic, Policy
+from gradscale.policies.contract import Policy
+from gradscale.policies.dynamic import Dynamic
 
 FLAGS = st.lists(st.booleans(), max_size=40)
 STREAM = st.lists(st.tuples(st.booleans(), st.floats(2.0**-24, 2.0**15, width=32)), max_size=30)

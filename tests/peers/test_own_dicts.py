@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gradscale.peers import preset
-from gradscale.state import Seen
+from gradscale.policies.contract import Seen
 
 PRESETS: list[tuple[str, str | None, dict[str, Any]]] = [
     ("torch", None, {"growth_factor": 1.5, "backoff_factor": 0.8}),

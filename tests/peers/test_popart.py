@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from tests.peers.walk import advanced
 
 from gradscale.peers import export_state, import_state, preset
-from gradscale.policy import Dynamic, NoScaling, Policy, Static
+from gradscale.policies.contract import Policy
+from gradscale.policies.dynamic import Dynamic
+from gradscale.policies.static import NoScaling, Static
 
 SHARES = st.lists(st.sampled_from([0.0, 1e-8, 2e-7, 0.5]), max_size=40)
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.peers import oracles
 
 from gradscale.peers import preset
-from gradscale.policy import NoScaling, Policy, Static
+from gradscale.policies.contract import Policy, Seen
+from gradscale.policies.static import NoScaling, Static
 from gradscale.record import numbers, place
-from gradscale.state import Seen
 
 FLAGS = st.lists(st.booleans(), min_size=1, max_size=80)
 SCALES = st.one_of(st.sampled_from([1e-3, 1.0, 16.0, 100.0, 65536.0, 2.0**32, 1e36, 3e38]), st.floats(1.0, 1e5))

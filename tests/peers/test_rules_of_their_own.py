@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradscale.engine.saved import policy_from_dict
 from gradscale.peers import preset
+from gradscale.policies.contract import Seen
 from gradscale.record import fields, place, with_values
-from gradscale.replay import replay
-from gradscale.saved import policy_from_dict
-from gradscale.state import Seen
+from gradscale.replay.run import replay
 
 CASES: list[tuple[str, str | None, dict[str, Any]]] = [
     ("mxnet", None, {"loss_scale": 100.0, "scale_seq_len": 2, "max_loss_scale": 3000.0}),

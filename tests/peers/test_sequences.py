@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from gradscale.peers import PEERS, preset
+from gradscale.policies.contract import Seen
 from gradscale.record import numbers
-from gradscale.state import Seen
 
 ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "peer_scale_sequences.json").read_text())
 

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from gradscale.peers import export_state, import_state
-from gradscale.policy import Policy
-from gradscale.state import Seen
+from gradscale.policies.contract import Policy, Seen
 
 
 def advanced(policy: Policy, state: Any, overflow: bool, **seen: Any) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gradscale.torch import letter
+from gradscale.torch.step import host_copy as letter
 
 
 @pytest.fixture(autouse=True)

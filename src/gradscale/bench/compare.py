@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from gradscale.bench.steps import BARE, TORCH, Case, all_sides
 from gradscale.bench.traffic import Traffic, count
 from gradscale.bench.turns import ratio, ratio_quartiles, take_turns
-from gradscale.policy import Policy
+from gradscale.policies.contract import Policy
 
 
 @dataclass(frozen=True, slots=True)

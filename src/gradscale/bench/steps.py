@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from gradscale.bench.turns import Side
-from gradscale.policy import Dynamic, Policy
+from gradscale.policies.contract import Policy
+from gradscale.policies.dynamic import Dynamic
 from gradscale.torch import GradScaler, LossScaler
 
 Optimizer = torch.optim.Optimizer

@@ -8,8 +8,12 @@ from typing import Any
 
 from gradscale.formats import get_format
 from gradscale.peers import PEERS, preset
-from gradscale.policy import Dynamic, NoScaling, Policy, Static
-from gradscale.predictive import Headroom, Histogram, LogMax
+from gradscale.policies.contract import Policy
+from gradscale.policies.dynamic import Dynamic
+from gradscale.policies.headroom import Headroom
+from gradscale.policies.histogram import Histogram
+from gradscale.policies.log_max import LogMax
+from gradscale.policies.static import NoScaling, Static
 
 POLICIES: Mapping[str, type[Any]] = MappingProxyType(
     {

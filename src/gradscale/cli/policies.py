@@ -15,7 +15,7 @@ from gradscale.cli._specs import POLICIES
 from gradscale.formats import Format
 from gradscale.peers import PEERS
 from gradscale.peers._peer import Peer
-from gradscale.policy import Policy
+from gradscale.policies.contract import Policy
 
 ABOUT_PRESETS = (
     "[bold]Presets[/bold]: each does what another system does, with that system's own settings. It is named by the "

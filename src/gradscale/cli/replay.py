@@ -14,8 +14,8 @@ from gradscale.cli._sequences import read_sequences
 from gradscale.cli._specs import parse_policy
 from gradscale.formats import get_format
 from gradscale.record import plain
-from gradscale.replay import Replay
-from gradscale.replay import replay as run_replay
+from gradscale.replay.run import Replay
+from gradscale.replay.run import replay as run_replay
 
 LEGEND = (
     "skipped: steps. final, lowest, highest: scales. floor, ceiling: steps that ended with the scale at the policy's "

@@ -1,13 +1,13 @@
 """Loss scaling for JAX: pure functions and pytrees, compiled with the step."""
 
-from gradscale.culprit import Culprit
+from gradscale.engine.culprits import Culprit
+from gradscale.engine.stuck import ScaleStuck
 from gradscale.jax.apply import apply
 from gradscale.jax.optimizer import init
 from gradscale.jax.result import StepResult
 from gradscale.jax.scaler import Scaler
 from gradscale.jax.transformation import ScaledState, loss_scale, scaled
 from gradscale.jax.value_and_grad import value_and_grad
-from gradscale.stuck import ScaleStuck
 
 __all__ = [
     "Culprit",

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gradscale.auto import as_policy
-from gradscale.policy import Policy
+from gradscale.policies.auto import as_policy
+from gradscale.policies.contract import Policy
 
 
 def static_policy(policy: Policy | Literal["auto"]) -> Policy:

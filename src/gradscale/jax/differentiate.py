@@ -11,7 +11,7 @@ from jax import Array, lax
 from gradscale.jax.agree import varying_axes
 from gradscale.jax.checks import check_modules, check_scalar, checked_loss, is_module
 from gradscale.jax.tree import Split, split
-from gradscale.policy import Policy
+from gradscale.policies.contract import Policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from jax import lax
 
 from gradscale.jax.agree import AxisNames
 from gradscale.jax.jmp import all_finite
-from gradscale.peers._ladder import Ladder, LadderState
 from gradscale.peers.flax import dynamic_scale
-from gradscale.state import Seen
+from gradscale.peers.ladder import Ladder, LadderState
+from gradscale.policies.contract import Seen
 
 __all__ = ["DynamicScale", "DynamicScaleResult"]
 

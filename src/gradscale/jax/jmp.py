@@ -15,10 +15,10 @@ import numpy as np
 from jax.core import Tracer
 
 from gradscale.jax.casting import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
-from gradscale.peers._ladder import Ladder, LadderState
 from gradscale.peers._settings import whole
 from gradscale.peers.jmp import dynamic_loss_scale
-from gradscale.state import Seen
+from gradscale.peers.ladder import Ladder, LadderState
+from gradscale.policies.contract import Seen
 
 __all__ = [
     "DynamicLossScale",

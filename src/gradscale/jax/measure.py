@@ -11,8 +11,7 @@ from jax import Array, lax
 from gradscale.formats import FP32
 from gradscale.jax.agree import summed, worst
 from gradscale.jax.tree import real_parts, wide_type
-from gradscale.policy import Policy
-from gradscale.state import Seen
+from gradscale.policies.contract import Policy, Seen
 
 
 class Measured(NamedTuple):

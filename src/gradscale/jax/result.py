@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gradscale.culprit import Culprit, culprits_of
-from gradscale.state import Status
+from gradscale.engine.culprits import Culprit, culprits_of
+from gradscale.engine.result import Status
 
 T = TypeVar("T")
 

@@ -9,8 +9,7 @@ from jax import Array, lax
 
 from gradscale.jax.agree import anywhere, mapped_axes, zeros
 from gradscale.jax.step import Asked, Attempt, attempt
-from gradscale.policy import Policy, backed_off
-from gradscale.state import Seen
+from gradscale.policies.contract import Policy, Seen, backed_off
 
 Pull = Callable[[Array], Sequence[Array]]
 """Returns the gradients that a backward pass started with this scale makes."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from gradscale.engine.saved import policy_from_dict
 from gradscale.jax.tree import as_pytree
 from gradscale.record import numbers, with_values
-from gradscale.saved import policy_from_dict
 
 
 def register_with_flax(kind: type) -> None:

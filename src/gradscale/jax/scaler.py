@@ -8,17 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gradscale.engine.saved import check_state, read_saved, write_saved
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, check_stuck
 from gradscale.jax.agree import AxisNames
 from gradscale.jax.checks import checked_loss, static_policy
 from gradscale.jax.result import StepResult
 from gradscale.jax.saved import register_with_flax
 from gradscale.jax.step import Asked, attempt, finish
 from gradscale.jax.tree import as_pytree, register, split
-from gradscale.policy import Dynamic, NoScaling, Policy
+from gradscale.policies.contract import Policy, ScaleState
+from gradscale.policies.dynamic import Dynamic
+from gradscale.policies.static import NoScaling
 from gradscale.record import with_values
-from gradscale.saved import check_state, read_saved, write_saved
-from gradscale.state import ScaleState
-from gradscale.stuck import MAX_CONSECUTIVE_SKIPS, check_stuck
 
 DEFAULT_POLICY = Dynamic()
 

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gradscale.decide import check_clip, decide
+from gradscale.engine.decide import check_clip, decide
 from gradscale.jax.agree import AxisNames, mapped_axes
 from gradscale.jax.measure import Measured, agreed, measure
 from gradscale.jax.result import StepResult
 from gradscale.jax.tree import wide_type
-from gradscale.policy import Policy
-from gradscale.state import Seen
+from gradscale.policies.contract import Policy, Seen
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,13 @@ import jax
 import optax
 from jax import Array
 
-from gradscale.decide import check_clip
+from gradscale.engine.decide import check_clip
 from gradscale.jax.agree import AxisNames, zeros
 from gradscale.jax.checks import static_policy
 from gradscale.jax.gate import gated
 from gradscale.jax.optimizer import holds, init, updated
 from gradscale.jax.scaler import DEFAULT_POLICY, Scaler
-from gradscale.policy import Policy
+from gradscale.policies.contract import Policy
 
 
 class ScaledState(NamedTuple):

@@ -1,6 +1,7 @@
 """Loss scaling for Keras 3, on its TensorFlow, JAX and torch backends."""
 
-from gradscale.culprit import Culprit
+from gradscale.engine.culprits import Culprit
+from gradscale.engine.stuck import ScaleStuck
 from gradscale.keras import precision
 from gradscale.keras.adopt import adopt
 from gradscale.keras.callback import ScaleMonitor, ScaleRow
@@ -9,7 +10,6 @@ from gradscale.keras.explain_rows import Explanation, LayerRow
 from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.keras.result import StepResult
 from gradscale.keras.tf_checkpoint import read_tf_checkpoint
-from gradscale.stuck import ScaleStuck
 
 __all__ = [
     "Culprit",

@@ -8,7 +8,7 @@ import keras
 from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.keras.packing import on_host
 from gradscale.keras.saved import COUNTED, fitted
-from gradscale.policy import Policy
+from gradscale.policies.contract import Policy
 
 
 def adopt(model: Any, policy: Policy | Literal["auto"] | None = None) -> LossScaleOptimizer:

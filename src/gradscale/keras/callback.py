@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, ScaleStuck
 from gradscale.keras.optimizer import LossScaleOptimizer
-from gradscale.policy import check_count
-from gradscale.state import ScaleState
-from gradscale.stuck import MAX_CONSECUTIVE_SKIPS, ScaleStuck
+from gradscale.policies.checks import check_count
+from gradscale.policies.contract import ScaleState
 
 SHOWN = ("loss_scale", "skipped_steps")
 """What the progress bar, the history and TensorBoard call the scale and the count of skips."""

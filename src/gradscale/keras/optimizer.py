@@ -6,16 +6,15 @@ from typing import Any, Literal, Self
 import keras
 import numpy as np
 
+from gradscale.engine.saved import check_state
 from gradscale.keras.checks import check_built, check_dynamic, check_inner, check_pairs, check_stateless, check_travels
 from gradscale.keras.packing import OWN, Packing, Slot, on_host
 from gradscale.keras.result import StepResult
 from gradscale.keras.saved import completed, fitted
 from gradscale.keras.settings import DYNAMIC_GROWTH_STEPS, INITIAL_SCALE, chosen_policy, with_policy
 from gradscale.keras.step import BACKEND, Pairs, nothing_to_do, result_of, take, unscaled
-from gradscale.policy import Policy
+from gradscale.policies.contract import Policy, ScaleState
 from gradscale.record import Array, numbers, with_values
-from gradscale.saved import check_state
-from gradscale.state import ScaleState
 
 KerasLossScaleOptimizer: Any = keras.optimizers.LossScaleOptimizer
 

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from gradscale.policies.contract import ScaleState
 from gradscale.record import Array, fields, with_values
-from gradscale.state import ScaleState
 
 OWN = {"step_counter": "clean_steps", "dynamic_scale": "scale"}
 """What Keras calls the two parts of the state that it has itself."""

@@ -7,7 +7,8 @@ import keras
 
 from gradscale.keras.checks import check_inner
 from gradscale.keras.optimizer import LossScaleOptimizer
-from gradscale.policy import NoScaling, Policy
+from gradscale.policies.contract import Policy
+from gradscale.policies.static import NoScaling
 
 
 @dataclass(frozen=True, slots=True)

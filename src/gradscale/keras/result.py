@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Self
 import keras
 import numpy as np
 
-from gradscale.culprit import Culprit, culprits_of
+from gradscale.engine.culprits import Culprit, culprits_of
+from gradscale.engine.result import Status
 from gradscale.record import Array
-from gradscale.state import Status
 
 
 @dataclass(frozen=True, slots=True)

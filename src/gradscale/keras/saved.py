@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from gradscale.keras.packing import EXTRA, OWN, Slot
-from gradscale.policy import HIGHEST_SCALE, LOWEST_SCALE, NoScaling, Policy, Static
-from gradscale.state import ScaleState
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE
+from gradscale.policies.contract import Policy, ScaleState
+from gradscale.policies.static import NoScaling, Static
 
 COUNTED = ("applied", "skipped", "consecutive_skips")
 """What goes on when another policy takes over. The rest of a state means nothing to another policy."""

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from gradscale.auto import as_policy
-from gradscale.policy import HIGHEST_SCALE, LOWEST_SCALE, Dynamic, Policy, check_count, check_scale
-from gradscale.saved import policy_from_dict
+from gradscale.engine.saved import policy_from_dict
+from gradscale.policies.auto import as_policy
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_count, check_scale
+from gradscale.policies.contract import Policy
+from gradscale.policies.dynamic import Dynamic
 
 INITIAL_SCALE = 2.0**15
 DYNAMIC_GROWTH_STEPS = 2000

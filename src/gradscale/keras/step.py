@@ -5,13 +5,12 @@ from typing import Any, NamedTuple
 
 import keras
 
-from gradscale.decide import decide
+from gradscale.engine.decide import Outcome, decide
 from gradscale.formats import FP16
 from gradscale.keras.backends import Asked, Measured, Update, current
 from gradscale.keras.result import StepResult
-from gradscale.policy import Policy
+from gradscale.policies.contract import Policy, Seen
 from gradscale.record import Array
-from gradscale.state import Outcome, Seen
 
 BACKEND = current()
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from gradscale.peers import import_state
-from gradscale.policy import Policy
-from gradscale.state import ScaleState
+from gradscale.policies.contract import Policy, ScaleState
 
 
 def read_tf_checkpoint(path: str | Path) -> tuple[Policy, ScaleState]:

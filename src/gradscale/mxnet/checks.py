@@ -6,7 +6,7 @@ import mxnet as mx
 from mxnet import gluon
 
 from gradscale.mxnet.gradients import is_half
-from gradscale.policy import Policy
+from gradscale.policies.contract import Policy
 
 
 def check_trainer(trainer: Any) -> None:

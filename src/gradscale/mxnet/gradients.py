@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mxnet import autograd
 
-from gradscale.policy import LOWEST_SCALE
+from gradscale.policies.checks import LOWEST_SCALE
 
 PART = 2.0**-60
 """What gradients are multiplied by where a factor is too small for MXNet."""

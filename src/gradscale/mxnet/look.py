@@ -10,8 +10,7 @@ from gradscale.mxnet.gradients import Gradients
 from gradscale.mxnet.measure import Measured, agree, measure
 from gradscale.numpy.measure import measure as measure_on_host
 from gradscale.numpy.result import Culprit
-from gradscale.policy import Policy
-from gradscale.state import Seen
+from gradscale.policies.contract import Policy, Seen
 
 
 @dataclass(frozen=True, slots=True)

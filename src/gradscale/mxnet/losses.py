@@ -6,7 +6,7 @@ import numpy as np
 from mxnet import autograd, nd
 
 from gradscale.mxnet.measure import all_finite
-from gradscale.policy import Policy
+from gradscale.policies.contract import Policy
 
 
 class Losses:

@@ -10,8 +10,7 @@ import numpy as np
 from mxnet import nd
 
 from gradscale.formats import FP32
-from gradscale.policy import Policy
-from gradscale.state import Seen
+from gradscale.policies.contract import Policy, Seen
 
 Array = np.ndarray[Any, Any]
 

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from gradscale.engine.result import Status
 from gradscale.numpy.result import Culprit
-from gradscale.state import ScaleState, Status
+from gradscale.policies.contract import ScaleState
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from gradscale.decide import check_clip
+from gradscale.engine.decide import check_clip
+from gradscale.engine.host import decide_on_host
+from gradscale.engine.metrics import metrics_of
+from gradscale.engine.result import Status
+from gradscale.engine.saved import read_saved, write_saved
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, check_stuck
 from gradscale.mxnet.gradients import Gradients, multiply
 from gradscale.mxnet.look import Look, look
 from gradscale.mxnet.losses import Losses, check_loss
 from gradscale.mxnet.result import Decision, StepResult
-from gradscale.numpy.metrics import metrics_of
-from gradscale.numpy.rule import decide_on_host
-from gradscale.policy import Policy, check_count, check_policy
-from gradscale.saved import read_saved, write_saved
-from gradscale.state import ScaleState, Status
-from gradscale.stuck import MAX_CONSECUTIVE_SKIPS, check_stuck
+from gradscale.policies.checks import check_count
+from gradscale.policies.contract import Policy, ScaleState, check_policy
 
 
 class LossScaler:

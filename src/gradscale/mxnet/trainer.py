@@ -7,13 +7,15 @@ from typing import Any, Literal
 
 from mxnet import autograd
 
-from gradscale.auto import as_policy
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS
 from gradscale.mxnet.checks import check_compression, check_masters, check_optimizer, check_trainer, check_update_place
 from gradscale.mxnet.gradients import collect, fresh, spend, with_normal_factor
 from gradscale.mxnet.scaler import LossScaler
 from gradscale.mxnet.workers import Workers, init_params_and_wait
-from gradscale.policy import LOWEST_SCALE, Dynamic, Policy
-from gradscale.stuck import MAX_CONSECUTIVE_SKIPS
+from gradscale.policies.auto import as_policy
+from gradscale.policies.checks import LOWEST_SCALE
+from gradscale.policies.contract import Policy
+from gradscale.policies.dynamic import Dynamic
 
 MXNETS_RULE = Dynamic(min_scale=LOWEST_SCALE, max_scale=2.0**24)
 """The rule of MXNet's amp, without its lag of a step, and with a floor: its own goes on to zero, and stays there."""

@@ -10,7 +10,7 @@ import numpy as np
 from gradscale._chunks import chunks
 from gradscale.formats import FP32
 from gradscale.numpy.tree import WIDE, FloatArray
-from gradscale.state import Seen
+from gradscale.policies.contract import Seen
 
 
 @dataclass(frozen=True, slots=True)

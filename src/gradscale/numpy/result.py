@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gradscale.state import Status
+from gradscale.engine.result import Status
 
 
 @dataclass(frozen=True, slots=True)

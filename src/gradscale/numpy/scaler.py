@@ -7,17 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from gradscale.decide import check_clip
+from gradscale.engine.decide import check_clip
+from gradscale.engine.host import decide_on_host
+from gradscale.engine.metrics import metrics_of
+from gradscale.engine.result import Status
+from gradscale.engine.saved import check_state, read_saved, write_saved
 from gradscale.numpy.apply import apply
 from gradscale.numpy.checks import checked_loss
 from gradscale.numpy.measure import Measured, agree, measure
-from gradscale.numpy.metrics import metrics_of
 from gradscale.numpy.result import Culprit, StepResult
-from gradscale.numpy.rule import decide_on_host
 from gradscale.numpy.tree import WIDE, FloatArray, named_arrays
-from gradscale.policy import Dynamic, Policy, check_policy
-from gradscale.saved import check_state, read_saved, write_saved
-from gradscale.state import ScaleState, Status
+from gradscale.policies.contract import Policy, ScaleState, check_policy
+from gradscale.policies.dynamic import Dynamic
 
 DEFAULT_POLICY = Dynamic()
 

@@ -23,8 +23,7 @@ from gradscale.peers import (
 )
 from gradscale.peers._peer import Imported, Peer
 from gradscale.peers._unpickle import StandIn, unpickled
-from gradscale.policy import Policy
-from gradscale.state import ScaleState
+from gradscale.policies.contract import Policy, ScaleState
 
 __all__ = ["PEERS", "export_state", "import_state", "preset"]
 

@@ -5,10 +5,10 @@ from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
-from gradscale.peers._ladder import Ladder
 from gradscale.peers._saved import Saved
-from gradscale.policy import Dynamic, Policy
-from gradscale.state import ScaleState
+from gradscale.peers.ladder import Ladder
+from gradscale.policies.contract import Policy, ScaleState
+from gradscale.policies.dynamic import Dynamic
 
 _NAMES = {
     "growth_factor": "growth_factor",

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from gradscale.peers._express import expressed, one_factor, scalars
-from gradscale.peers._ladder import Ladder, LadderState
 from gradscale.peers._peer import Imported
 from gradscale.peers._saved import Saved
-from gradscale.policy import Policy, Static
-from gradscale.state import ScaleState
+from gradscale.peers.ladder import Ladder, LadderState
+from gradscale.policies.contract import Policy, ScaleState
+from gradscale.policies.static import Static
 
 
 def modulo_rule(init_scale: float, scale_factor: float, scale_window: int, floor: float, late: int = 0) -> Ladder:

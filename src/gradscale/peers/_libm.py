@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from gradscale.engine.host import SCALARS
 from gradscale.record import Array
-from gradscale.scalars import SCALARS
 
 _LOG2_E = float(np.float32(1) / np.float32(math.log(2)))
 """What TensorFlow multiplies by where a program divides by the logarithm of 2."""

@@ -5,12 +5,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gradscale.arithmetic import Namespace
 from gradscale.peers._libm import exp2, log2
 from gradscale.peers._settings import check_float32
-from gradscale.policy import check_number, counted
+from gradscale.policies.arithmetic import Namespace
+from gradscale.policies.checks import check_number
+from gradscale.policies.contract import ScaleState, Seen, counted
 from gradscale.record import Array, Record, leaf
-from gradscale.state import ScaleState, Seen
 
 _LOG2_TOP = 16.0
 """Where the model's upper end shall lie: 2**16, just above the largest FP16 number. A literal in OpenSeq2Seq."""

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from gradscale.arithmetic import Namespace
-from gradscale.peers._ladder import Ladder, LadderState
 from gradscale.peers._settings import check_positive
-from gradscale.policy import check_count
+from gradscale.peers.ladder import Ladder, LadderState
+from gradscale.policies.arithmetic import Namespace
+from gradscale.policies.checks import check_count
+from gradscale.policies.contract import Seen
 from gradscale.record import Record
-from gradscale.state import Seen
 
 _BAD_STEP_MAX = 1000
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradscale.policy import Policy
-from gradscale.state import ScaleState
+from gradscale.policies.contract import Policy, ScaleState
 
 Imported = tuple[Policy, ScaleState]
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from gradscale.policy import check_count, check_number
+from gradscale.policies.checks import check_count, check_number
 
 
 def check_positive(name: str, value: float) -> None:

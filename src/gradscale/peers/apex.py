@@ -8,7 +8,6 @@ import numpy as np
 
 from gradscale.peers._express import expressed, scalars
 from gradscale.peers._iterations import modulo_rule, read_iterations, write_iterations
-from gradscale.peers._ladder import NO_LIMIT, Ladder, LadderState
 from gradscale.peers._peer import Imported, Peer
 from gradscale.peers._saved import Saved
 from gradscale.peers._settings import (
@@ -21,8 +20,10 @@ from gradscale.peers._settings import (
     whole,
 )
 from gradscale.peers._unpickle import attributes_of
-from gradscale.policy import Policy, Static, check_count, check_number
-from gradscale.state import ScaleState
+from gradscale.peers.ladder import NO_LIMIT, Ladder, LadderState
+from gradscale.policies.checks import check_count, check_number
+from gradscale.policies.contract import Policy, ScaleState
+from gradscale.policies.static import Static
 
 MAX_LOSS_SCALE = 2.0**24
 """Ceiling of `amp.LossScaler` by default."""

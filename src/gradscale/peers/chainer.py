@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradscale.arithmetic import Namespace, bounded
 from gradscale.peers._peer import Peer
 from gradscale.peers._settings import check_growth, check_positive
-from gradscale.policy import Static, counted
+from gradscale.policies.arithmetic import Namespace, bounded
+from gradscale.policies.contract import ScaleState, Seen, counted
+from gradscale.policies.static import Static
 from gradscale.record import Array, Record, leaf
-from gradscale.state import ScaleState, Seen
 
 _LOWEST = 1.0
 _HIGHEST = 65504.0

@@ -8,13 +8,14 @@ import numpy as np
 
 from gradscale.peers._express import scalars
 from gradscale.peers._iterations import modulo_rule, read_iterations, write_iterations
-from gradscale.peers._ladder import Ladder, LadderState
 from gradscale.peers._peer import Imported, Peer
 from gradscale.peers._saved import Saved, whole_or_inside
 from gradscale.peers._settings import check_limit, check_positive, whole
 from gradscale.peers._unpickle import attributes_of
-from gradscale.policy import NoScaling, Policy, Static, check_count, check_number
-from gradscale.state import ScaleState
+from gradscale.peers.ladder import Ladder, LadderState
+from gradscale.policies.checks import check_count, check_number
+from gradscale.policies.contract import Policy, ScaleState
+from gradscale.policies.static import NoScaling, Static
 
 SCALE_FACTOR = 2.0
 LATE = 1

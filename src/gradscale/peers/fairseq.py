@@ -6,16 +6,16 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from gradscale.arithmetic import Namespace, larger
 from gradscale.peers._express import expressed, scalars
 from gradscale.peers._iterations import modulo_rule
-from gradscale.peers._ladder import LadderState
 from gradscale.peers._peer import Imported, Peer
 from gradscale.peers._saved import Saved, settings_of, whole_or_inside
 from gradscale.peers._settings import check_growth, check_limit, check_positive, whole
-from gradscale.policy import Policy, check_count, counted
+from gradscale.peers.ladder import LadderState
+from gradscale.policies.arithmetic import Namespace, larger
+from gradscale.policies.checks import check_count
+from gradscale.policies.contract import Policy, ScaleState, Seen, counted
 from gradscale.record import Array, Record, leaf
-from gradscale.state import ScaleState, Seen
 
 _CONFIG = (
     "fp16_scale_window",

@@ -7,12 +7,12 @@ from typing import Any, cast
 import numpy as np
 
 from gradscale.peers._express import expressed, scalars
-from gradscale.peers._ladder import Ladder
 from gradscale.peers._peer import Imported, Peer
 from gradscale.peers._settings import check_float32
 from gradscale.peers._variables import given, picked
-from gradscale.policy import Policy, check_count
-from gradscale.state import ScaleState
+from gradscale.peers.ladder import Ladder
+from gradscale.policies.checks import check_count
+from gradscale.policies.contract import Policy, ScaleState
 
 _WHAT = "A Keras LossScaleOptimizer"
 _INDICES = {"2": "step_counter", "3": "dynamic_scale"}

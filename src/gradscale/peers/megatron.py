@@ -6,12 +6,13 @@ from typing import Any, cast
 import numpy as np
 
 from gradscale.peers._express import expressed, scalars
-from gradscale.peers._ladder import NO_LIMIT, Ladder, LadderState
 from gradscale.peers._peer import Imported, Peer
 from gradscale.peers._saved import Saved, settings_of, shown
 from gradscale.peers._settings import check_backoff, check_float32, check_growth, whole
-from gradscale.policy import Policy, Static, check_count
-from gradscale.state import ScaleState
+from gradscale.peers.ladder import NO_LIMIT, Ladder, LadderState
+from gradscale.policies.checks import check_count
+from gradscale.policies.contract import Policy, ScaleState
+from gradscale.policies.static import Static
 
 _CONFIG = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 

@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 
 from gradscale.peers._express import expressed, one_factor, scalars
-from gradscale.peers._ladder import Ladder, reciprocal
 from gradscale.peers._manager import MindsporeManager
 from gradscale.peers._peer import Imported, Peer
 from gradscale.peers._saved import Saved
 from gradscale.peers._settings import check_float32, check_positive
 from gradscale.peers._variables import given, last_name, picked, without_weights
 from gradscale.peers.jmp import unwrapped, wrapped
-from gradscale.policy import Policy, Static, check_count
-from gradscale.state import ScaleState
+from gradscale.peers.ladder import Ladder, reciprocal
+from gradscale.policies.checks import check_count
+from gradscale.policies.contract import Policy, ScaleState
+from gradscale.policies.static import Static
 
 _CELL = ("scale_sense", "current_iterator_step", "last_overflow_iterator_step")
 _SCALER = ("scale_value", "counter")

@@ -5,13 +5,13 @@ from typing import ClassVar, cast
 
 import numpy as np
 
-from gradscale.arithmetic import Namespace
-from gradscale.peers._ladder import Ladder, LadderState
 from gradscale.peers._peer import Peer
 from gradscale.peers._settings import check_positive
-from gradscale.policy import check_count
+from gradscale.peers.ladder import Ladder, LadderState
+from gradscale.policies.arithmetic import Namespace
+from gradscale.policies.checks import check_count
+from gradscale.policies.contract import ScaleState, Seen
 from gradscale.record import Array, Record, leaf
-from gradscale.state import ScaleState, Seen
 
 
 @dataclass(frozen=True, slots=True)

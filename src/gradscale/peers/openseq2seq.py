@@ -8,14 +8,14 @@ from typing import Any, cast
 import numpy as np
 
 from gradscale.peers._express import expressed, one_factor, scalars
-from gradscale.peers._ladder import Ladder, reciprocal
 from gradscale.peers._logmax import LogMaxScaler, LogMaxScalerState
 from gradscale.peers._peer import Imported, Peer
 from gradscale.peers._saved import Saved
 from gradscale.peers._settings import check_float32, check_positive
 from gradscale.peers._variables import given, last_name, picked, without_weights
-from gradscale.policy import Policy, check_count
-from gradscale.state import ScaleState
+from gradscale.peers.ladder import Ladder, reciprocal
+from gradscale.policies.checks import check_count
+from gradscale.policies.contract import Policy, ScaleState
 
 _BACKOFF = ("iteration", "last_overflow_iteration", "scale")
 _MODEL = ("x_hat", "slow_x_hat", "xsquared_hat", "b1_correction", "b2_correction")

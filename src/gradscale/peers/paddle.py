@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from gradscale.peers._express import expressed, scalars
-from gradscale.peers._ladder import Ladder
 from gradscale.peers._peer import Imported, Peer
 from gradscale.peers._saved import Saved
 from gradscale.peers._settings import check_backoff, check_float32, check_growth
-from gradscale.policy import NoScaling, Policy, Static, check_count
-from gradscale.state import ScaleState
+from gradscale.peers.ladder import Ladder
+from gradscale.policies.checks import check_count
+from gradscale.policies.contract import Policy, ScaleState
+from gradscale.policies.static import NoScaling, Static
 
 _WHAT = "A Paddle GradScaler"
 _KEYS = (

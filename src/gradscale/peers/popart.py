@@ -6,15 +6,16 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from gradscale.arithmetic import Namespace, smaller
 from gradscale.peers._express import scalars
 from gradscale.peers._peer import Imported, Peer
 from gradscale.peers._saved import Saved
 from gradscale.peers._settings import check_float32
 from gradscale.peers._variables import given, picked
-from gradscale.policy import NoScaling, Policy, Static, as_single, check_count, check_number, counted
+from gradscale.policies.arithmetic import Namespace, smaller
+from gradscale.policies.checks import as_single, check_count, check_number
+from gradscale.policies.contract import Policy, ScaleState, Seen, counted
+from gradscale.policies.static import NoScaling, Static
 from gradscale.record import Array, Record, leaf
-from gradscale.state import ScaleState, Seen
 
 _WHAT = "PopART's automatic loss scaling"
 _STATISTICS = "autoLossScaleStats"

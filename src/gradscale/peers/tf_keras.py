@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from gradscale.peers._express import expressed, one_factor, scalars
-from gradscale.peers._ladder import Ladder, reciprocal
 from gradscale.peers._peer import Imported, Peer
 from gradscale.peers._settings import check_float32, check_positive, whole
 from gradscale.peers._variables import given, picked
-from gradscale.policy import Policy, Static
-from gradscale.state import ScaleState
+from gradscale.peers.ladder import Ladder, reciprocal
+from gradscale.policies.contract import Policy, ScaleState
+from gradscale.policies.static import Static
 
 _SETTINGS = {
     "initial_scale": "initial_loss_scale",

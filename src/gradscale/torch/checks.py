@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradscale.torch.gradients import Gradients, Names, keeps_masters, parameters_of
-from gradscale.torch.window import Window
+from gradscale.torch.accumulation.window import Window
+from gradscale.torch.step.gradients import Gradients, Names, keeps_masters, parameters_of
 
 Optimizer = torch.optim.Optimizer
 

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gradscale import saved
+from gradscale.engine import saved
 from gradscale.peers import import_state
-from gradscale.policy import Policy
-from gradscale.state import ScaleState
+from gradscale.policies.contract import Policy, ScaleState
 
 
 def read_saved(mapping: Mapping[str, Any], system: str | None) -> tuple[Policy, ScaleState]:

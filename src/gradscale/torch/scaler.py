@@ -7,28 +7,28 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradscale.auto import as_policy
-from gradscale.decide import check_clip
-from gradscale.policy import Policy
-from gradscale.saved import write_saved
-from gradscale.stuck import MAX_CONSECUTIVE_SKIPS
-from gradscale.torch import apply
-from gradscale.torch.agree import Agreement
-from gradscale.torch.buffers import BufferGuard
+from gradscale.engine.decide import check_clip
+from gradscale.engine.saved import write_saved
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS
+from gradscale.policies.auto import as_policy
+from gradscale.policies.contract import Policy
+from gradscale.torch.accumulation.buffers import BufferGuard
+from gradscale.torch.accumulation.closure import RETRIES, holder_of, make_closure
+from gradscale.torch.accumulation.guard import Guard, OnSkip
+from gradscale.torch.accumulation.retry import Retry, check_retries, retriable_parameters, synchronising
+from gradscale.torch.accumulation.window import map_losses
+from gradscale.torch.accumulation.windows import Windows
 from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, warn_of_half
-from gradscale.torch.closure import RETRIES, holder_of, make_closure
-from gradscale.torch.gradients import Names, collect, parameters_of
-from gradscale.torch.guard import Guard, OnSkip
-from gradscale.torch.measure import measure
-from gradscale.torch.plain import step_plainly
-from gradscale.torch.remember import Memory, OnStuck
-from gradscale.torch.result import StepResult
-from gradscale.torch.retry import Retry, check_retries, retriable_parameters, synchronising
-from gradscale.torch.rule import Rule
 from gradscale.torch.saved import read_saved
-from gradscale.torch.step import Step, decided, upper_share
-from gradscale.torch.window import map_losses
-from gradscale.torch.windows import Windows
+from gradscale.torch.step import apply
+from gradscale.torch.step.agree import Agreement
+from gradscale.torch.step.decide import Rule
+from gradscale.torch.step.gradients import Names, collect, parameters_of
+from gradscale.torch.step.measure import measure
+from gradscale.torch.step.remember import Memory, OnStuck
+from gradscale.torch.step.result import StepResult
+from gradscale.torch.step.step import Step, decided, upper_share
+from gradscale.torch.step.unscaled_step import step_plainly
 
 Optimizer = torch.optim.Optimizer
 

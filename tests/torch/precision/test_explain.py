@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradscale import NoScaling, Static
 from gradscale.torch import O1, O2, Explanation, GradScaler, LossScaler, MasterWeights, Precision, explain, prepare
-from gradscale.torch.runs import FOLLOWS, parts
+from gradscale.torch.precision.compute_dtypes import FOLLOWS, parts
 
 HALF, FLOAT = torch.float16, torch.float32
 

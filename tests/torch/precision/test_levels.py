@@ -11,7 +11,7 @@ from tests.torch.precision.models import Net, loss_of, train
 
 from gradscale.torch import O0, O2, Precision, prepare
 from gradscale.torch.masters import Kind
-from gradscale.torch.precision import LEVELS
+from gradscale.torch.precision.levels import LEVELS
 
 STEPS = 25
 SEEDS = range(3)

@@ -9,7 +9,7 @@ from torch import nn
 
 from gradscale import Dynamic, NoScaling, Static
 from gradscale.torch import O0, O1, O2, O3, Precision
-from gradscale.torch.precision import LEVELS, as_precision
+from gradscale.torch.precision.levels import LEVELS, as_precision
 
 
 def test_the_levels_are_those_of_apex() -> None:

@@ -12,10 +12,10 @@ from tests.torch.precision.models import HALVED, NORMS, Net, dtypes, images, los
 from torch import Tensor, nn
 
 from gradscale import NoScaling, Static
-from gradscale.predictive import Headroom
+from gradscale.policies.headroom import Headroom
 from gradscale.torch import O0, O1, O2, O3, MasterWeights, Precision, prepare
-from gradscale.torch.border import border_of
-from gradscale.torch.precision import LEVELS
+from gradscale.torch.precision.input_output_cast import border_of
+from gradscale.torch.precision.levels import LEVELS
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 

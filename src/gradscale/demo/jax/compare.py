@@ -8,8 +8,8 @@ from gradscale.demo.run import WAYS, Comparison, Demo, Run, Tick
 from gradscale.formats import FP16
 from gradscale.histogram import best_static_scale
 from gradscale.jax.casting import get_policy
-from gradscale.policy import NoScaling, Static
-from gradscale.predictive import Headroom
+from gradscale.policies.headroom import Headroom
+from gradscale.policies.static import NoScaling, Static
 
 HALF = get_policy("params=f32,compute=f16,output=f32")
 

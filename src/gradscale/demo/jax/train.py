@@ -15,7 +15,7 @@ from gradscale.demo.run import SAMPLE_EVERY, Run
 from gradscale.histogram import exponent_histogram
 from gradscale.jax import Scaler, apply, value_and_grad
 from gradscale.jax.casting import Policy as Precision
-from gradscale.policy import Policy
+from gradscale.policies.contract import Policy
 
 OPTIMIZER = optax.adam(4e-3)
 

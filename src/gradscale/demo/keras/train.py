@@ -13,7 +13,7 @@ from gradscale.demo.keras.probe import Probe
 from gradscale.demo.numpy.train import LEARNING_RATE
 from gradscale.demo.run import SAMPLE_EVERY, Run
 from gradscale.keras import LossScaleOptimizer
-from gradscale.policy import Policy
+from gradscale.policies.contract import Policy
 
 EPSILON = 1e-8
 """What Adam adds to the size of a gradient, as other frameworks have it. Keras' own 1e-7 would drown

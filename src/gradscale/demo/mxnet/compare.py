@@ -9,7 +9,8 @@ from gradscale.demo.numpy.model import SUBJECT
 from gradscale.demo.run import WAYS, Comparison, Demo, Run, Tick
 from gradscale.formats import FP16
 from gradscale.histogram import best_static_scale
-from gradscale.policy import Dynamic, NoScaling, Static
+from gradscale.policies.dynamic import Dynamic
+from gradscale.policies.static import NoScaling, Static
 
 
 def compare(plan: Mapping[str, int], seed: int, tick: Tick) -> list[Comparison]:

@@ -14,7 +14,7 @@ from gradscale.demo.numpy.train import LEARNING_RATE
 from gradscale.demo.run import SAMPLE_EVERY, Run
 from gradscale.histogram import exponent_histogram
 from gradscale.mxnet import init_trainer, scale_loss
-from gradscale.policy import Policy
+from gradscale.policies.contract import Policy
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from gradscale.demo.numpy.train import Way, train
 from gradscale.demo.run import WAYS, Comparison, Demo, Run, Tick
 from gradscale.formats import FP16
 from gradscale.histogram import best_static_scale
-from gradscale.policy import Dynamic, NoScaling, Static
+from gradscale.policies.dynamic import Dynamic
+from gradscale.policies.static import NoScaling, Static
 
 GROWTH_INTERVAL = 50
 """Clean steps before the dynamic scale doubles: the usual 2,000 are more than the demo has."""

@@ -13,7 +13,7 @@ from gradscale.demo.run import SAMPLE_EVERY, Run
 from gradscale.histogram import exponent_histogram
 from gradscale.numpy import LossScaler
 from gradscale.numpy.tree import named_arrays
-from gradscale.policy import Policy
+from gradscale.policies.contract import Policy
 
 LEARNING_RATE = 3e-3
 

@@ -15,8 +15,8 @@ from gradscale.demo.torch.train import Way, in_fp8, in_fp16, in_fp32, train
 from gradscale.demo.torch.workers import Workers
 from gradscale.formats import FP8_E5M2, FP16
 from gradscale.histogram import best_static_scale
-from gradscale.policy import NoScaling, Static
-from gradscale.predictive import Headroom
+from gradscale.policies.headroom import Headroom
+from gradscale.policies.static import NoScaling, Static
 
 TASKS: dict[str, Callable[[int, torch.device], Task]] = {
     DigitsTask.subject.model: lambda seed, device: DigitsTask(load_digits(seed), device),

@@ -15,7 +15,7 @@ from gradscale.demo.torch.compare import TASKS
 from gradscale.demo.torch.task import Task
 from gradscale.demo.torch.workers import Workers
 from gradscale.formats import FP8_E4M3, FP8_E5M2
-from gradscale.predictive import Headroom
+from gradscale.policies.headroom import Headroom
 from gradscale.torch import O0, O1, O2, O3, LossScaler, Precision, ScaleStuck, emulate, prepare
 
 LAST = 20

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import keras
 
-from gradscale.arithmetic import Namespace, smaller
 from gradscale.formats import FP32
+from gradscale.policies.arithmetic import Namespace, smaller
+from gradscale.policies.contract import Seen
 from gradscale.record import Array
-from gradscale.state import Seen
 
 T = TypeVar("T")
 

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradscale.engine.host import SCALARS
 from gradscale.keras.backends import Asked, Assign, Measured, Update
 from gradscale.keras.packing import on_host
-from gradscale.scalars import SCALARS
-from gradscale.torch.measure import measure as read
-from gradscale.torch.measure import share_above
+from gradscale.torch.step.measure import measure as read
+from gradscale.torch.step.measure import share_above
 
 T = TypeVar("T")
 

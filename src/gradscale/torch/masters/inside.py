@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscale.torch import apply
-from gradscale.torch.alike import alike
-from gradscale.torch.gradients import values_of
-from gradscale.torch.letter import on_host
+from gradscale.torch.step import apply
+from gradscale.torch.step.gradients import values_of
+from gradscale.torch.step.groups import alike
+from gradscale.torch.step.host_copy import on_host
 
 Optimizer = torch.optim.Optimizer
 

@@ -1,0 +1,1 @@
+"""One step without a framework: everything that is not a kernel."""

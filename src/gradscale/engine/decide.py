@@ -1,0 +1,63 @@
+"""The decision of a step: made once, from agreed facts, for everyone who shares the scale."""
+
+from dataclasses import dataclass
+
+from gradscale.policies.arithmetic import Namespace, smaller
+from gradscale.policies.checks import check_number
+from gradscale.policies.contract import Policy, ScaleState, Seen
+from gradscale.record import Array
+
+CLIP_EPSILON = 1e-6
+"""What `torch.nn.utils.clip_grad_norm_` adds to the norm; kept, so that clipped updates agree with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the step shall do, decided once for every device, rank and optimizer that shares the scale.
+
+    Attributes:
+        state: the scale's state for the next step.
+        applied: the gate. True applies the update, False leaves weights and optimizer state as they are.
+        factor: what every gradient is multiplied by before the update: unscaling and clipping in one number. Zero
+            where the step is skipped.
+    """
+
+    state: ScaleState
+    applied: Array
+    factor: Array
+
+
+def decide(policy: Policy, state: ScaleState, seen: Seen, xp: Namespace, clip_norm: float | None = None) -> Outcome:
+    """Returns the next state, the gate, and the one factor that unscales and clips.
+
+    The factor divides by the scale that made the gradients: `state.scale`, not the next one. Does not wait for the
+    device and reads no gradient.
+
+    Args:
+        policy: the rule.
+        state: the state whose scale multiplied the loss.
+        seen: what the gradients looked like, in true units.
+        xp: the framework's array module.
+        clip_norm: bound on the norm of all gradients together; `seen.norm` must then have been measured.
+    """
+    applied = xp.logical_and(seen.finite, seen.loss_finite)
+    if not policy.needs:
+        applied = xp.logical_or(applied, xp.logical_not(applied))
+    unscale = 1.0 / state.scale
+    factor = unscale if clip_norm is None else unscale * _clip_coefficient(seen.norm, clip_norm, xp)
+    return Outcome(policy.next(state, seen, xp), applied, xp.where(applied, factor, 0.0))
+
+
+def check_clip(name: str, bound: float | None) -> None:
+    """Raises if the bound of a clip is given and is not a positive number."""
+    if bound is None:
+        return
+    check_number(name, bound)
+    if not bound > 0:
+        raise ValueError(f"`{name}` must be greater than 0. Received: {name}={bound!r}. For no clipping pass None.")
+
+
+def _clip_coefficient(norm: Array, clip_norm: float, xp: Namespace) -> Array:
+    """Returns what brings `norm` down to `clip_norm`, or 1 where it is below already."""
+    # A number of numpy's own, such as a float64, would widen the factor; a Python number takes the type of the norm.
+    return smaller(float(clip_norm) / (norm + CLIP_EPSILON), 1.0, xp)

@@ -1,0 +1,127 @@
+"""The growth-and-backoff rule as other systems have it: their off-by-ones, missing bounds and arithmetic included."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from gradscale.policies.arithmetic import Namespace, larger, smaller
+from gradscale.policies.contract import ScaleState, Seen, counted
+from gradscale.record import Array, Record, leaf
+
+NO_LIMIT = -(2**31)
+"""`fewest_credits` of a system whose credits run below zero without end."""
+
+_SMALLEST_NORMAL = 2.0**-126
+"""Of float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class LadderState(ScaleState):
+    """State of a `Ladder`: both counters may run below zero, as they do in some systems."""
+
+    clean_steps: Array = leaf("int32", 0, signed=True)
+    credits: Array = leaf("int32", 1, signed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder(Record):
+    """Another system's growth-and-backoff rule, to the bit. It promises what that system promises, bounds or none.
+
+    Attributes:
+        init_scale: scale of the first step.
+        growth_factor: multiplies the scale when it grows.
+        backoff_factor: multiplies the scale when it backs off.
+        backoff_divisor: divides the scale when it backs off; for systems that divide.
+        growth_interval: clean steps before the scale grows.
+        late: clean steps that do not count, at the start and after each overflow.
+        overshoot: whether a counter already past `growth_interval` still grows the scale, or only one that meets it.
+        hysteresis: overflows it takes to back off for the first time.
+        refill: what restores the hysteresis credits.
+        fewest_credits: where the credits stop counting down.
+        floor: a backoff never ends below.
+        ceiling: a growth never ends above.
+        refuses_inf: whether a growth that would reach infinity is not taken.
+        init_clean_steps: clean steps counted before the first.
+        arithmetic: `"float32"` tensors, Python's `"float64"`, or `"mixed"`: a float32 scale times a double factor.
+        flushes: whether a backoff below the normal float32 numbers ends at zero, as JAX and TensorFlow do it on a CPU.
+    """
+
+    init_scale: float
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    backoff_divisor: float = 1.0
+    growth_interval: int = 2000
+    late: int = 0
+    overshoot: bool = False
+    hysteresis: int = 1
+    refill: Literal["growth", "clean", "clean or backoff"] = "growth"
+    fewest_credits: int = 1
+    floor: float = 0.0
+    ceiling: float = math.inf
+    refuses_inf: bool = False
+    init_clean_steps: int = 0
+    arithmetic: Literal["float32", "float64", "mixed"] = "float32"
+    flushes: bool = False
+
+    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
+
+    def start(self) -> LadderState:
+        """Returns the state before the first step. Its scale is a float64 where the system keeps a Python float."""
+        number = np.float64 if self.arithmetic == "float64" else np.float32
+        return LadderState(
+            scale=number(self.init_scale),
+            clean_steps=np.int32(self.init_clean_steps - self.late),
+            credits=np.int32(self.hysteresis),
+        )
+
+    @np.errstate(over="ignore")
+    def next(self, state: LadderState, seen: Seen, xp: Namespace) -> LadderState:
+        """Returns the state after one step. `stuck` says that an overflow could not move the scale.
+
+        A non-finite loss counts as an overflow: none of these systems tells the two apart.
+        """
+        clean = xp.logical_and(seen.finite, seen.loss_finite)
+        overflow = xp.logical_not(clean)
+        clean_steps = xp.where(clean, state.clean_steps + 1, -self.late)
+        reached = clean_steps >= self.growth_interval if self.overshoot else clean_steps == self.growth_interval
+        grows = xp.logical_and(clean, reached)
+        left = xp.where(overflow, larger(state.credits - 1, self.fewest_credits, xp), state.credits)
+        backs_off = xp.logical_and(overflow, state.credits <= 1)
+        lowered = self._lowered(state.scale, xp)
+        return counted(
+            state,
+            clean,
+            xp,
+            scale=xp.where(grows, self._grown(state.scale, xp), xp.where(backs_off, lowered, state.scale)),
+            clean_steps=xp.where(grows, 0, clean_steps),
+            credits=xp.where(self._refills(clean, grows, backs_off, xp), self.hysteresis, left),
+            stuck=xp.logical_and(backs_off, lowered == state.scale),
+        )
+
+    def _grown(self, scale: Array, xp: Namespace) -> Array:
+        grown = smaller(self._times(scale, self.growth_factor, xp), self.ceiling, xp)
+        return xp.where(xp.isfinite(grown), grown, scale) if self.refuses_inf else grown
+
+    def _lowered(self, scale: Array, xp: Namespace) -> Array:
+        lowered = self._times(scale, self.backoff_factor, xp) / self.backoff_divisor
+        if self.flushes:
+            lowered = xp.where(lowered < _SMALLEST_NORMAL, 0.0, lowered)
+        return larger(lowered, self.floor, xp)
+
+    def _refills(self, clean: Array, grows: Array, backs_off: Array, xp: Namespace) -> Array:
+        if self.refill == "growth":
+            return grows
+        return clean if self.refill == "clean" else xp.logical_or(clean, backs_off)
+
+    def _times(self, scale: Array, factor: Array, xp: Namespace) -> Array:
+        """Returns the product as the system rounds it. `"mixed"` needs `xp.asarray`, which keras.ops has not."""
+        if self.arithmetic != "mixed":
+            return scale * factor
+        return xp.asarray(xp.asarray(scale, dtype=xp.float64) * factor, dtype=xp.float32)  # pyright: ignore
+
+
+def reciprocal(factor: float) -> float:
+    """Returns 1 / `factor` as float32 rounds it: what compilers of graphs multiply by where a program divides."""
+    return float(np.float32(1) / np.float32(factor))

@@ -1,0 +1,25 @@
+"""The rules that move a scale, and the contract that every one of them keeps."""
+
+from gradscale.policies.auto import as_policy
+from gradscale.policies.contract import Policy, ScaleState, Seen
+from gradscale.policies.dynamic import Dynamic
+from gradscale.policies.headroom import Headroom, HeadroomState
+from gradscale.policies.histogram import Histogram, HistogramState
+from gradscale.policies.log_max import LogMax, LogMaxState
+from gradscale.policies.static import NoScaling, Static
+
+__all__ = [
+    "Dynamic",
+    "Headroom",
+    "HeadroomState",
+    "Histogram",
+    "HistogramState",
+    "LogMax",
+    "LogMaxState",
+    "NoScaling",
+    "Policy",
+    "ScaleState",
+    "Seen",
+    "Static",
+    "as_policy",
+]

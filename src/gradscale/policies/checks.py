@@ -1,0 +1,107 @@
+"""Checks of the settings of a policy. Those that round set what they checked, as the rule uses it."""
+
+from typing import Any
+
+import numpy as np
+
+from gradscale.formats import Format
+
+LOWEST_SCALE = 2.0**-126
+HIGHEST_SCALE = 2.0**126
+"""Bounds of every scale. Both ends and their reciprocals are normal float32 numbers, which no device flushes to 0."""
+
+MOST_BITS = 15
+
+
+def check_number(name: str, value: float) -> None:
+    """Raises if `value` is not a real number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"`{name}` must be a number. Received: {name}={value!r} ({type(value).__name__}).")
+
+
+def as_single(name: str, value: float) -> float:
+    """Returns `value` rounded to float32, or infinity where it is too large; raises if it is not a number.
+
+    Every framework holds the settings in float32. Rounded once, here, they mean the same on all of them and in a
+    product of two settings, which Python would otherwise work out in float64.
+    """
+    check_number(name, value)
+    with np.errstate(over="ignore"):
+        return float(np.float32(max(min(value, 2.0**128), -(2.0**128))))
+
+
+def check_scale(name: str, value: float) -> None:
+    """Raises if `value` cannot be a scale."""
+    check_number(name, value)
+    if not LOWEST_SCALE <= value <= HIGHEST_SCALE:
+        raise ValueError(
+            f"`{name}` must lie between 2**-126 and 2**126, where it and its reciprocal are normal float32 numbers. "
+            f"Received: {name}={value!r}."
+        )
+
+
+def check_count(name: str, value: int) -> None:
+    """Raises if `value` is not an integer from 1 to the largest int32."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"`{name}` must be an integer. Received: {name}={value!r} ({type(value).__name__}).")
+    if not 1 <= value <= np.iinfo(np.int32).max:
+        raise ValueError(f"`{name}` must be between 1 and 2**31 - 1. Received: {name}={value!r}.")
+
+
+def check_bounds(policy: Any) -> None:
+    """Raises unless `min_scale <= init_scale <= max_scale`; rounds the bounds inwards to float32.
+
+    A bound that float32 cannot hold would be rounded by the framework, possibly outwards, and the scale could then
+    stand a hair outside the bounds the user gave.
+    """
+    for name in ("init_scale", "min_scale", "max_scale"):
+        check_scale(name, getattr(policy, name))
+    if not policy.min_scale <= policy.init_scale <= policy.max_scale:
+        raise ValueError(
+            "`init_scale` must lie between `min_scale` and `max_scale`. Received: "
+            f"min_scale={policy.min_scale!r}, init_scale={policy.init_scale!r}, max_scale={policy.max_scale!r}."
+        )
+    low = np.float32(policy.min_scale)
+    high = np.float32(policy.max_scale)
+    low = np.nextafter(low, np.float32(np.inf)) if float(low) < policy.min_scale else low
+    high = np.nextafter(high, np.float32(0)) if float(high) > policy.max_scale else high
+    if low > high:
+        raise ValueError(
+            "There must be a float32 number between `min_scale` and `max_scale`. Received: "
+            f"min_scale={policy.min_scale!r}, max_scale={policy.max_scale!r}."
+        )
+    object.__setattr__(policy, "min_scale", float(low))
+    object.__setattr__(policy, "max_scale", float(high))
+    object.__setattr__(policy, "init_scale", float(np.clip(np.float32(policy.init_scale), low, high)))
+
+
+def check_format(policy: Any) -> None:
+    """Raises unless `policy.format` is a `Format`."""
+    if not isinstance(policy.format, Format):
+        raise TypeError(
+            f"`format` must be a Format, such as `gradscale.FP16`. Received: format={policy.format!r}. "
+            "`gradscale.get_format` finds one by its name or dtype."
+        )
+
+
+def check_bits(policy: Any, *names: str) -> None:
+    """Raises unless the settings are whole numbers from 0 to 15; makes floats of them.
+
+    Whole, because only then is 2**bits the same on every framework, and scales are.
+    """
+    for name in names:
+        bits = as_single(name, getattr(policy, name))
+        if not (0 <= bits <= MOST_BITS and bits.is_integer()):
+            raise ValueError(
+                f"`{name}` must be a whole number from 0 to {MOST_BITS}. Received: {name}={getattr(policy, name)!r}."
+            )
+        object.__setattr__(policy, name, bits)
+
+
+def check_share(policy: Any, *names: str) -> None:
+    """Raises unless the settings are at least 0 and below 1; rounds them to float32."""
+    for name in names:
+        share = as_single(name, getattr(policy, name))
+        if not 0 <= share < 1:
+            raise ValueError(f"`{name}` must be at least 0 and below 1. Received: {name}={getattr(policy, name)!r}.")
+        object.__setattr__(policy, name, share)

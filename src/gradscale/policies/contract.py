@@ -1,0 +1,128 @@
+"""The contract between a policy and a step: what was seen, the state of a scale, and the rule that moves it."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+
+from gradscale.policies.arithmetic import Namespace
+from gradscale.record import Array, Record, leaf
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one read of the gradients found, in true units: divided by the scale already.
+
+    A framework's adapter fills in what the policy's `needs` and the caller ask for; the rest keeps its default and is
+    not looked at. Leaves are scalars, or vectors where many policies run at once.
+
+    Attributes:
+        finite: no gradient is inf or NaN, before or after unscaling.
+        loss_finite: the loss itself was finite. No scale can mend one that was not.
+        amax: largest magnitude of any gradient.
+        norm: Euclidean norm over all gradients.
+        upper_share: share of gradient elements above the edge that a `Histogram` policy watches.
+    """
+
+    finite: Array = np.bool_(True)
+    loss_finite: Array = np.bool_(True)
+    amax: Array = np.float32(0)
+    norm: Array = np.float32(0)
+    upper_share: Array = np.float32(0)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleState(Record):
+    """Everything a scale remembers between two steps. A value: a step makes a new one.
+
+    Attributes:
+        scale: what the loss is multiplied by, and the gradients divided by.
+        clean_steps: clean steps in a row that count towards the next growth.
+        credits: overflows that will still be forgiven before one lowers the scale, plus one.
+        applied: steps applied so far.
+        skipped: steps skipped so far, for whatever reason.
+        consecutive_skips: steps skipped since the last applied one.
+        stuck: the last overflow asked for a lower scale, and there was none to go to.
+    """
+
+    scale: Array = leaf("float32")
+    clean_steps: Array = leaf("int32", 0)
+    credits: Array = leaf("int32", 1)
+    applied: Array = leaf("int32", 0)
+    skipped: Array = leaf("int32", 0)
+    consecutive_skips: Array = leaf("int32", 0)
+    stuck: Array = leaf("bool", False)
+
+
+S = TypeVar("S", bound=ScaleState)
+
+
+class Policy(Protocol):
+    """A rule for the scale: two pure methods over frozen values.
+
+    `next` never branches on a value, mutates or waits for a device. It runs on whichever framework's arrays it is
+    given, on scalars or on vectors of states, and with settings that are numbers or vectors themselves.
+    """
+
+    needs: ClassVar[frozenset[str]]
+    """Names of the `Seen` fields that `next` reads. An adapter measures these and no others."""
+
+    def start(self) -> Any:
+        """Returns the state before the first step, with numpy leaves."""
+        ...
+
+    def next(self, state: Any, seen: Seen, xp: Namespace) -> Any:
+        """Returns the state after a step that looked like `seen`."""
+        ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings as a plain dict."""
+        ...
+
+
+def counted(state: S, applied: Array, xp: Namespace, **changes: Array) -> S:
+    """Returns `state` with `changes`, and with the step counted as applied or skipped."""
+    return replace(
+        state,
+        applied=xp.where(applied, state.applied + 1, state.applied),
+        skipped=xp.where(applied, state.skipped, state.skipped + 1),
+        consecutive_skips=xp.where(applied, 0, state.consecutive_skips + 1),
+        **changes,
+    )
+
+
+def verdict(seen: Seen, xp: Namespace) -> tuple[Array, Array]:
+    """Returns (clean, overflow). Both are False when the loss was not finite: then no scale is to blame."""
+    clean = xp.logical_and(seen.finite, seen.loss_finite)
+    overflow = xp.logical_and(xp.logical_not(seen.finite), seen.loss_finite)
+    return clean, overflow
+
+
+def backed_off(policy: Policy, state: S, overflow: Seen, xp: Namespace) -> S:
+    """Returns `state` after one backoff that hysteresis cannot forgive and no counter sees: for running a step again.
+
+    Args:
+        policy: the rule.
+        state: the state whose scale overflowed.
+        overflow: a `Seen` with finite=False and loss_finite=True, in the framework's own arrays.
+        xp: the framework's array module.
+    """
+    lowered = policy.next(replace(state, credits=state.credits * 0 + 1), overflow, xp)
+    return replace(
+        lowered,
+        credits=state.credits,
+        applied=state.applied,
+        skipped=state.skipped,
+        consecutive_skips=state.consecutive_skips,
+    )
+
+
+def check_policy(policy: Any) -> None:
+    """Raises if `policy` is not a policy that a scaler can run, or is the class of one."""
+    if isinstance(policy, type) or not callable(getattr(policy, "next", None)):
+        raise TypeError(f"`policy` must be a policy, such as `Dynamic()`. Received: policy={policy!r}.")
+    if "upper_share" in policy.needs and not hasattr(policy, "edge_magnitude"):
+        raise TypeError(
+            "A policy that needs `upper_share` must say above which edge, as `Histogram.edge_magnitude` does. "
+            f"Received: policy={policy!r}."
+        )

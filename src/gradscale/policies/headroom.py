@@ -1,0 +1,112 @@
+"""The scale that leaves room above a leaky peak of the gradients."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from gradscale.formats import FP16, Format
+from gradscale.policies.arithmetic import Namespace, larger
+from gradscale.policies.checks import HIGHEST_SCALE, check_bits, check_bounds, check_format, check_share
+from gradscale.policies.contract import Seen
+from gradscale.policies.peak import (
+    CLIMB_BITS,
+    RECOVERY,
+    Helm,
+    SteeredState,
+    haste,
+    highest,
+    sighting,
+    steered,
+    stride,
+    two_to,
+)
+from gradscale.record import Array, Record
+
+
+@dataclass(frozen=True, slots=True)
+class HeadroomState(SteeredState):
+    """State of `Headroom`. Its `peak` is the leaky maximum of the gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom(Record):
+    """Sets the scale by the largest gradient it remembers, so that it moves before a step overflows.
+
+    It keeps a leaky peak of the unscaled gradients, and the scale is the largest power of two with which that peak
+    stays `margin_bits` below the format's maximum, or below 2**48 in formats as wide as BF16. It follows the gradients
+    in both directions: a first step is enough to find the scale, wherever it starts, and a fall of the gradients raises
+    it within hundreds of steps.
+
+    Only parameter gradients are measured, while those of activations may overflow first. So an overflow that the peak
+    does not explain teaches the policy a ceiling for `peak * scale` that is lower than the margin alone would make it.
+    The ceiling rises again slowly, and more slowly each time it proves right, so that overflows do not recur.
+
+    Scales have the same bits on every framework.
+
+    Attributes:
+        format: the format that the gradients must fit.
+        init_scale: scale of the first step.
+        margin_bits: room above the peak, in whole bits from 0 to 15. One more bit means fewer overflows, and a scale
+            one binade lower.
+        leak: share of the peak forgotten at a step. 0.002 is a bit in 350 steps. Forgetting is 4, 16 and 64 times
+            faster once the peak is more than 8, 10 and 14 bits above the gradients.
+        recovery: share by which a ceiling that an overflow had lowered rises at a clean step.
+        climb_bits: a scale that goes far up stops this many whole bits (0 to 15) below its aim and doubles from there,
+            so that gradients nobody measures cost one overflow. With 0 it jumps: for when all gradients are measured.
+        min_scale: the scale never falls below.
+        max_scale: the scale never rises above. Tiny gradients need scales of 2**36 and more.
+
+    >>> policy = Headroom(margin_bits=2)
+    >>> state = policy.start()
+    >>> for amax in (1e-7, 1e-7, 1e-7, 50.0):
+    ...     state = policy.next(state, Seen(amax=np.float32(amax)), np)
+    ...     print(f"2**{np.log2(state.scale):.0f}")
+    2**33
+    2**34
+    2**35
+    2**8
+    """
+
+    format: Format = FP16
+    init_scale: float = 2.0**16
+    margin_bits: float = 2.0
+    leak: float = 0.002
+    recovery: float = RECOVERY
+    climb_bits: float = CLIMB_BITS
+    min_scale: float = 2.0**-24
+    max_scale: float = HIGHEST_SCALE
+
+    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "amax"})
+
+    def __post_init__(self) -> None:
+        check_format(self)
+        check_bounds(self)
+        check_bits(self, "margin_bits", "climb_bits")
+        check_share(self, "leak", "recovery")
+
+    def start(self) -> HeadroomState:
+        """Returns the state before the first step."""
+        scale = np.float32(self.init_scale)
+        return HeadroomState(
+            scale=scale, ceiling=np.float32(self._limit(scale, np)), drop=np.float32(1 / stride(self.format))
+        )
+
+    def next(self, state: HeadroomState, seen: Seen, xp: Namespace) -> HeadroomState:
+        """Returns the state after one step.
+
+        A clean step renews the peak and moves the scale to it. An overflow lowers the scale by 1, 2, 4, 8, 16 bits in
+        a row, and by 16 at once while no gradient was seen. A step whose gradients are all zero tells nothing, unless
+        the scale may be the reason: then it rises by 16 bits. A non-finite loss changes nothing but the counters. Does
+        not wait for the device.
+        """
+        sight = sighting(state, seen, xp)
+        keep = larger(1.0 - self.leak * haste(sight.expected, sight.amax, xp), 0.0, xp)
+        peak = larger(sight.amax, sight.expected * keep, xp)
+        limit = self._limit(state.scale, xp)
+        helm = Helm(self.format, limit, self.recovery, self.climb_bits, self.min_scale, self.max_scale)
+        return steered(state, seen, sight, peak, helm, xp)
+
+    def _limit(self, like: Array, xp: Namespace) -> Array:
+        """Returns the largest value that a scaled peak may have, in the type of `like`."""
+        return highest(self.format, like) / two_to(self.margin_bits, like, xp)

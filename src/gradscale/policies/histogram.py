@@ -1,0 +1,140 @@
+"""The scale that keeps the share of gradients above an edge small."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from gradscale.formats import FP16, Format
+from gradscale.policies.arithmetic import Namespace, bounded, pow2_floor, smaller
+from gradscale.policies.checks import HIGHEST_SCALE, check_bounds, check_count, check_format, check_share
+from gradscale.policies.contract import ScaleState, Seen, counted, verdict
+from gradscale.record import Array, Record, leaf
+
+LONGEST_WAIT = 2**30
+"""Largest `longest_wait`: the double of it is still an int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramState(ScaleState):
+    """State of `Histogram`. Its `clean_steps` are those with few gradients above the edge.
+
+    Attributes:
+        failed: the last scale that was too high; 0 once that is forgotten.
+        wait: clean steps it takes to go back to a scale that failed.
+    """
+
+    failed: Array = leaf("float32", 0)
+    wait: Array = leaf("int32", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram(Record):
+    """Keeps the share of gradients above an edge small, so that the scale falls before a step overflows.
+
+    It watches one number, `seen.upper_share`: the share of all gradient elements whose *scaled* magnitude is above
+    `edge * format.max`, which is `edge_magnitude`. A share above `threshold` halves the scale; `period` clean steps in
+    a row below it double the scale. An overflow is at least `1 / edge` above the edge, and lowers the scale by that, to
+    a power of two.
+
+    The idea is PopART's, whose own rule is `gradscale.preset("popart")`. That one moves at every period, so it goes up
+    and down for ever. Here, a scale that fails a second time is left alone for twice as long as before, up to
+    `longest_wait`; the rises below it take a period each. One that lasts as long as it was left alone is forgiven.
+
+    Scales have the same bits on every framework, and are powers of two if `init_scale` and the bounds are.
+
+    Attributes:
+        format: the format that the gradients must fit.
+        init_scale: scale of the first step.
+        edge: what share of the format's maximum the edge is.
+        threshold: share of the elements above the edge that is still too small to matter. A share is no finer than
+            one over the number of elements: with fewer than 10 million, 1e-7 means none.
+        period: clean steps before the scale doubles.
+        longest_wait: most clean steps before a scale that failed is tried again.
+        min_scale: the scale never falls below.
+        max_scale: the scale never rises above.
+
+    >>> policy = Histogram(period=1)
+    >>> state = policy.start()
+    >>> for share in (0, 0.01, 0, 0.01, 0, 0):
+    ...     state = policy.next(state, Seen(upper_share=np.float32(share)), np)
+    ...     print(f"2**{np.log2(state.scale):.0f}")
+    2**17
+    2**16
+    2**17
+    2**16
+    2**16
+    2**17
+    """
+
+    format: Format = FP16
+    init_scale: float = 2.0**16
+    edge: float = 0.0625
+    threshold: float = 1e-7
+    period: int = 16
+    longest_wait: int = 2048
+    min_scale: float = 2.0**-24
+    max_scale: float = HIGHEST_SCALE
+
+    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "upper_share"})
+
+    def __post_init__(self) -> None:
+        check_format(self)
+        check_bounds(self)
+        check_share(self, "edge", "threshold")
+        if not self.edge >= 2.0**-24:
+            raise ValueError(f"`edge` must be at least 2**-24 of the format's maximum. Received: edge={self.edge!r}.")
+        for name in ("period", "longest_wait"):
+            check_count(name, getattr(self, name))
+            object.__setattr__(self, name, int(getattr(self, name)))
+        if not self.period <= self.longest_wait <= LONGEST_WAIT:
+            raise ValueError(
+                "`longest_wait` must lie between `period` and 2**30. "
+                f"Received: period={self.period!r}, longest_wait={self.longest_wait!r}."
+            )
+
+    @property
+    def edge_magnitude(self) -> float:
+        """The edge: `seen.upper_share` is the share of scaled gradients whose magnitude is above it."""
+        return self.edge * self.format.max
+
+    def start(self) -> HistogramState:
+        """Returns the state before the first step."""
+        return HistogramState(scale=np.float32(self.init_scale), wait=np.int32(self.period))
+
+    def next(self, state: HistogramState, seen: Seen, xp: Namespace) -> HistogramState:
+        """Returns the state after one step.
+
+        A share above the threshold halves the scale at once; an overflow lowers it by `edge`. Enough clean steps in a
+        row with a share below double it. A non-finite loss changes nothing but the counters. Does not wait for the
+        device.
+        """
+        clean, overflow = verdict(seen, xp)
+        share = state.scale * 0 + seen.upper_share  # an array of the framework, also where `seen` has numpy's default
+        falls = xp.logical_or(overflow, xp.logical_and(clean, share > self.threshold))
+        quiet = xp.logical_and(clean, share <= self.threshold)
+        quiet_steps = xp.where(quiet, state.clean_steps + 1, xp.where(falls, 0, state.clean_steps))
+        has_failed = state.failed > 0
+        risky = xp.logical_and(has_failed, state.scale * 2.0 >= state.failed)
+        again = xp.logical_and(has_failed, state.scale >= state.failed)
+        rises = xp.logical_and(quiet, quiet_steps >= xp.where(risky, state.wait, self.period))
+        return counted(
+            state,
+            clean,
+            xp,
+            scale=self._moved(state.scale, rises, falls, overflow, xp),
+            clean_steps=xp.where(rises, 0, quiet_steps),
+            stuck=xp.logical_and(overflow, state.scale <= self.min_scale),
+            failed=xp.where(falls, state.scale, xp.where(xp.logical_and(rises, again), 0.0, state.failed)),
+            wait=xp.where(again, self._waits(state.wait, rises, falls, xp), state.wait),
+        )
+
+    def _moved(self, scale: Array, rises: Array, falls: Array, overflow: Array, xp: Namespace) -> Array:
+        """Returns the scale after the step, within the bounds."""
+        drop = xp.where(overflow, pow2_floor(scale * 0 + self.edge, xp), 0.5)
+        moved = xp.where(rises, scale * 2.0, xp.where(falls, scale * drop, scale))
+        return bounded(moved, self.min_scale, self.max_scale, xp)
+
+    def _waits(self, wait: Array, rises: Array, falls: Array, xp: Namespace) -> Array:
+        """Returns how long to leave a scale alone that has failed, and now has fallen again or has lasted."""
+        return xp.where(falls, smaller(wait * 2, self.longest_wait, xp), xp.where(rises, self.period, wait))

@@ -1,0 +1,57 @@
+"""The policies whose scale never moves."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from gradscale.policies.arithmetic import Namespace
+from gradscale.policies.checks import as_single, check_scale
+from gradscale.policies.contract import ScaleState, Seen, counted, verdict
+from gradscale.record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class NoScaling(Record):
+    """Scale 1, nothing checked, every step applied: what a BF16 or FP32 run wants.
+
+    >>> NoScaling().start().scale
+    np.float32(1.0)
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def start(self) -> ScaleState:
+        """Returns the state before the first step."""
+        return ScaleState(scale=np.float32(1))
+
+    def next(self, state: ScaleState, seen: Seen, xp: Namespace) -> ScaleState:
+        """Returns the state with one more step counted as applied. Reads nothing of `seen`."""
+        del seen, xp
+        return replace(state, applied=state.applied + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Static(Record):
+    """A scale that never moves. Overflow is still detected, skipped and counted.
+
+    Attributes:
+        scale: what the loss is multiplied by.
+    """
+
+    scale: float
+
+    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
+
+    def __post_init__(self) -> None:
+        check_scale("scale", self.scale)
+        object.__setattr__(self, "scale", as_single("scale", self.scale))
+
+    def start(self) -> ScaleState:
+        """Returns the state before the first step."""
+        return ScaleState(scale=np.float32(self.scale))
+
+    def next(self, state: ScaleState, seen: Seen, xp: Namespace) -> ScaleState:
+        """Returns the state with the step counted. Any overflow is `stuck`: a static scale has nowhere to go."""
+        clean, overflow = verdict(seen, xp)
+        return counted(state, clean, xp, stuck=overflow)

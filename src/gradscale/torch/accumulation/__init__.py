@@ -1,0 +1,1 @@
+"""What happens between two steps: losses, backward passes, and gradients that accumulate."""

@@ -1,0 +1,164 @@
+"""Running the backward pass again at a lower scale when it overflows, so that no batch is lost."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradscale.torch.accumulation.window import Window
+from gradscale.torch.step.decide import Rule
+from gradscale.torch.step.measure import measure
+
+
+class Stash:
+    """Gradients of earlier micro-batches, put aside while one backward pass is tried and tried again."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._earlier = [parameter.grad for parameter in parameters]
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the gradients of the pass under trial."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def overflowed(self, device: torch.device) -> Tensor:
+        """Returns whether the pass under trial has made a gradient that is not finite, a 0-d bool on `device`."""
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        dense = [grad.coalesce()._values() if grad.is_sparse else grad for grad in grads]
+        return ~torch.isfinite(measure(dense, device, norm=False).total)
+
+    @torch.no_grad()
+    def merge(self, ratio: Tensor | None) -> None:
+        """Adds the gradients of the pass to the earlier ones, times the ratio of the two scales.
+
+        That is exact where the ratio is a power of two, unless a gradient becomes subnormal.
+        """
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            if earlier is None:
+                continue
+            if ratio is not None:
+                (earlier._values() if earlier.is_sparse else earlier).mul_(ratio.to(earlier.device))
+            parameter.grad = earlier if parameter.grad is None else _sum(earlier, parameter.grad)
+
+    def restore(self) -> None:
+        """Puts the earlier gradients back, as if the pass had never been tried."""
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            parameter.grad = earlier
+
+
+def _sum(earlier: Tensor, later: Tensor) -> Tensor:
+    """Returns the sum, in the memory of `earlier` unless it is sparse and `later` is not."""
+    return later + earlier if earlier.is_sparse and not later.is_sparse else earlier.add_(later)
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """A backward pass that may be run again.
+
+    Attributes:
+        parameters: all whose gradients share the scale.
+        rule: has the scale to lower.
+        any_rank: returns whether a flag is set on any of the ranks that share the scale.
+    """
+
+    parameters: Sequence[Tensor]
+    rule: Rule
+    any_rank: Callable[[Tensor], bool]
+
+    def backward(self, loss: Tensor, window: Window, retries: int, kwargs: dict[str, Any]) -> None:
+        """Runs the backward pass of `loss`, again at lower scales while it overflows, at most `retries` times more.
+
+        Waits for the device after every attempt. If the last attempt overflows too, the rule is put back where it was,
+        so that the step that follows backs off once: gradients that are NaN at any scale would otherwise drain it. The
+        gradients keep the scale they were made with. If the backward pass raises, everything is as it was before.
+        """
+        window.begin_backward()
+        before, scale, earlier_retries = self.rule.state, window.scale, window.retries
+        stash = Stash(self.parameters)
+        try:
+            overflowed = self._try(loss, window, stash, retries, kwargs)
+        except BaseException:
+            stash.restore()
+            self.rule.state, window.scale, window.retries = before, scale, earlier_retries
+            raise
+        if overflowed:
+            self.rule.state = before
+        if window.scale is not scale:
+            window.rescaled = {id(parameter) for parameter in self.parameters}
+        stash.merge(None if window.scale is scale else window.scale / scale)
+
+    def _try(self, loss: Tensor, window: Window, stash: Stash, retries: int, kwargs: dict[str, Any]) -> bool:
+        """Runs the backward pass until it does not overflow or nothing is left to try; returns whether it still did."""
+        mendable = not self.any_rank(~window.note_loss(loss))
+        keep_graph = bool(kwargs.pop("retain_graph", None))
+        for tried in range(retries + 1):
+            again = mendable and tried < retries
+            window.product(loss).backward(retain_graph=keep_graph or again, **kwargs)
+            overflowed = self.any_rank(stash.overflowed(window.scale.device))
+            if not (overflowed and again and self._lowered(window)):
+                return overflowed
+            window.retries += 1
+            stash.clear()
+        return True
+
+    def _lowered(self, window: Window) -> bool:
+        """Lowers the scale; returns False, with nothing changed, where it cannot go lower."""
+        before = self.rule.state
+        if float(self.rule.lower()) >= 1:
+            self.rule.state = before
+            return False
+        window.scale = self.rule.scale
+        return True
+
+
+def check_retries(retries: int, kwargs: dict[str, Any]) -> None:
+    """Raises unless `retries` is a count, and nothing keeps the backward pass from being run again."""
+    if isinstance(retries, bool) or not isinstance(retries, int):
+        raise TypeError(f"`retries` must be an integer. Received: retries={retries!r} ({type(retries).__name__}).")
+    if retries < 0:
+        raise ValueError(f"`retries` must not be negative. Received: retries={retries!r}.")
+    if retries and kwargs.get("create_graph"):
+        raise ValueError(
+            "`retries` puts gradients aside and adds them up later, which `create_graph=True` cannot differentiate. "
+            "Pass one of the two; for a gradient penalty use `scaler.grad(loss, inputs, create_graph=True)`."
+        )
+
+
+def retriable_parameters(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """Returns the parameters whose gradients share the scale, or says why a backward pass cannot be run again.
+
+    Raises:
+        RuntimeError: the modules are not known, or one of them synchronises its gradients during the backward pass.
+    """
+    if not modules:
+        raise RuntimeError(
+            "`retries` must know every parameter whose gradient shares the scale, to bring all of them to the new one. "
+            "Build the scaler as `LossScaler(model)`."
+        )
+    for module in modules:
+        if sender := synchronising(module):
+            raise RuntimeError(
+                f"`retries` cannot run the backward pass of {type(sender).__name__} again: it sends its gradients to "
+                "the other ranks while it runs, once per forward pass. Call `backward(loss)` without `retries`, or run "
+                "it inside `model.no_sync()` and reduce the gradients yourself."
+            )
+    parameters = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
+    return list({id(parameter): parameter for parameter in parameters}.values())
+
+
+def synchronising(root: nn.Module) -> nn.Module | None:
+    """Returns the module, `root` or one inside it, that sends gradients to other ranks during the backward pass."""
+    return next(filter(_sends, root.modules()), None) if dist.is_available() else None
+
+
+def _sends(module: nn.Module) -> bool:
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return module.require_backward_grad_sync
+    return any(
+        "FullyShardedDataParallel" in kind.__name__ or "FSDPModule" in kind.__name__ for kind in type(module).__mro__
+    )

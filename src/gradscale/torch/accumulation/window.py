@@ -1,0 +1,155 @@
+"""The stretch between two steps: one scale, any number of losses and backward passes, and the order they must keep."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._pytree import tree_map
+
+from gradscale.torch.step.gradients import parameters_of
+
+
+class Window:
+    """What happened since the last step: losses scaled, backward passes begun, gradients found lying about.
+
+    Attributes:
+        scale: what the gradients of this window are multiplied by, however many micro-batches it holds. Only a backward
+            pass that is run again changes it.
+        loss_finite: whether every loss was finite so far, a 0-d bool.
+        overflowed: whether gradients overflowed outside of `step`, although the losses until then were finite.
+        backward_begun: whether there can be gradients.
+        stale: parameters that held gradients of an earlier window when the first backward pass of this one began.
+        retries: how often a backward pass was run again.
+        rescaled: ids of the parameters whose gradients a retry has brought to its scale; None where all kept theirs.
+        true_units: ids of the optimizers whose gradients are unscaled already.
+        unscaled_amax: largest of those gradients, in true units, before anyone edited them.
+        unscaled_share: share of their elements above the policy's edge, before anyone edited them.
+    """
+
+    def __init__(self, scale: Tensor, find_stale: Callable[[], list[Tensor]], current: Callable[[], "Window"]) -> None:
+        """Opens a window.
+
+        Args:
+            scale: the scale of its losses.
+            find_stale: looks for gradients from before; called once, when the first backward pass begins.
+            current: returns the window that is open at the time: another one, for a loss whose backward pass is late.
+        """
+        # A step inside `torch.inference_mode()` makes a scale that autograd cannot keep for the backward pass.
+        self.scale = scale.clone() if scale.is_inference() else scale
+        self.loss_finite = torch.ones((), dtype=torch.bool, device=scale.device)
+        self.overflowed = ~self.loss_finite
+        self.backward_begun = False
+        self.stale: list[Tensor] = []
+        self.retries = 0
+        self.rescaled: set[int] | None = None
+        self.true_units: set[int] = set()
+        self.unscaled_amax = torch.zeros_like(scale)
+        self.unscaled_share = torch.zeros_like(scale)
+        self._unscaled_elements = 0
+        self._unscaled: list[Tensor] = []
+        self._find_stale = find_stale
+        self._current = current
+
+    def scaled(self, output: Tensor) -> Tensor:
+        """Returns `output` times the scale, watched for its backward pass."""
+        finite = self.note_loss(output)
+        scaled = self.product(output)
+        if scaled.requires_grad:
+            scaled.register_hook(partial(self._on_backward, self.scale, finite))
+        return scaled
+
+    def product(self, output: Tensor) -> Tensor:
+        """Returns `output` times the scale, in float32 if it was narrower: `1.0 * 65536` is no FP16 number."""
+        wide = output.float() if output.dtype.itemsize < 4 else output
+        return wide * self.scale.to(output.device, wide.dtype, non_blocking=True)
+
+    def true(self, grad: Tensor) -> Tensor:
+        """Returns a gradient divided by the scale, in float32 if it was narrower; differentiable."""
+        wide = grad.float() if grad.dtype.itemsize < 4 else grad
+        return wide * (1.0 / self.scale).to(grad.device, wide.dtype, non_blocking=True)
+
+    def note_loss(self, output: Tensor) -> Tensor:
+        """Returns whether `output` is finite, a 0-d bool on the scaler's device, and keeps it in mind."""
+        # Zero unless the loss is inf or NaN. `isfinite` takes twice as many kernels.
+        finite = (output.detach() * 0 == 0).all().to(self.scale.device)
+        self.loss_finite = self.loss_finite & finite
+        return finite
+
+    def note_overflow(self, overflowed: Tensor) -> None:
+        """Notes that gradients taken outside of `step` overflowed, so that a loss made from them is not to blame.
+
+        A loss that was not finite before them is.
+        """
+        self.overflowed = self.overflowed | (overflowed.to(self.scale.device) & self.loss_finite)
+
+    def note_unscaled(
+        self, optimizers: Sequence[torch.optim.Optimizer], amax: Tensor, upper_share: Tensor, elements: int
+    ) -> None:
+        """Notes that the gradients of `optimizers` are true from now on, and how large they are.
+
+        Args:
+            optimizers: whose gradients they are.
+            amax: the largest of them, in true units.
+            upper_share: share of their elements above the policy's edge.
+            elements: how many elements they have.
+        """
+        self.true_units.update(id(optimizer) for optimizer in optimizers)
+        self._unscaled += parameters_of(optimizers)
+        self.unscaled_amax = torch.maximum(self.unscaled_amax, amax)
+        above = self.unscaled_share * self._unscaled_elements + upper_share * elements
+        self._unscaled_elements += elements
+        self.unscaled_share = above / max(1, self._unscaled_elements)
+
+    def unit(self, optimizers: Iterable[torch.optim.Optimizer]) -> Tensor:
+        """Returns what the gradients of `optimizers` must be divided by: the scale, or 1 where `unscaled` has been."""
+        done = all(id(optimizer) in self.true_units for optimizer in optimizers)
+        return torch.ones_like(self.scale) if done else self.scale
+
+    def begin_backward(self) -> None:
+        """Notes that a backward pass begins; raises if its gradients would be added to unscaled ones."""
+        if any(parameter.grad is not None for parameter in self._unscaled):
+            raise RuntimeError(
+                "A backward pass of a scaled loss was begun after `scaler.unscaled(...)`, and would add scaled "
+                "gradients to true ones. Run all backward passes first, then `unscaled`, then `scaler.step(...)`; to "
+                "give up what was unscaled, call `optimizer.zero_grad()`."
+            )
+        self.true_units.clear()
+        self._unscaled.clear()
+        if self.backward_begun:
+            self.stale = [parameter for parameter in self.stale if parameter.grad is not None]
+        else:
+            self.backward_begun = True
+            self.stale = self._find_stale()
+
+    def _on_backward(self, made_with: Tensor, finite: Tensor, grad: Tensor) -> Tensor | None:
+        """Begins the backward pass of a loss; brings it to the scale of the open window if that is another by now."""
+        window = self._current()
+        window.begin_backward()
+        if window is not self:
+            window.loss_finite = window.loss_finite & finite
+        if window.scale is made_with:
+            return None
+        return grad * (window.scale / made_with).to(grad.device, grad.dtype)
+
+
+def map_losses(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:
+    """Returns `outputs` with `function` applied to every loss in a nested structure of containers."""
+
+    def visit(output: Any) -> Tensor:
+        if isinstance(output, Tensor) and is_functorch_wrapped_tensor(output):
+            raise RuntimeError(
+                "`scale` watches a loss until the next step, which it cannot inside a `torch.func` transform: what it "
+                "sees there is gone afterwards. Multiply by `scaler.loss_scale` there, and divide the gradients by it."
+            )
+        if isinstance(output, Tensor) and (output.is_floating_point() or output.is_complex()):
+            return function(output)
+        kind = f"a tensor of {output.dtype}" if isinstance(output, Tensor) else type(output).__name__
+        raise TypeError(
+            "`scale` takes a loss, which is a floating-point tensor, or lists, tuples and dicts of losses. "
+            f"Received: {kind}. Pass the loss itself, not its `.item()`."
+        )
+
+    return tree_map(visit, outputs)

@@ -1,0 +1,1 @@
+"""`GradScaler`, a drop-in for torch's own."""

@@ -1,0 +1,386 @@
+"""`GradScaler`: a drop-in for torch's own, with its mistakes mended and its outcome told."""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from gradscale.policies.contract import Policy, check_policy
+from gradscale.policies.dynamic import Dynamic
+from gradscale.torch.drop_in.saved import read_scaler, write_extra
+from gradscale.torch.drop_in.scale_bound import KnownScale
+from gradscale.torch.drop_in.settings import (
+    Bounds,
+    changed,
+    check_number_of_rule,
+    number_from_tensor,
+    refuse_second_rule,
+    settings_from,
+    settings_of,
+)
+from gradscale.torch.drop_in.unscale import (
+    any_overflow,
+    gradients_of,
+    multiply_and_check,
+    refuse_divided,
+    refuse_half,
+    sizes_of,
+    unchecked_gradients,
+)
+from gradscale.torch.drop_in.update import move_by_kernel, move_by_policy, seen_in, sizes_for
+from gradscale.torch.step import apply
+from gradscale.torch.step.decide import Rule
+from gradscale.torch.step.finite_check import check
+from gradscale.torch.step.gradients import Names, collect
+from gradscale.torch.step.measure import Measured
+from gradscale.torch.step.result import StepResult
+
+Optimizer = torch.optim.Optimizer
+
+NO_SIZES = torch.zeros(0)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A drop-in for `torch.amp.GradScaler`: change the import, keep the loop.
+
+        scaler = GradScaler("cuda")
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = loss_fn(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if scaler.last.skipped():
+                print(scaler.last.culprits())
+
+    It has torch's arguments, methods, errors and `state_dict`, and torch's scaler loads what this one saves. Where
+    torch's would let a non-finite number reach a weight, or never recover, this one does not.
+
+    Args:
+        device: type of the device.
+        init_scale: scale of the first step.
+        growth_factor: what the scale is multiplied by when it grows.
+        backoff_factor: what the scale is multiplied by when it backs off.
+        growth_interval: clean steps in a row before the scale grows.
+        enabled: False makes every method do nothing, and `step` just call the optimizer's.
+        policy: a rule for the scale, instead of the four numbers above. `NoScaling()` is the same as `enabled=False`.
+        min_scale: the scale never falls below; by default 2**-126.
+        max_scale: the scale never rises above; by default the largest float32.
+        hysteresis: overflows it takes to back off for the first time.
+
+    Attributes:
+        last: the result of the last `step`; None before the first, when disabled, and for an optimizer that takes the
+            scaler as an argument. Its `next_scale` is set by `update`.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        policy: Policy | None = None,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+    ) -> None:
+        numbers = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
+        if policy is not None:
+            check_policy(policy)
+            refuse_second_rule(numbers | {"min_scale": min_scale, "max_scale": max_scale, "hysteresis": hysteresis})
+        super().__init__(device, **numbers, enabled=enabled and (policy is None or bool(policy.needs)))
+        self.last: StepResult | None = None
+        self._bounds = Bounds()
+        self._rule: Rule | None = None
+        self._known = KnownScale()
+        self._divided: list[Optimizer] = []
+        if self._enabled:
+            given = settings_from(numbers, min_scale, max_scale, hysteresis) if policy is None else settings_of(policy)
+            for name in numbers:
+                setattr(self, f"_{name}", getattr(given, name))
+            self._bounds = given.bounds
+            self._rule = None if given.policy is None else Rule(given.policy)
+
+    def scale(self, outputs: Any) -> Any:
+        """Returns `outputs` times the scale: a tensor, or an iterable of tensors and further iterables.
+
+        An FP16 tensor comes back in float32, where the product cannot overflow. Does not wait for the device.
+        """
+        if not self._enabled:
+            return outputs
+        self._divided.clear()
+        return self._scaled(outputs)
+
+    def _scaled(self, outputs: Any) -> Any:
+        if isinstance(outputs, Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            scale, _ = self._check_scale_growth_tracker("scale")
+            wide = outputs.float() if outputs.dtype is torch.float16 else outputs
+            return wide * scale.to(device=outputs.device, non_blocking=True)
+        if not isinstance(outputs, Iterable) or isinstance(outputs, str):
+            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+        scaled = map(self._scaled, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Brings what goes with the scale to where it lives, and up to date with its value."""
+        scale, _ = self._check_scale_growth_tracker("scale")
+        self._known.know(scale, float(self._init_scale))
+        if self._rule is not None:
+            self._rule.settle(scale.device)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divides the optimizer's gradients by the scale, once, and notes whether they were finite and still are.
+
+        One read and one write of the gradients; one read more while the scale is below 1. Does not wait.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        if stage is OptState.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if stage is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        self._unscale(optimizer, scale, allow_fp16=False)
+
+    def _unscale(self, optimizer: Optimizer, scale: Tensor, *, allow_fp16: bool) -> None:
+        refuse_divided(optimizer, self._divided)
+        state = self._per_optimizer_states[id(optimizer)]
+        if (policy := self._sizing_policy) is not None:
+            state["sizes"] = sizes_for(policy, gradients_of(optimizer), scale, None)
+        # In float32, for devices without float64: correctly rounded all the same, and exact for powers of two.
+        factor, no = scale.reciprocal(), torch.zeros((), dtype=torch.float32, device=scale.device)
+        flags = self._unscale_grads_(optimizer, factor, no, allow_fp16)
+        if flags and self._known.may_be_below_one(scale):
+            # The kernel looks at the values before it multiplies them.
+            overflow, _ = check(gradients_of(optimizer), torch.ones_like(scale), divided=True)
+            flags = {device: torch.maximum(flag, overflow.to(flag)) for device, flag in flags.items()}
+        state["found_inf_per_device"] = flags
+        state["stage"] = OptState.UNSCALED
+        self._divided.append(optimizer)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        gradients = gradients_of(optimizer)
+        if not allow_fp16:
+            refuse_half(optimizer, gradients)
+        return multiply_and_check(gradients, inv_scale, found_inf)
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        """Notes and returns, per device, whether the gradients are finite now and would be once divided by the scale.
+
+        Reads the gradients once and changes none. Does not wait for the device.
+        """
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
+            # Whoever replaced it, to agree with other ranks or for a device of its own, is to be asked here too.
+            return super()._check_inf_per_device(optimizer)
+        state, gradients = self._per_optimizer_states[id(optimizer)], gradients_of(optimizer)
+        own, policy = getattr(optimizer, "grad_scale", None), self._sizing_policy
+        divisor = scale if own is None else scale * own
+        divided = own is not None or self._known.may_be_below_one(scale)
+        overflow, measured = check(gradients, divisor, divided=divided, amax=policy is not None)
+        if policy is not None:
+            state["sizes"] = sizes_for(policy, gradients, scale, measured)
+        state["measured"] = measured
+        devices = {grad.device for grad in gradients}
+        state["found_inf_per_device"] = {device: overflow.to(device, torch.float32) for device in devices}
+        return state["found_inf_per_device"]
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Returns what `optimizer.step(*args, **kwargs)` does with unscaled gradients; None if one of them overflowed.
+
+        The step is not made then. Unscales the gradients first where `unscale_` has not. Waits for the device, once,
+        unless the optimizer is fused. `last` says what happened.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs or (args and callable(args[0])):
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if apply.takes_scaler(optimizer):
+            returned = self._step_with_scaler(optimizer, *args, **kwargs)
+        elif apply.folds(optimizer):
+            returned = self._step_folded(optimizer, scale, *args, **kwargs)
+        else:
+            returned = self._step_waiting(optimizer, scale, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return returned
+
+    def _step_with_scaler(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        warnings.warn(
+            "GradScaler is going to stop passing itself as a keyword argument to the passed "
+            "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+            "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+            FutureWarning,
+            stacklevel=3,
+        )
+        self.last = None
+        return optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-overload]
+
+    def _step_folded(self, optimizer: Optimizer, scale: Tensor, *args: Any, **kwargs: Any) -> Any:
+        state, divisor = self._per_optimizer_states[id(optimizer)], None
+        if state["stage"] is OptState.READY:
+            refuse_divided(optimizer, self._divided)
+            self._check_inf_per_device(optimizer)
+            divisor = self._get_scale_async()
+            self._divided.append(optimizer)
+        elif not state["found_inf_per_device"] and gradients_of(optimizer):
+            raise unchecked_gradients(optimizer)
+        overflow = any_overflow(state["found_inf_per_device"].values(), scale.device)
+        returned = apply.step_folded(optimizer, divisor, overflow.float(), *args, **kwargs)
+        measured = state.get("measured")
+        if measured is None and overflow.is_cpu and overflow.tolist():
+            measured = sizes_of(gradients_of(optimizer), scale.device)
+        self._remember(optimizer, scale, overflow, measured)
+        return returned
+
+    def _step_waiting(self, optimizer: Optimizer, scale: Tensor, *args: Any, **kwargs: Any) -> Any:
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            self._unscale(optimizer, scale, allow_fp16=apply.takes_gate(optimizer))
+        if not state["found_inf_per_device"]:
+            raise unchecked_gradients(optimizer)
+        return self._maybe_opt_step(optimizer, state, *args, **kwargs)
+
+    def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        scale, _ = self._check_scale_growth_tracker("step")
+        overflow = any_overflow(optimizer_state["found_inf_per_device"].values(), scale.device)
+        returned, measured = None, None
+        if bool(overflow):
+            apply.hold(optimizer)
+            measured = sizes_of(gradients_of(optimizer), scale.device)
+        else:
+            returned = optimizer.step(*args, **kwargs)
+        self._remember(optimizer, scale, overflow, measured)
+        return returned
+
+    def _remember(self, optimizer: Optimizer, scale: Tensor, overflow: Tensor, measured: Measured | None) -> None:
+        present = scale.clone()
+        self.last = StepResult(
+            applied=~overflow,
+            scale=present,
+            next_scale=present,
+            loss_finite=torch.ones_like(overflow),
+            attempted=bool(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]),
+            sizes=NO_SIZES if measured is None else measured.sizes,
+            gradients=None if measured is None else collect([optimizer]),
+            names=Names(()),
+        )
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Moves the scale after a step, or sets it to `new_scale`.
+
+        Does not wait for the device, except to check a `new_scale` that is a tensor there.
+        """
+        if not self._enabled:
+            return
+        scale, tracker = self._check_scale_growth_tracker("update")
+        if new_scale is None:
+            self._move(scale, tracker)
+        else:
+            number = number_from_tensor(new_scale, self._device) if isinstance(new_scale, Tensor) else new_scale
+            number = self._bounds.checked("new_scale", number)
+            self._known.know(scale.fill_(number), number)
+        if self.last is not None:
+            self.last.next_scale = scale.clone()
+        self._divided.clear()
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def _move(self, scale: Tensor, tracker: Tensor) -> None:
+        states = self._per_optimizer_states.values()
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        if not flags:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        overflow = any_overflow(flags, scale.device)
+        self._known.check(scale)
+        if self._rule is None:
+            numbers = (self._growth_factor, self._backoff_factor, int(self._growth_interval))
+            move_by_kernel(scale, tracker, overflow, *numbers, self._bounds)
+        else:
+            seen = seen_in([state["sizes"] for state in states if "sizes" in state], overflow, scale)
+            move_by_policy(self._rule, scale, tracker, seen, self._bounds)
+        backs_off = self._rule is None or isinstance(self._rule.policy, Dynamic)
+        self._known.moved(scale, fell_to=self._backoff_factor if backs_off else 0.0)
+
+    @property
+    def _sizing_policy(self) -> Policy | None:
+        """The policy, if there is one that needs to know how large the gradients are."""
+        if self._rule is None or self._rule.policy.needs <= {"finite", "loss_finite"}:
+            return None
+        return self._rule.policy
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Sets what the scale is multiplied by when it grows."""
+        self._change("growth_factor", new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets what the scale is multiplied by when it backs off."""
+        self._change("backoff_factor", new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets the clean steps in a row before the scale grows. Steps made already count."""
+        self._change("growth_interval", new_interval)
+
+    def _change(self, name: str, value: Any) -> None:
+        """Changes one number of the rule, or raises if it is not legal or the policy has no such number."""
+        if self._enabled:
+            check_number_of_rule(name, value)
+            if self._rule is not None:
+                self._rule.policy = changed(self._rule.policy, name, value)
+        setattr(self, f"_{name}", value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's five entries, and one that torch ignores where a policy, hysteresis or bounds were given.
+
+        Waits for the device.
+        """
+        saved = super().state_dict()
+        if self._enabled:
+            saved |= write_extra(self._rule, self._bounds, saved["scale"], saved["_growth_tracker"])
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a saved state, of this class or of torch's, before the first `scale` or after."""
+        if self._enabled and state_dict:
+            saved = read_scaler(state_dict, None if self._rule is None else self._rule.policy, self._bounds)
+            state_dict = saved.numbers
+            self._bounds, self._rule = saved.bounds, saved.rule
+        super().load_state_dict(state_dict)
+        if self._enabled and self._scale is not None:
+            self._settle()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__() | {"last": None, "_known": KnownScale(), "_divided": []}
+        # torch has made sure that it is empty; a shallow copy must not share it.
+        state["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
+        if self._rule is not None:
+            present = self._rule.state
+            state["_rule"] = Rule(self._rule.policy, type(present).from_dict(present.to_dict()))
+        return state
+
+
+_UNSCALE_GRADS = GradScaler._unscale_grads_

@@ -1,0 +1,89 @@
+"""The saved form of `GradScaler`: torch's dict, with one entry more where torch's has no place for a setting."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from gradscale.engine.saved import read_saved, write_saved
+from gradscale.policies.contract import Policy
+from gradscale.policies.dynamic import Dynamic
+from gradscale.torch.drop_in.settings import Bounds, check_factors, check_interval
+from gradscale.torch.step.decide import Rule
+
+EXTRA = "gradscale"
+"""Key of the entry that torch's `GradScaler` does not have, and does not look at when it loads."""
+
+FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A saved scaler, read and checked.
+
+    Attributes:
+        numbers: torch's five entries.
+        bounds: the scales that are allowed.
+        rule: the policy and its state; None for torch's own rule.
+    """
+
+    numbers: dict[str, Any]
+    bounds: Bounds
+    rule: Rule | None
+
+
+def write_extra(rule: Rule | None, bounds: Bounds, scale: float, tracker: int) -> dict[str, Any]:
+    """Returns what torch's five entries leave out, ready to be merged with them; nothing where they say it all."""
+    if rule is not None:
+        state = replace(rule.state, scale=np.float32(scale), clean_steps=np.int32(tracker))
+        return {EXTRA: write_saved(rule.policy, state)}
+    return {} if bounds == Bounds() else {EXTRA: asdict(bounds)}
+
+
+def read_scaler(saved: Mapping[str, Any], policy: Policy | None, bounds: Bounds) -> Saved:
+    """Returns what a saved scaler says, or raises; nothing has been changed then.
+
+    What was saved overrides what the scaler was built with, as in torch. What was not saved stays.
+
+    Args:
+        saved: what `state_dict` of this scaler or of torch's returned.
+        policy: what the loading scaler follows; None for torch's own rule.
+        bounds: the scales it allows.
+    """
+    numbers = {name: saved[name] for name in ("scale", *FACTORS, "_growth_tracker")}
+    _check_scale(numbers["scale"])
+    extra = saved.get(EXTRA, {})
+    if "policy" in extra:
+        rule, bounds = Rule(*read_saved(extra)), Bounds()
+    else:
+        _check_numbers(numbers)
+        rule = None if policy is None else Rule(_adapted(policy, numbers))
+        bounds = Bounds(**extra) if extra else bounds
+    numbers["scale"] = min(max(float(numbers["scale"]), bounds.min_scale), bounds.max_scale)
+    return Saved(numbers, bounds, rule)
+
+
+def _adapted(policy: Policy, numbers: Mapping[str, Any]) -> Policy:
+    """Returns `policy` with the numbers that torch saved, if it has them."""
+    return replace(policy, **{name: numbers[name] for name in FACTORS}) if isinstance(policy, Dynamic) else policy
+
+
+def _check_scale(saved: Any) -> None:
+    scale = float(saved)
+    if not 0 < scale < math.inf:
+        raise ValueError(
+            f"A saved scale must be greater than 0 and finite. Received: scale={scale!r}. The run that saved it had "
+            "lost its scale: put another number into the dict."
+        )
+
+
+def _check_numbers(numbers: Mapping[str, Any]) -> None:
+    if not numbers["growth_factor"] == numbers["backoff_factor"] == 1:
+        # Both are 1 in what a static scale is written as for torch.
+        check_factors(numbers["growth_factor"], numbers["backoff_factor"])
+    check_interval(numbers["growth_interval"])
+    tracker = numbers["_growth_tracker"]
+    if isinstance(tracker, bool) or not isinstance(tracker, int) or not 0 <= tracker <= np.iinfo(np.int32).max:
+        raise ValueError(f"`_growth_tracker` must be a count of steps. Received: _growth_tracker={tracker!r}.")

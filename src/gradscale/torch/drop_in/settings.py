@@ -1,0 +1,174 @@
+"""What `GradScaler` accepts: its rule, its bounds and its scales, checked before anything is changed."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradscale.formats import FP32
+from gradscale.policies.checks import LOWEST_SCALE, check_count, check_number
+from gradscale.policies.contract import Policy
+from gradscale.policies.dynamic import Dynamic
+
+TORCH_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The scales that are allowed.
+
+    The widest are every normal float32: below, a device may flush the scale to zero, and above is infinity.
+    """
+
+    min_scale: float = LOWEST_SCALE
+    max_scale: float = FP32.max
+
+    def __post_init__(self) -> None:
+        for name, value in (("min_scale", self.min_scale), ("max_scale", self.max_scale)):
+            check_number(name, value)
+            if not LOWEST_SCALE <= value <= FP32.max:
+                raise ValueError(f"`{name}` must be a normal float32 number, from 2**-126. Received: {name}={value!r}.")
+        if self.min_scale > self.max_scale:
+            raise ValueError(
+                "`min_scale` must not be above `max_scale`. "
+                f"Received: min_scale={self.min_scale!r}, max_scale={self.max_scale!r}."
+            )
+
+    def checked(self, name: str, value: Any) -> float:
+        """Returns `value` as a float, or raises if it is not a number within the bounds."""
+        if isinstance(value, bool):
+            raise TypeError(f"`{name}` must be a number. Received: {name}={value!r} (bool).")
+        number = float(value)
+        if not self.min_scale <= number <= self.max_scale:
+            raise ValueError(
+                f"`{name}` must be from {self.min_scale:g} to {self.max_scale:g}: no other number can be a scale here. "
+                f"Received: {name}={number!r}."
+            )
+        return number
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the scale begins and moves.
+
+    Attributes:
+        init_scale: scale of the first step.
+        growth_factor: what the scale is multiplied by when it grows.
+        backoff_factor: what the scale is multiplied by when it backs off.
+        growth_interval: clean steps in a row before the scale grows.
+        bounds: the scales that are allowed.
+        policy: the rule; None for torch's own, which its kernel runs with the settings above.
+    """
+
+    init_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    bounds: Bounds
+    policy: Policy | None
+
+    def __post_init__(self) -> None:
+        self.bounds.checked("init_scale", self.init_scale)
+        check_factors(self.growth_factor, self.backoff_factor)
+        check_interval(self.growth_interval)
+
+
+def settings_of(policy: Policy) -> Settings:
+    """Returns the settings of a scaler that follows `policy`.
+
+    A plain `Dynamic` is torch's own rule with bounds, so torch's kernel runs it. A policy that is no `Dynamic` has no
+    use for torch's numbers, and leaves them at their defaults.
+    """
+    numbers = dict(TORCH_DEFAULTS)
+    if isinstance(policy, Dynamic):
+        numbers = {name: getattr(policy, name) for name in TORCH_DEFAULTS}
+        if policy.hysteresis == 1:
+            return Settings(**numbers, bounds=Bounds(policy.min_scale, policy.max_scale), policy=None)
+    numbers["init_scale"] = float(policy.start().scale)
+    return Settings(**numbers, bounds=Bounds(), policy=policy)
+
+
+def settings_from(
+    numbers: dict[str, Any], min_scale: float | None, max_scale: float | None, hysteresis: int
+) -> Settings:
+    """Returns the settings of a scaler given by torch's four numbers and the extra ones."""
+    check_count("hysteresis", hysteresis)
+    bounds = {"min_scale": min_scale, "max_scale": max_scale}
+    given: dict[str, Any] = {name: value for name, value in bounds.items() if value is not None}
+    if hysteresis == 1:
+        return Settings(**numbers, bounds=Bounds(**given), policy=None)
+    given = {"min_scale": LOWEST_SCALE, "hysteresis": hysteresis, **given}
+    return settings_of(Dynamic(**numbers, **given))
+
+
+def refuse_second_rule(given: dict[str, Any]) -> None:
+    """Raises if anything besides `policy` says how the scale is to move."""
+    defaults = TORCH_DEFAULTS | {"min_scale": None, "max_scale": None, "hysteresis": 1}
+    if clashing := [name for name, value in given.items() if value != defaults[name]]:
+        raise ValueError(
+            "`policy` says all there is to say about the scale. Received also: "
+            f"{', '.join(f'{name}={given[name]!r}' for name in clashing)}. Give these to the policy."
+        )
+
+
+def check_factors(growth_factor: float, backoff_factor: float) -> None:
+    """Raises unless growth raises and backoff lowers the scale: where torch's constructor does, with its words."""
+    check_number("growth_factor", growth_factor)
+    check_number("backoff_factor", backoff_factor)
+    if growth_factor <= 1.0:
+        raise AssertionError("The growth factor must be > 1.0.")
+    if backoff_factor >= 1.0:
+        raise AssertionError("The backoff factor must be < 1.0.")
+    if not math.isfinite(growth_factor):
+        raise ValueError(f"`growth_factor` must be finite. Received: growth_factor={growth_factor!r}.")
+    if not backoff_factor > 0.0:
+        raise ValueError(
+            "`backoff_factor` must be greater than 0: an overflow lowers the scale, it does not end it. "
+            f"Received: backoff_factor={backoff_factor!r}."
+        )
+
+
+def check_number_of_rule(name: str, value: Any) -> None:
+    """Raises unless `value` is legal for the number called `name`: one of the two factors, or the interval."""
+    if name == "growth_interval":
+        check_interval(value)
+    else:
+        check_factors(**({"growth_factor": 2.0, "backoff_factor": 0.5} | {name: value}))
+
+
+def changed(policy: Policy, name: str, value: Any) -> Policy:
+    """Returns `policy` with another number in it, or raises if it has no such number."""
+    if isinstance(policy, Dynamic):
+        return replace(policy, **{name: value})
+    raise ValueError(
+        f"The scale follows `{type(policy).__name__}`, which has no `{name}` to set. Received: {name}={value!r}. "
+        "Build another scaler with another `policy`."
+    )
+
+
+def check_interval(growth_interval: int) -> None:
+    """Raises unless `growth_interval` is a whole number from 1."""
+    if isinstance(growth_interval, bool) or not isinstance(growth_interval, int | np.integer):
+        raise TypeError(
+            f"`growth_interval` must be an integer. Received: growth_interval={growth_interval!r} "
+            f"({type(growth_interval).__name__})."
+        )
+    if growth_interval < 1:
+        raise ValueError(
+            f"`growth_interval` must be at least 1. Received: growth_interval={growth_interval!r}. "
+            "For a scale that does not grow, pass one that is larger than the number of steps."
+        )
+
+
+def number_from_tensor(new_scale: Tensor, device: str) -> float:
+    """Returns the one number in a tensor given to `update`, or raises what torch raises. Waits for the device."""
+    one_number = new_scale.device.type == torch.device(device).type and new_scale.numel() == 1
+    if not one_number or new_scale.requires_grad:
+        raise AssertionError(
+            "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+            "torch.FloatTensor with requires_grad=False."
+        )
+    return float(new_scale)

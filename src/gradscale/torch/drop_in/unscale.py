@@ -1,0 +1,107 @@
+"""An optimizer's gradients, divided in place and checked: finite before, and still finite after."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradscale.torch.checks import some
+from gradscale.torch.step.gradients import Names, parameters_of, values_of
+from gradscale.torch.step.groups import alike
+from gradscale.torch.step.measure import Measured, measure
+
+Optimizer = torch.optim.Optimizer
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the dense tensors that hold the numbers of the optimizer's gradients."""
+    found: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is not None:
+                found.append(grad if grad.layout is torch.strided else _sparse_values(parameter, grad))
+    return found
+
+
+def _sparse_values(parameter: Tensor, grad: Tensor) -> Tensor:
+    """Returns the values of a sparse gradient. FP16 ones are coalesced first: the sum of two may overflow."""
+    if grad.layout is torch.sparse_coo and grad.dtype is not torch.float16:
+        return grad._values()
+    return values_of(parameter, grad)
+
+
+def refuse_half(optimizer: Optimizer, gradients: Iterable[Tensor]) -> None:
+    """Raises what torch raises for FP16 gradients outside of a fused kernel; a note names the parameters."""
+    if not any(grad.dtype is torch.float16 for grad in gradients):
+        return
+    half = [each for each in parameters_of([optimizer]) if getattr(each.grad, "dtype", None) is torch.float16]
+    error = ValueError("Attempting to unscale FP16 gradients.")
+    error.add_note(
+        f"FP16 parameters: {some(Names(()), half, [optimizer])}. "
+        "Keep parameters in float32 and compute under `torch.autocast`; or wrap the optimizer, as "
+        "`gradscale.torch.MasterWeights(optimizer, grad_fp32=True)`, for float32 gradients."
+    )
+    raise error
+
+
+def refuse_divided(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
+    """Raises if one of `others`, which have divided their gradients, holds some of the same."""
+    for other in others:
+        if other is optimizer:
+            continue
+        theirs = {id(parameter) for parameter in parameters_of([other]) if parameter.grad is not None}
+        if shared := [parameter for parameter in parameters_of([optimizer]) if id(parameter) in theirs]:
+            raise RuntimeError(
+                "A parameter may belong to one optimizer of a backward pass only: each divides its gradient by the "
+                f"scale. Shared with another {type(other).__name__}: {some(Names(()), shared, [optimizer])}. Take them "
+                "out of one of the two, or give both to one `gradscale.torch.LossScaler.step`, which divides once."
+            )
+
+
+def unchecked_gradients(optimizer: Optimizer) -> AssertionError:
+    """Returns what torch raises for an optimizer without gradients to check; a note says where to look."""
+    error = AssertionError("No inf checks were recorded for this optimizer.")
+    if gradients_of(optimizer):
+        error.add_note("Its gradients were made after `unscale_`. Call `unscale_` after the backward pass.")
+        return error
+    error.add_note(
+        f"None of the {sum(1 for _ in parameters_of([optimizer]))} parameters of this {type(optimizer).__name__} "
+        "has a gradient: frozen, unused by the loss, or not the model's (was the model moved or wrapped afterwards?)."
+    )
+    return error
+
+
+@torch.no_grad()
+def multiply_and_check(gradients: Sequence[Tensor], factor: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
+    """Multiplies `gradients` in place and returns, per device, whether one was not finite before: torch's own kernel.
+
+    One read and one write of the gradients. Does not wait for the device.
+
+    Args:
+        gradients: dense tensors of any floating or complex type.
+        factor: what to multiply by, one float32.
+        found_inf: one float32, to be copied to every device and set to 1 there if something was not finite.
+    """
+    flags: dict[torch.device, Tensor] = {}
+    for group in alike(gradients):
+        if group.device not in flags:
+            # A copy even where it is on that device already, as torch's callers expect.
+            flags[group.device] = found_inf.to(group.device, non_blocking=True, copy=True)
+        local = factor.to(group.device, non_blocking=True)
+        torch._amp_foreach_non_finite_check_and_unscale_(group.tensors, flags[group.device], local)  # type: ignore[attr-defined]
+    return flags
+
+
+def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns one 0-d bool on `device`: whether any flag is set, be it to 1, to 2 or to NaN."""
+    found = [flag.to(device, non_blocking=True).reshape(()) for flag in flags]
+    if len(found) == 1:
+        return found[0].ne(0)
+    return torch.stack(found).ne(0).any() if found else torch.zeros((), dtype=torch.bool, device=device)
+
+
+def sizes_of(gradients: Sequence[Tensor], device: torch.device) -> Measured:
+    """Returns how large the gradients are, each by itself: of a distributed one, the shard that this rank holds."""
+    held = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]  # type: ignore[attr-defined]
+    return measure(held, device, norm=False)

@@ -1,0 +1,139 @@
+"""What `prepare` refuses, before it changes anything."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradscale.torch.checks import some
+from gradscale.torch.masters import MasterWeights
+from gradscale.torch.masters.checks import check_inside
+from gradscale.torch.precision.input_output_cast import border_of
+from gradscale.torch.precision.levels import Precision
+from gradscale.torch.precision.weight_cast import unmatched
+from gradscale.torch.step.gradients import Names, parameters_of
+
+Optimizer = torch.optim.Optimizer
+
+WRAPPERS = {
+    "DataParallel": "DataParallel",
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard",
+    "GraphModule": "torch.fx",
+    "OptimizedModule": "torch.compile",
+    "ScriptModule": "torch.jit",
+}
+"""Classes that take hold of a module's parameters or its code, and what makes them. By name: loading some is slow."""
+
+
+def check_together(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], precision: Precision) -> None:
+    """Raises if `prepare` cannot do what it is asked to."""
+    _check_models(models)
+    for model in models:
+        _check_unwrapped(model)
+        _check_parameters(model, precision)
+    if unknown := unmatched(models, precision):
+        raise ValueError(
+            "Every name pattern in `keep_fp32` must match a module, as `model.named_modules()` names them. "
+            f"Received: {', '.join(map(repr, unknown))}, which match none."
+        )
+    for optimizer in optimizers:
+        _check_optimizer(optimizer, precision)
+    _check_owned(models, optimizers)
+
+
+def as_optimizers(optimizer: Any) -> list[Optimizer]:
+    """Returns the optimizers that `optimizer` stands for: itself, several, or none if it is None."""
+    if optimizer is None:
+        return []
+    found = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    if not found or not all(isinstance(each, Optimizer) for each in found):
+        raise TypeError(
+            "`optimizer` must be a torch optimizer of the model's parameters, a list of them, or None. "
+            f"Received: {optimizer!r}."
+        )
+    return found
+
+
+def _check_models(models: Sequence[nn.Module]) -> None:
+    if not models:
+        raise TypeError("`prepare` takes at least one model. Received: none.")
+    counts = Counter(id(part) for model in models for part in model.modules())
+    for model in models:
+        if counts[id(model)] > 1:
+            raise ValueError(
+                "`prepare` takes each model once, and none that is a part of another. "
+                f"Received: {type(model).__name__} twice. Pass the outermost model only."
+            )
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    for name, part in model.named_modules():
+        where = f"{type(part).__name__} at {name!r}" if name else type(part).__name__
+        if border_of(part) is not None:
+            raise RuntimeError(
+                f"`prepare` changes a model once, and this one has been prepared. Received: {where}. "
+                "Use what the first call returned; to prepare it otherwise, build the model anew."
+            )
+        if wrapper := next((WRAPPERS[kind.__name__] for kind in type(part).__mro__ if kind.__name__ in WRAPPERS), None):
+            raise RuntimeError(
+                f"`prepare` must come before {wrapper}, which has taken hold of the model's parameters or code. "
+                f"Received: {where}. Prepare the plain model, then wrap what comes back. For an optimizer that must be "
+                "built after that, call `prepare(model, None)`."
+            )
+        if "forward" in vars(part):
+            raise RuntimeError(
+                "`prepare` changes how a model's class runs, and this `forward` was replaced on the object itself. "
+                f"Received: {where}. Prepare the model first, then replace its `forward`."
+            )
+
+
+def _check_parameters(model: nn.Module, precision: Precision) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
+            raise ValueError(
+                f"`prepare` takes a model whose weights are there. Received: {name!r} without values. Load the weights "
+                "with `to_empty` and `load_state_dict`, or run a lazy module once, and prepare it then."
+            )
+        allowed = (torch.float32,) if parameter.requires_grad else (torch.float32, precision.compute)
+        if parameter.is_floating_point() and parameter.dtype not in allowed:
+            raise ValueError(
+                "`prepare` takes a float32 model and casts it itself: what half weights have lost does not come back. "
+                f"Received: {name!r} in {parameter.dtype}. Load the weights in float32 or call `model.float()`; "
+                f"frozen parameters may be {precision.compute} already."
+            )
+
+
+def _check_optimizer(optimizer: Optimizer, precision: Precision) -> None:
+    if isinstance(optimizer, MasterWeights):
+        raise RuntimeError(
+            "`prepare` adds master weights where the precision asks for them. Received: a `MasterWeights`. "
+            "Pass the optimizer inside it."
+        )
+    if precision.master_weights is not None:
+        check_inside(optimizer)
+
+
+def _check_owned(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    owned = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer in optimizers:
+        strangers = [parameter for parameter in parameters_of([optimizer]) if id(parameter) not in owned]
+        if strangers:
+            raise ValueError(
+                "Every parameter of the optimizer must belong to the models given. "
+                f"Received: {type(optimizer).__name__} with {some(Names(models), strangers, [optimizer])}, which do "
+                "not. Pass all models that it trains, or build it from `model.parameters()` of these."
+            )
+    _check_once(models, optimizers)
+
+
+def _check_once(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    held: Counter[Tensor] = Counter(parameters_of(optimizers))
+    if shared := [parameter for parameter, count in held.items() if count > 1]:
+        raise ValueError(
+            "A parameter must belong to one optimizer. "
+            f"Received: {some(Names(models), shared, optimizers)} in two. Leave it out of one of them."
+        )

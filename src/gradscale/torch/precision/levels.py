@@ -1,0 +1,168 @@
+"""What a model is trained in, as one value: `Precision`, and the levels O0 to O3 that APEX made known."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from gradscale.policies.contract import Policy, check_policy
+from gradscale.policies.static import NoScaling
+from gradscale.torch.masters import Kind
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """How `prepare` trains a model: start from a level and change fields with `dataclasses.replace`.
+
+        precision = replace(O2, compute=torch.bfloat16, master_weights="remainder")
+
+    What cannot be meant together is refused when the value is built.
+
+    Attributes:
+        compute: dtype of matrix products and convolutions: `torch.float32`, `torch.float16` or `torch.bfloat16`.
+        autocast: whether the model runs under `torch.autocast`, which picks a precision for each operation.
+        half_weights: whether weights and buffers are stored in `compute` as well, and gradients with them.
+        keep_norm_fp32: whether norm layers keep float32 weights and statistics, and compute in float32.
+        keep_fp32: modules that are left in float32 with all inside them: patterns of names, as `fnmatch` reads them,
+            or types.
+        master_weights: how the low bits of half weights are kept, as a kind of `MasterWeights`; None loses them.
+        policy: the rule for the scale. `"auto"` is `Headroom()` for FP16, whose gradients vanish and overflow, and
+            `NoScaling()` for BF16 and FP32, which have the range.
+        output: dtype of what the model returns; None leaves it as it is.
+    """
+
+    compute: torch.dtype
+    autocast: bool = False
+    half_weights: bool = False
+    keep_norm_fp32: bool = True
+    keep_fp32: tuple[str | type[nn.Module], ...] = ()
+    master_weights: Kind | None = None
+    policy: Policy | Literal["auto"] = "auto"
+    output: torch.dtype | None = torch.float32
+
+    def __post_init__(self) -> None:
+        _check_flags(self)
+        _check_compute(self)
+        _check_weights(self)
+        _check_kept(self.keep_fp32)
+        if self.policy != "auto":
+            check_policy(self.policy)
+        if self.output is not None and not (isinstance(self.output, torch.dtype) and self.output.is_floating_point):
+            raise ValueError(
+                "`output` must be a floating-point dtype, or None to leave what the model returns as it is. "
+                f"Received: output={self.output!r}."
+            )
+
+    def scaling(self) -> Policy | Literal["auto"]:
+        """Returns the policy for `LossScaler`.
+
+        >>> O1.scaling(), replace(O1, compute=torch.bfloat16).scaling()
+        ('auto', NoScaling())
+        """
+        if self.policy == "auto" and self.compute is not torch.float16:
+            return NoScaling()
+        return self.policy
+
+
+def _check_flags(precision: Precision) -> None:
+    for name in ("autocast", "half_weights", "keep_norm_fp32"):
+        value = getattr(precision, name)
+        if not isinstance(value, bool):
+            raise TypeError(f"`{name}` must be True or False. Received: {name}={value!r}.")
+
+
+def _check_compute(precision: Precision) -> None:
+    compute, makes_half = precision.compute, precision.autocast or precision.half_weights
+    if compute not in (torch.float32, *HALVES):
+        raise ValueError(
+            "`compute` must be torch.float32, torch.float16 or torch.bfloat16. "
+            f"Received: compute={compute!r}. For other formats use `gradscale.torch.emulate`."
+        )
+    if compute is torch.float32 and makes_half:
+        raise ValueError(
+            "`autocast` and `half_weights` make a model run in half precision, and `compute` is float32. "
+            f"Received: autocast={precision.autocast}, half_weights={precision.half_weights}. "
+            "Set `compute` to torch.float16 or torch.bfloat16, or start from `O0`."
+        )
+    if compute is not torch.float32 and not makes_half:
+        raise ValueError(
+            "A model runs in half precision by `autocast` or by `half_weights`. "
+            f"Received: compute={compute} with neither. Set one of them, or start from `O1` or `O2`."
+        )
+
+
+def _check_weights(precision: Precision) -> None:
+    masters = precision.master_weights
+    if masters is not None and masters not in get_args(Kind):
+        raise ValueError(
+            f"`master_weights` must be None or one of {', '.join(map(repr, get_args(Kind)))}. "
+            f"Received: master_weights={masters!r}."
+        )
+    if precision.half_weights:
+        return
+    if masters is not None:
+        raise ValueError(
+            "`master_weights` keep the low bits of half weights, and these weights stay float32. "
+            f"Received: master_weights={masters!r}, half_weights=False. Leave them out, or start from `O2`."
+        )
+    if not precision.keep_norm_fp32:
+        raise ValueError(
+            "`keep_norm_fp32=False` stores norm layers in half precision as all other weights are, and these weights "
+            "stay float32. Received: half_weights=False. Leave it out, or start from `O3`."
+        )
+
+
+def _check_kept(kept: Any) -> None:
+    if not isinstance(kept, tuple):
+        raise TypeError(
+            "`keep_fp32` must be a tuple of name patterns and module types. "
+            f"Received: keep_fp32={kept!r}. A single one is written as `keep_fp32=('head',)`."
+        )
+    for entry in kept:
+        if not (isinstance(entry, str) or (isinstance(entry, type) and issubclass(entry, nn.Module))):
+            raise TypeError(
+                "`keep_fp32` takes patterns of module names, such as 'blocks.*.router', and types of modules. "
+                f"Received: {entry!r}."
+            )
+
+
+O0 = Precision(compute=torch.float32)
+"""Float32 throughout: the baseline to compare with."""
+
+O1 = Precision(compute=torch.float16, autocast=True)
+"""Float32 weights under `torch.autocast`: the safe choice."""
+
+O2 = Precision(compute=torch.float16, half_weights=True, master_weights="fp32")
+"""Half weights, activations and gradients, with float32 norms and float32 master weights."""
+
+O3 = Precision(compute=torch.float16, half_weights=True, keep_norm_fp32=False)
+"""Half throughout, with nothing kept: what half precision costs and saves at most."""
+
+
+def _levels() -> dict[str, Precision]:
+    levels = {"O0": O0, "O1": O1, "O2": O2, "O3": O3}
+    bf16 = {f"{name}-bf16": replace(level, compute=torch.bfloat16) for name, level in levels.items() if level is not O0}
+    return levels | bf16 | {"fp32": O0, "fp16": O1, "bf16": bf16["O1-bf16"]}
+
+
+LEVELS = _levels()
+"""Every level by name."""
+
+
+def as_precision(precision: Precision | str) -> Precision:
+    """Returns the precision that a name stands for, or the one given.
+
+    >>> as_precision("O2-bf16").compute
+    torch.bfloat16
+    """
+    if isinstance(precision, Precision):
+        return precision
+    if not isinstance(precision, str) or precision not in LEVELS:
+        raise ValueError(
+            f"`precision` must be a `Precision` or one of {', '.join(map(repr, LEVELS))}. "
+            f"Received: precision={precision!r}."
+        )
+    return LEVELS[precision]

@@ -1,0 +1,96 @@
+"""`prepare`: a float32 model and its optimizer become a mixed-precision pair, with the scaler they need."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from gradscale.torch.checks import check_modules
+from gradscale.torch.masters import MasterWeights
+from gradscale.torch.precision.checks import as_optimizers, check_together
+from gradscale.torch.precision.levels import Precision, as_precision
+from gradscale.torch.precision.weight_cast import plan
+from gradscale.torch.scaler import LossScaler
+from gradscale.torch.step.gradients import parameters_of
+
+Optimizer = torch.optim.Optimizer
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@overload
+def prepare(
+    model: Model, optimizer: Optimizer, precision: Precision | str = "O1"
+) -> tuple[Model, Optimizer, LossScaler]: ...
+@overload
+def prepare(
+    model: Model, optimizer: Sequence[Optimizer], precision: Precision | str = "O1"
+) -> tuple[Model, list[Optimizer], LossScaler]: ...
+@overload
+def prepare(model: Model, optimizer: None, precision: Precision | str = "O1") -> tuple[Model, None, LossScaler]: ...
+@overload
+def prepare(
+    model: Sequence[Model], optimizer: None, precision: Precision | str = "O1"
+) -> tuple[list[Model], None, LossScaler]: ...
+@overload
+def prepare(
+    model: Sequence[Model], optimizer: Optimizer, precision: Precision | str = "O1"
+) -> tuple[list[Model], Optimizer, LossScaler]: ...
+@overload
+def prepare(
+    model: Sequence[Model], optimizer: Sequence[Optimizer], precision: Precision | str = "O1"
+) -> tuple[list[Model], list[Optimizer], LossScaler]: ...
+def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tuple[Any, Any, LossScaler]:
+    """Returns model, optimizer and scaler, ready to be trained in `precision`.
+
+        model, optimizer, scaler = prepare(model, torch.optim.AdamW(model.parameters()), "O1")
+        for x, y in loader:
+            scaler.backward(loss_fn(model(x), y))
+            scaler.step(optimizer, clip_norm=1.0)
+            optimizer.zero_grad()
+
+    The model is the same object, changed in place: what it is called with and what it returns is cast at its border,
+    and inside it runs as `precision` says. Its parameters are the same objects, so the optimizer may have been made,
+    and may have run, before. Call it before `torch.compile`, DDP or FSDP.
+
+    Args:
+        model: a float32 model, or a list of models; a list comes back then.
+        optimizer: the optimizer, or a list of optimizers, of their parameters; a list comes back then. None where the
+            optimizer has to be built later, as for FSDP; if the precision has master weights, wrap it in
+            `MasterWeights` yourself.
+        precision: a `Precision` or the name of a level: `"O0"` to `"O3"`; `"O1-bf16"` to `"O3-bf16"`; or `"fp32"`,
+            `"fp16"` and `"bf16"`, which are O0, O1 and O1 with BF16.
+
+    Raises:
+        RuntimeError: the model is prepared, wrapped or compiled already. Nothing has been changed then.
+        ValueError: the precision is unknown, a parameter is not float32, or models and optimizers do not belong
+            together. Nothing has been changed then.
+    """
+    chosen = as_precision(precision)
+    models, optimizers = check_modules(model), as_optimizers(optimizer)
+    check_together(models, optimizers, chosen)
+    planned = plan(models, chosen)
+    exact = {parameter: parameter.detach() for parameter in parameters_of(optimizers)}
+    planned.carry_out(chosen.compute)
+    prepared = [_prepared(each, chosen, exact) for each in optimizers]
+    scaler = LossScaler(models, chosen.scaling())
+    back = prepared[0] if isinstance(optimizer, Optimizer) else prepared or None
+    return model if isinstance(model, nn.Module) else models, back, scaler
+
+
+def _prepared(optimizer: Optimizer, precision: Precision, exact: Mapping[Tensor, Tensor]) -> Optimizer:
+    """Returns the optimizer for parameters that have just been cast.
+
+    Args:
+        optimizer: the one for float32 parameters.
+        precision: what they were cast for.
+        exact: what each was before.
+    """
+    if precision.master_weights is not None:
+        masters = MasterWeights(optimizer, precision.master_weights)
+        masters.refine(exact)
+        return masters
+    if precision.half_weights:
+        # State that is there already is float32. Loading it, torch brings it to the dtype of the parameters.
+        optimizer.load_state_dict(optimizer.state_dict())
+    return optimizer

@@ -1,0 +1,1 @@
+"""The five stages of a step in PyTorch."""

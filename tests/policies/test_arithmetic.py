@@ -1,0 +1,41 @@
+"""The operations that rules are made of."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradscale.policies.arithmetic import bounded, larger, pow2_floor, smaller
+
+
+@given(st.floats(2.0**-126, 2.0**126, width=32))
+def test_pow2_floor_is_the_power_of_two_at_or_below(x: float) -> None:
+    assert pow2_floor(np.float32(x), np) == 2.0 ** (math.frexp(x)[1] - 1)
+
+
+def test_pow2_floor_is_exact_at_every_power_of_two_and_at_its_neighbours() -> None:
+    powers = np.ldexp(np.float32(1), np.arange(-126, 127))
+    assert (pow2_floor(powers, np) == powers).all()
+    assert (pow2_floor(np.nextafter(powers, np.float32(np.inf)), np) == powers).all()
+    assert (pow2_floor(np.nextafter(powers[1:], np.float32(0)), np) == powers[:-1]).all()
+
+
+@pytest.mark.parametrize("x", [0.0, 1e-45, 2.0**-127])
+def test_pow2_floor_stops_at_the_smallest_normal_number(x: float) -> None:
+    assert pow2_floor(np.float32(x), np) == 2.0**-126
+
+
+def test_pow2_floor_reaches_its_upper_end_without_overflow() -> None:
+    assert pow2_floor(np.nextafter(np.float32(2.0**127), np.float32(0)), np) == 2.0**126
+
+
+def test_larger_and_smaller_pass_over_a_nan_that_comes_first() -> None:
+    nan = np.float32(math.nan)
+    assert (larger(nan, 1.0, np), smaller(nan, 1.0, np)) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(("x", "kept"), [(0.5, 1.0), (1.5, 1.5), (3.0, 2.0), (math.inf, 2.0), (-math.inf, 1.0)])
+def test_bounded_keeps_a_value_between_its_bounds(x: float, kept: float) -> None:
+    assert bounded(np.float32(x), 1.0, 2.0, np) == kept

@@ -1,0 +1,301 @@
+"""`backward(loss, retries=n)`: the backward pass alone is run again at a lower scale, and nothing else is lost."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.torch.helpers import INF, NAN, loss_of, same, small_model, weights
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gradscale import Dynamic, Policy, Static
+from gradscale.policies.headroom import Headroom
+from gradscale.torch import LossScaler
+
+pytestmark = pytest.mark.usefixtures("either_way")
+
+
+class OverflowAbove(torch.autograd.Function):
+    """Passes values through; its gradient is inf once it is larger than `limit`, as in FP16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, limit: float) -> Tensor:
+        ctx.limit = limit
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        return torch.where(grad.abs() > ctx.limit, torch.inf, grad), None
+
+
+def narrow(loss: Tensor, limit: float = 1024.0) -> Tensor:
+    """Returns a loss whose backward pass overflows where the scale is above `limit`."""
+    return OverflowAbove.apply(loss, limit)  # type: ignore[return-value]
+
+
+def grads(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def setup(policy: Policy | None = None) -> tuple[nn.Sequential, torch.optim.Optimizer, LossScaler]:
+    model = small_model()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), LossScaler(model, policy or Dynamic(init_scale=65536.0))
+
+
+def test_a_backward_pass_that_overflows_is_run_again_until_it_does_not() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(narrow(loss_of(model)), retries=10)
+    result = scaler.step(optimizer)
+    assert not result.skipped()
+    assert result.retries == 6
+    assert (result.scale.item(), result.next_scale.item()) == (1024.0, 1024.0)
+    assert scaler.metrics()["skipped"] == 0
+
+
+def test_the_update_after_a_retry_is_the_one_that_a_lower_scale_makes() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(narrow(loss_of(model)), retries=10)
+    scaler.step(optimizer, clip_norm=0.1)
+    expected, its_optimizer, low = setup(Static(1024.0))
+    low.backward(loss_of(expected))
+    low.step(its_optimizer, clip_norm=0.1)
+    assert same(weights(model), weights(expected))
+
+
+def test_a_pass_that_does_not_overflow_is_run_once() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(loss_of(model), retries=3)
+    assert scaler.step(optimizer).retries == 0
+
+
+@pytest.mark.parametrize("retry_at", [0, 1, 2])
+def test_gradients_of_other_micro_batches_survive_a_retry_exactly(retry_at: int) -> None:
+    def run(scaler: LossScaler, model: nn.Module, limits: list[float]) -> list[Tensor]:
+        for micro_batch, limit in enumerate(limits):
+            scaler.backward(narrow(loss_of(model, micro_batch), limit), retries=10)
+        scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+        return grads(model) + weights(model)
+
+    limits = [INF] * 3
+    limits[retry_at] = 1024.0
+    model, _, scaler = setup()
+    expected, _, low = setup(Static(1024.0))
+    assert same(run(scaler, model, limits), run(low, expected, [INF] * 3))
+
+
+def test_a_parameter_of_two_modules_is_brought_to_the_new_scale_once() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    scaler = LossScaler([model, nn.Sequential(model)], Dynamic(init_scale=65536.0))
+    scaler.backward(model(torch.ones(1, 1)).sum())
+    scaler.backward(narrow(model(torch.ones(1, 1)).sum()), retries=10)
+    scaler.step(torch.optim.SGD(model.parameters()))
+    assert model.weight.grad is not None
+    assert model.weight.grad.item() == 2.0
+
+
+def test_a_loss_scaled_before_the_retry_is_brought_to_the_new_scale() -> None:
+    model, optimizer, scaler = setup()
+    early = scaler.scale(loss_of(model, 1))
+    scaler.backward(narrow(loss_of(model, 0)), retries=10)
+    early.backward()
+    scaler.step(optimizer)
+    expected, its_optimizer, low = setup(Static(1024.0))
+    low.backward(loss_of(expected, 0))
+    low.backward(loss_of(expected, 1))
+    low.step(its_optimizer)
+    assert same(weights(model), weights(expected))
+
+
+def test_a_retry_backs_off_whatever_the_hysteresis_says_and_spends_no_credit() -> None:
+    model, optimizer, scaler = setup(Dynamic(init_scale=2048.0, hysteresis=3))
+    scaler.backward(narrow(loss_of(model)), retries=1)
+    result = scaler.step(optimizer)
+    assert not result.skipped()
+    assert result.scale.item() == 1024.0
+    assert scaler.state_dict()["state"]["credits"] == 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "scale_after"),
+    [(Static(65536.0), 65536.0), (Dynamic(init_scale=65536.0, min_scale=65536.0), 65536.0)],
+    ids=["Static", "at the floor"],
+)
+def test_there_is_no_retry_where_the_scale_cannot_go_lower(policy: Policy, scale_after: float) -> None:
+    model, optimizer, scaler = setup(policy)
+    scaler.backward(narrow(loss_of(model)), retries=5)
+    result = scaler.step(optimizer)
+    assert result.skipped()
+    assert result.retries == 0
+    assert result.next_scale.item() == scale_after
+
+
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_there_is_no_retry_for_a_loss_that_is_not_finite(bad: float) -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(loss_of(model) * bad, retries=5)
+    result = scaler.step(optimizer)
+    assert result.status == "nonfinite_loss"
+    assert result.retries == 0
+    assert result.next_scale.item() == 65536.0
+
+
+def test_gradients_that_overflow_at_every_scale_back_off_once_from_the_first() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(narrow(loss_of(model), limit=-1.0), retries=3)
+    assert scaler.loss_scale.item() == 8192.0
+    result = scaler.step(optimizer)
+    assert result.status == "overflow"
+    assert result.retries == 3
+    assert (result.scale.item(), result.next_scale.item()) == (8192.0, 32768.0)
+    assert scaler.metrics()["skipped"] == 1
+
+
+def test_gradients_that_a_hopeless_retry_left_finite_keep_the_scale_they_were_made_with() -> None:
+    bad, good = nn.Linear(1, 1), nn.Linear(1, 1)
+    scaler = LossScaler([bad, good], Dynamic(init_scale=65536.0))
+    scaler.backward(good(torch.ones(1, 1)).sum())
+    loss = narrow(bad(torch.ones(1, 1)).sum(), limit=-1.0) + good(torch.ones(1, 1)).sum()
+    scaler.backward(loss, retries=3)
+    result = scaler.step(torch.optim.SGD(good.parameters(), lr=1.0))
+    assert not result.skipped()
+    assert good.weight.grad is not None
+    assert good.weight.grad.item() == 2.0
+
+
+def test_headroom_learns_from_a_retry() -> None:
+    model, optimizer, scaler = setup(Headroom(init_scale=2.0**40))
+    for step in range(4):
+        scaler.backward(narrow(loss_of(model, step)), retries=10)
+        assert not scaler.step(optimizer).skipped()
+        optimizer.zero_grad()
+    assert scaler.loss_scale.item() <= 1024.0
+
+
+class Explodes(torch.autograd.Function):
+    """Raises in its second backward pass; its gradient is inf in the first."""
+
+    passes = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        Explodes.passes += 1
+        if Explodes.passes == 2:
+            raise ZeroDivisionError("in backward")
+        return grads[0] * torch.inf
+
+
+def test_a_backward_pass_that_raises_leaves_everything_as_it_was() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(loss_of(model, 0))
+    before, saved = grads(model), scaler.state_dict()
+    Explodes.passes = 0
+    with pytest.raises(ZeroDivisionError, match="in backward"):
+        scaler.backward(Explodes.apply(loss_of(model, 1)), retries=5)  # type: ignore[arg-type]
+    assert Explodes.passes == 2
+    assert same(grads(model), before)
+    assert scaler.state_dict() == saved
+    assert scaler.step(optimizer).retries == 0
+
+
+def test_gradients_left_over_are_refused_after_a_retry_too() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(loss_of(model), retries=1)
+    scaler.step(optimizer)
+    scaler.backward(narrow(loss_of(model)), retries=10)
+    with pytest.raises(RuntimeError, match="Gradients from before the last step are still there"):
+        scaler.step(optimizer)
+
+
+def test_parameters_the_scaler_was_not_told_of_are_refused_after_a_retry() -> None:
+    model, stranger = small_model(), nn.Parameter(torch.ones(()))
+    scaler = LossScaler(model, Dynamic(init_scale=65536.0))
+    optimizer = torch.optim.SGD([*model.parameters(), stranger])
+    scaler.backward(narrow(loss_of(model)) + stranger, retries=10)
+    with pytest.raises(RuntimeError, match=r"not told of: param_groups\[0\]\.params\[4\]\. Build it as `LossScaler\("):
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    scaler.backward(loss_of(model) + stranger)
+    assert not scaler.step(optimizer).skipped()
+
+
+def test_sparse_gradients_of_earlier_micro_batches_survive_a_retry() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    scaler = LossScaler(embedding, Dynamic(init_scale=65536.0))
+    index = torch.tensor([1, 1, 3])
+    scaler.backward(embedding(index).sum())
+    scaler.backward(narrow(embedding(index).sum()), retries=10)
+    scaler.backward((embedding.weight**2).sum() * 0, retries=1)
+    scaler.step(torch.optim.SGD(embedding.parameters(), lr=1.0))
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad.to_dense()[:, 0].tolist() == [0.0, 4.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_models_can_be_retried(reentrant: bool) -> None:
+    model, optimizer, scaler = setup()
+    x = torch.randn(8, 4, requires_grad=True)
+    scaler.backward(narrow(checkpoint(model, x, use_reentrant=reentrant).sum()), retries=10)  # type: ignore[union-attr]
+    assert not scaler.step(optimizer).skipped()
+    expected, its_optimizer, low = setup(Static(1024.0))
+    low.backward(expected(x).sum())
+    low.step(its_optimizer)
+    assert same(weights(model), weights(expected))
+
+
+def test_the_graph_is_freed_after_the_last_attempt_unless_asked_otherwise() -> None:
+    model, _, scaler = setup(Static(4.0))
+    kept = loss_of(model)
+    scaler.backward(kept, retries=1, retain_graph=True)
+    scaler.backward(kept)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"retries": -1}, ValueError, r"`retries` must not be negative\. Received: retries=-1\."),
+        ({"retries": 1.0}, TypeError, r"`retries` must be an integer\. Received: retries=1\.0 \(float\)\."),
+        ({"retries": True}, TypeError, r"`retries` must be an integer\. Received: retries=True \(bool\)\."),
+        ({"retries": 1, "create_graph": True}, ValueError, r"`create_graph=True` cannot differentiate"),
+    ],
+)
+def test_retries_that_cannot_be_are_refused(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    model, _, scaler = setup()
+    with pytest.raises(error, match=text):
+        scaler.backward(loss_of(model), **arguments)
+
+
+def test_retries_need_the_model() -> None:
+    with pytest.raises(RuntimeError, match=r"must know every parameter.*Build the scaler as `LossScaler\(model\)`"):
+        LossScaler(policy=Dynamic()).backward(loss_of(small_model()), retries=1)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("wrapped_in", [lambda ddp: ddp, nn.Sequential], ids=["itself", "a module"])
+def test_a_data_parallel_model_is_refused_unless_it_does_not_synchronise(wrapped_in: Any) -> None:
+    model = small_model()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    scaler = LossScaler(wrapped_in(parallel), Dynamic(init_scale=65536.0))
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(RuntimeError, match=r"of DistributedDataParallel again: it sends its gradients"):
+        scaler.backward(narrow(loss_of(parallel)), retries=10)
+    scaler.backward(loss_of(parallel))
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+    with parallel.no_sync():
+        scaler.backward(narrow(loss_of(parallel)), retries=10)
+    assert not scaler.step(optimizer).skipped()

@@ -1,0 +1,281 @@
+"""The order of calls: what a step may follow, and which gradients are refused because nobody knows their scale."""
+
+import pytest
+import torch
+from tests.torch.helpers import INF, loss_of, poison, same, small_model, weights
+from torch import nn
+
+from gradscale import Dynamic, Static
+from gradscale.torch import LossScaler
+from gradscale.torch.step.agree import Agreement
+
+pytestmark = pytest.mark.usefixtures("either_way")
+
+NOT_SCALED = r"none was scaled since the last step\. Call `scaler\.backward\(loss\)`"
+NOT_RUN = r"no backward pass has been run since the loss was scaled\. Call"
+LEFT_OVER = r"Gradients from before the last step are still there.*Call `optimizer\.zero_grad\(\)` after every step"
+
+
+def setup(growth_interval: int = 1, fused: bool = True) -> tuple[nn.Sequential, torch.optim.Optimizer, LossScaler]:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    return model, optimizer, LossScaler(model, Dynamic(init_scale=256.0, growth_interval=growth_interval))
+
+
+def test_a_step_before_anything_was_scaled_is_refused() -> None:
+    _, optimizer, scaler = setup()
+    with pytest.raises(RuntimeError, match=NOT_SCALED):
+        scaler.step(optimizer)
+
+
+def test_a_step_after_an_unscaled_backward_pass_is_refused() -> None:
+    model, optimizer, scaler = setup()
+    loss_of(model).backward()
+    with pytest.raises(RuntimeError, match=NOT_SCALED):
+        scaler.step(optimizer)
+
+
+def test_a_step_before_the_backward_pass_is_refused_and_can_be_made_up_for() -> None:
+    model, optimizer, scaler = setup()
+    scaled = scaler.scale(loss_of(model))
+    with pytest.raises(RuntimeError, match=NOT_RUN):
+        scaler.step(optimizer)
+    scaled.backward()
+    assert not scaler.step(optimizer).skipped()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_second_step_is_refused_and_changes_nothing(fused: bool) -> None:
+    model, optimizer, scaler = setup(fused=fused)
+    scaler.backward(loss_of(model))
+    scaler.step(optimizer)
+    before, saved = weights(model), scaler.state_dict()
+    with pytest.raises(RuntimeError, match=NOT_SCALED):
+        scaler.step(optimizer)
+    assert same(weights(model), before)
+    assert scaler.state_dict() == saved
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("skipped", [True, False])
+def test_gradients_that_were_never_cleared_are_refused_by_name(fused: bool, skipped: bool) -> None:
+    model, optimizer, scaler = setup(fused=fused)
+    scaler.backward(loss_of(model))
+    if skipped:
+        poison(model[0].weight)
+    scaler.step(optimizer)
+    scaler.backward(loss_of(model))
+    before, saved = weights(model), scaler.state_dict()
+    with pytest.raises(RuntimeError, match=rf"{LEFT_OVER[:50]}.*Parameters: 0\.weight, 0\.bias, 2\.weight, 2\.bias\."):
+        scaler.step(optimizer)
+    assert same(weights(model), before)
+    assert scaler.state_dict() == saved
+
+
+def replace_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Does what some optimizers do, and hooks of others: makes new gradients from those it is given."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = parameter.grad - parameter.grad.mean()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_that_the_step_itself_replaced_must_be_cleared_too(fused: bool) -> None:
+    model, optimizer, scaler = setup(fused=fused)
+    optimizer.register_step_pre_hook(replace_gradients)
+    for _ in range(2):
+        scaler.backward(loss_of(model))
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    scaler.backward(loss_of(model))
+    scaler.step(optimizer)
+    scaler.backward(loss_of(model))
+    with pytest.raises(RuntimeError, match=LEFT_OVER):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_whose_ranks_cannot_agree_is_over_and_its_gradients_must_be_cleared(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_connection(*_: object) -> None:
+        raise ConnectionError("a rank is gone")
+
+    model, optimizer, scaler = setup(fused=fused)
+    scaler.backward(loss_of(model))
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+    scaler.backward(loss_of(model))
+    before, saved = weights(model), scaler.state_dict()
+    with monkeypatch.context() as patched:
+        patched.setattr(Agreement, "ranks", 2)
+        patched.setattr(Agreement, "over_ranks", lose_connection)
+        with pytest.raises(ConnectionError):
+            scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=NOT_SCALED):  # some gradients may be divided already
+        scaler.step(optimizer)
+    scaler.backward(loss_of(model))
+    with pytest.raises(RuntimeError, match=LEFT_OVER):
+        scaler.step(optimizer)
+    assert same(weights(model), before)
+    assert scaler.state_dict() == saved
+
+
+def test_after_a_refusal_the_loop_can_go_on() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(loss_of(model))
+    scaler.step(optimizer)
+    scaler.backward(loss_of(model))
+    with pytest.raises(RuntimeError, match=LEFT_OVER):
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    scaler.backward(loss_of(model))
+    assert not scaler.step(optimizer).skipped()
+
+
+def test_after_a_refusal_clearing_in_place_is_enough() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(loss_of(model))
+    scaler.step(optimizer)
+    scaler.backward(loss_of(model))
+    with pytest.raises(RuntimeError, match=LEFT_OVER):
+        scaler.step(optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    scaler.backward(loss_of(model))
+    assert not scaler.step(optimizer).skipped()
+
+
+def test_gradients_of_a_parameter_that_no_optimizer_has_stepped_yet_are_left_over_too() -> None:
+    stepped, waiting = nn.Linear(1, 1), nn.Linear(1, 1)
+    scaler = LossScaler([stepped, waiting], Dynamic(growth_interval=1))
+    scaler.backward(waiting(stepped(torch.ones(1, 1))).sum())
+    scaler.step(torch.optim.SGD(stepped.parameters()))
+    scaler.backward(waiting(torch.ones(1, 1)).sum())
+    with pytest.raises(RuntimeError, match=r"Parameters: 1\.weight, 1\.bias\."):
+        scaler.step(torch.optim.SGD(waiting.parameters()))
+
+
+def test_gradients_that_were_refused_once_are_refused_until_they_are_cleared() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(loss_of(model))
+    scaler.step(optimizer)
+    for _ in range(3):
+        scaler.backward(loss_of(model))
+        with pytest.raises(RuntimeError, match=LEFT_OVER):
+            scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_clearing_in_place_is_clearing(set_to_none: bool, fused: bool) -> None:
+    model, optimizer, scaler = setup(fused=fused)
+    for step in range(4):
+        scaler.backward(loss_of(model, step))
+        if step == 1:
+            poison(model[0].weight)
+        scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=set_to_none)
+    assert scaler.metrics()["applied"] == 3
+
+
+def test_gradients_of_which_only_some_were_cleared_are_refused_by_name() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(loss_of(model))
+    scaler.step(optimizer)
+    model[0].zero_grad()
+    scaler.backward(loss_of(model))
+    with pytest.raises(RuntimeError, match=r"Parameters: 2\.weight, 2\.bias\."):
+        scaler.step(optimizer)
+
+
+def test_a_generator_may_fill_the_gradients_of_a_discriminator_that_clears_them_later() -> None:
+    generator, discriminator = nn.Linear(2, 2), nn.Linear(2, 1)
+    of_g, of_d = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator))
+    scaler = LossScaler([generator, discriminator], Dynamic(init_scale=4.0, growth_interval=1))
+    for _ in range(3):
+        of_d.zero_grad()
+        scaler.backward(discriminator(generator(torch.ones(1, 2)).detach()).sum())
+        assert not scaler.step(of_d).skipped()
+        of_g.zero_grad()
+        scaler.backward(-discriminator(generator(torch.ones(1, 2))).sum())
+        assert not scaler.step(of_g).skipped()
+
+
+def test_gradients_that_another_models_step_left_behind_are_refused() -> None:
+    generator, discriminator = nn.Linear(2, 2), nn.Linear(2, 1)
+    of_g, of_d = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator))
+    scaler = LossScaler([generator, discriminator], Dynamic(init_scale=4.0, growth_interval=1))
+    scaler.backward(discriminator(torch.ones(1, 2)).sum())
+    scaler.step(of_d)
+    of_d.zero_grad()
+    scaler.backward(-discriminator(generator(torch.ones(1, 2))).sum())
+    scaler.step(of_g)
+    scaler.backward(discriminator(torch.ones(1, 2)).sum())
+    with pytest.raises(RuntimeError, match=r"Parameters: 1\.weight, 1\.bias\."):
+        scaler.step(of_d)
+
+
+def test_gradients_cleared_between_two_backward_passes_of_a_step_are_not_left_over() -> None:
+    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+    of_a, of_b = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (a, b))
+    scaler = LossScaler([a, b], Static(4.0))
+    for _ in range(2):
+        of_a.zero_grad()
+        scaler.backward(a(torch.ones(1, 2)).sum())
+        of_b.zero_grad()
+        scaler.backward(b(torch.ones(1, 2)).sum())
+        scaler.step(of_a, of_b)
+    assert scaler.metrics()["applied"] == 2
+
+
+def test_a_bad_gradient_may_be_cleared_before_the_step() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(loss_of(model))
+    poison(model[0].weight, INF)
+    optimizer.zero_grad()
+    scaler.backward(loss_of(model))
+    assert not scaler.step(optimizer).skipped()
+
+
+def test_a_backward_pass_that_raises_can_be_followed_by_another() -> None:
+    model, optimizer, scaler = setup()
+    loss = loss_of(model)
+    loss.backward()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        scaler.backward(loss)
+    optimizer.zero_grad()
+    scaler.backward(loss_of(model))
+    assert not scaler.step(optimizer).skipped()
+
+
+def test_a_loss_without_a_graph_raises_what_torch_raises_and_the_loop_can_go_on() -> None:
+    model, optimizer, scaler = setup()
+    with torch.no_grad():
+        loss = loss_of(model)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        scaler.backward(loss)
+    scaler.backward(loss_of(model))
+    assert not scaler.step(optimizer).skipped()
+
+
+def test_a_step_may_be_taken_without_gradients_enabled() -> None:
+    model, optimizer, scaler = setup()
+    for _ in range(2):
+        scaler.backward(loss_of(model))
+        with torch.no_grad():
+            assert not scaler.step(optimizer, clip_norm=1.0).skipped()
+        optimizer.zero_grad()
+
+
+def test_a_step_or_a_checkpoint_inside_inference_mode_does_not_break_the_next_backward_pass() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(loss_of(model))
+    with torch.inference_mode():
+        scaler.step(optimizer)
+        scaler.load_state_dict(scaler.state_dict())
+        optimizer.zero_grad()
+    x = torch.ones(1, 4, requires_grad=True)
+    (grad,) = scaler.grad(model(x).sum(), x, create_graph=True)
+    assert grad is not None
+    scaler.backward(loss_of(model) + grad.sum())
+    assert not scaler.step(optimizer).skipped()

@@ -1,0 +1,119 @@
+"""Several devices in one process, emulated: the flags of each are one decision."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.torch.drop_in.helpers import give, grad_of, parameter, ready
+from torch import Tensor
+
+from gradscale import Headroom
+from gradscale.policies.contract import Seen
+from gradscale.torch import GradScaler
+from gradscale.torch.step import host_copy as letter
+
+FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
+
+
+class TwoDevices(GradScaler):
+    """Believes that every optimizer also has gradients on a second device, whose flag is `second`."""
+
+    second = 0.0
+
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, Tensor]:
+        return super()._unscale_grads_(*args) | {SECOND: torch.tensor(self.second)}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second", "skipped"),
+    [(1.0, 0.0, False), (torch.inf, 0.0, True), (1.0, 1.0, True), (torch.inf, 1.0, True)],
+)
+def test_overflow_on_any_device_skips_the_step_and_lowers_the_scale_once(
+    first: float, second: float, skipped: bool, fused: bool
+) -> None:
+    owner = parameter()
+    optimizer = torch.optim.Adam([owner], lr=0.1, fused=fused)
+    scaler = ready(TwoDevices("cpu", init_scale=8.0))
+    scaler.second = second
+    give((owner, first))
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(owner.detach(), torch.ones(3)) is skipped
+    assert scaler.last.skipped() is skipped
+    assert scaler.get_scale() == (4.0 if skipped else 8.0)
+    if fused:
+        assert optimizer.state[owner]["step"].item() == (0 if skipped else 1)
+
+
+@pytest.mark.parametrize("flag", [2.0, torch.nan, -1.0])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_fused_kernels_are_given_one_or_zero_and_nothing_else(flag: float, shape: tuple[int, ...]) -> None:
+    owner = parameter()
+    optimizer = torch.optim.Adam([owner], lr=0.1, fused=True)
+    scaler = ready(GradScaler("cpu", init_scale=8.0))
+    give((owner, 1.0))
+    scaler.unscale_(optimizer)
+    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {FIRST: torch.full(shape, flag)}
+    scaler.step(optimizer)
+    scaler.update()
+    assert owner.tolist() == [1.0] * 3
+    assert scaler.get_scale() == 4.0
+
+
+def test_update_leaves_the_flags_of_the_optimizers_as_they_are() -> None:
+    owners = [parameter(), parameter()]
+    scaler = ready(GradScaler("cpu"))
+    give((owners[0], 1.0), (owners[1], torch.inf))
+    optimizers = [torch.optim.SGD([owner], lr=0.1) for owner in owners]
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    flags = [scaler._found_inf_per_device(optimizer)[FIRST] for optimizer in optimizers]
+    scaler.update()
+    assert [flag.item() for flag in flags] == [0.0, 1.0]
+
+
+def test_flags_are_noted_for_every_device_that_holds_gradients() -> None:
+    owner = parameter()
+    optimizer = torch.optim.SGD([owner], lr=0.1, fused=True)
+    scaler = ready(GradScaler("cpu"))
+    give((owner, torch.inf))
+    noted = scaler._check_inf_per_device(optimizer)
+    assert {device: flag.item() for device, flag in noted.items()} == {FIRST: 1.0}
+    assert scaler._found_inf_per_device(optimizer) is noted
+    assert grad_of(owner).tolist() == [torch.inf] * 3
+
+
+@pytest.fixture
+def _as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the check take the CPU for an accelerator, whose outcome it may not look at."""
+    monkeypatch.setattr(letter, "free_to_look", lambda _: False)
+
+
+@pytest.mark.usefixtures("_as_on_an_accelerator")
+@pytest.mark.parametrize(("grad", "skipped"), [(1.0, False), (torch.inf, True), (torch.nan, True), (1e30, True)])
+def test_fused_step_on_an_accelerator_is_gated_by_the_norm(grad: float, skipped: bool) -> None:
+    owner, other = parameter(), parameter()
+    optimizer = torch.optim.SGD([("good", other), ("bad", owner)], lr=0.1, fused=True)
+    scaler = ready(GradScaler("cpu", init_scale=8.0))
+    give((other, 1.0), (owner, grad))
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(owner.detach(), torch.ones(3)) is skipped
+    assert [culprit.name for culprit in scaler.last.culprits()] == (["bad"] if skipped else [])
+
+
+@pytest.mark.usefixtures("_as_on_an_accelerator")
+def test_policy_on_an_accelerator_is_shown_the_largest_gradient_and_no_norm() -> None:
+    owner = parameter(shape=(100,))
+    optimizer = torch.optim.SGD([owner], lr=0.0, fused=True)
+    policy = Headroom()
+    scaler = ready(GradScaler("cpu", policy=policy))
+    state = policy.start()
+    for _ in range(20):
+        give((owner, 0.25 * scaler.get_scale()))
+        scaler.step(optimizer)
+        scaler.update()
+        state = policy.next(state, Seen(amax=np.float32(0.25)), np)
+        assert scaler.get_scale() == float(state.scale)

@@ -1,0 +1,257 @@
+"""The scale of the drop-in, step by step next to the core's `Dynamic` and to torch's own rule."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.torch.drop_in.helpers import TORCH, give, parameter, ready
+
+from gradscale import Dynamic, Headroom, Histogram, LogMax, NoScaling, Static
+from gradscale.peers import preset
+from gradscale.policies.contract import Policy, Seen
+from gradscale.torch import GradScaler
+from gradscale.torch.drop_in.update import Sizes, seen_in
+
+FLAGS = st.lists(st.booleans(), min_size=1, max_size=40)
+
+
+def scales_of(scaler: Any, overflows: list[bool]) -> list[tuple[float, int]]:
+    """Returns scale and tracker after each step of a run that overflows as told."""
+    owner = parameter()
+    optimizer = torch.optim.SGD([owner], lr=0.0)
+    ready(scaler)
+    seen = []
+    for overflow in overflows:
+        give((owner, torch.inf if overflow else 1.0))
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.get_scale(), scaler._get_growth_tracker()))
+    return seen
+
+
+def states_of(policy: Policy, overflows: list[bool]) -> list[tuple[float, int]]:
+    """Returns the same of a policy of the core."""
+    state, seen = policy.start(), []
+    for overflow in overflows:
+        state = policy.next(state, Seen(finite=np.bool_(not overflow)), np)  # type: ignore[arg-type]
+        seen.append((float(state.scale), int(state.clean_steps)))
+    return seen
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    overflows=FLAGS,
+    exponent=st.integers(-4, 20),
+    growth=st.sampled_from([2.0, 4.0, 1.5, 1.1]),
+    backoff=st.sampled_from([0.5, 0.25, 0.7]),
+    interval=st.integers(1, 4),
+)
+def test_default_rule_is_torchs(
+    overflows: list[bool], exponent: int, growth: float, backoff: float, interval: int
+) -> None:
+    config = {
+        "init_scale": 2.0**exponent,
+        "growth_factor": growth,
+        "backoff_factor": backoff,
+        "growth_interval": interval,
+    }
+    found = scales_of(GradScaler("cpu", **config), overflows)
+    assert found == scales_of(TORCH("cpu", **config), overflows)
+    assert found == states_of(preset("torch", **config), overflows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    overflows=FLAGS,
+    exponent=st.integers(0, 8),
+    growth=st.sampled_from([2.0, 3.0]),
+    interval=st.integers(1, 3),
+    hysteresis=st.integers(1, 3),
+)
+def test_bounded_rule_is_dynamic(
+    overflows: list[bool], exponent: int, growth: float, interval: int, hysteresis: int
+) -> None:
+    config = {
+        "init_scale": 2.0**exponent,
+        "growth_factor": growth,
+        "growth_interval": interval,
+        "hysteresis": hysteresis,
+    }
+    policy = Dynamic(min_scale=1.0, max_scale=300.0, **config)
+    by_arguments = GradScaler("cpu", min_scale=1.0, max_scale=300.0, **config)
+    assert scales_of(by_arguments, overflows) == states_of(policy, overflows)
+    assert scales_of(GradScaler("cpu", policy=policy), overflows) == states_of(policy, overflows)
+
+
+@settings(max_examples=20, deadline=None)
+@given(overflows=FLAGS)
+def test_any_preset_runs_as_it_does_in_the_core(overflows: list[bool]) -> None:
+    policy = preset("megatron", initial_scale=2.0**6, growth_interval=2, min_scale=1.0, hysteresis=2)
+    assert scales_of(GradScaler("cpu", policy=policy), overflows) == states_of(policy, overflows)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("policy", [Headroom(), LogMax()], ids=["headroom", "logmax"])
+def test_policy_is_shown_the_largest_true_gradient(policy: Any, fused: bool) -> None:
+    owners = [parameter(), parameter()]
+    optimizers = [torch.optim.SGD([owner], lr=0.0, fused=fused) for owner in owners]
+    scaler = ready(GradScaler("cpu", policy=policy))
+    state = policy.start()
+    for step in range(30):
+        true = 2.0 ** (-(step % 7))
+        for owner, share in zip(owners, (0.25, 1.0), strict=True):
+            give((owner, true * share * scaler.get_scale()))
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        state = policy.next(state, Seen(amax=np.float32(true)), np)
+        assert scaler.get_scale() == float(state.scale)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_histogram_is_shown_the_share_above_its_edge(fused: bool) -> None:
+    policy = Histogram(init_scale=8.0)
+    small, large = parameter(shape=(30,)), parameter(shape=(10,))
+    optimizers = [torch.optim.SGD([owner], lr=0.0, fused=fused) for owner in (small, large)]
+    scaler = ready(GradScaler("cpu", policy=policy))
+    give((small, 0.0), (large, 2 * policy.edge_magnitude))
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    expected = policy.next(policy.start(), Seen(upper_share=np.float32(0.25)), np)
+    assert scaler.get_scale() == float(expected.scale) != 8.0
+
+
+def test_gradients_of_several_optimizers_are_seen_as_one() -> None:
+    def sizes(amax: float, share: float, elements: int) -> Sizes:
+        return Sizes(torch.tensor(amax), torch.tensor(share), elements)
+
+    both = [sizes(8.0, 0.0, 30), sizes(4.0, 1.0, 10)]
+    seen = seen_in(both, torch.tensor(False), torch.tensor(2.0))
+    assert (seen.finite.item(), seen.amax.item(), seen.upper_share.item()) == (True, 4.0, 0.25)
+    bad = seen_in([*both, sizes(torch.nan, 1.0, 1)], torch.tensor(True), torch.tensor(2.0))
+    assert (bad.finite.item(), bad.loss_finite.item(), bad.amax.item()) == (False, True, 0.0)
+
+
+def test_policy_that_would_reach_zero_stops_at_the_floor() -> None:
+    scaler = GradScaler("cpu", policy=preset("torch", init_scale=2.0**-125))
+    assert [scale for scale, _ in scales_of(scaler, [True] * 3)] == [2.0**-126] * 3
+
+
+def test_hysteresis_alone_sets_no_floor_of_its_own() -> None:
+    scaler = GradScaler("cpu", init_scale=1.0, hysteresis=2)
+    assert [scale for scale, _ in scales_of(scaler, [True, True, True])] == [1.0, 0.5, 0.25]
+
+
+def test_interval_may_be_longer_than_any_run() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=10**12)
+    assert scales_of(scaler, [False, False]) == [(8.0, 1), (8.0, 2)]
+
+
+def test_static_policy_never_moves_the_scale() -> None:
+    found = scales_of(GradScaler("cpu", policy=Static(64.0)), [True, False, False, True])
+    assert [scale for scale, _ in found] == [64.0] * 4
+
+
+def test_no_scaling_is_a_disabled_scaler() -> None:
+    scaler = GradScaler("cpu", policy=NoScaling())
+    assert (scaler.is_enabled(), scaler.get_scale(), scaler.state_dict()) == (False, 1.0, {})
+
+
+def test_plain_dynamic_runs_on_torchs_kernel() -> None:
+    scaler = GradScaler("cpu", policy=Dynamic(init_scale=8.0, min_scale=4.0, growth_interval=7))
+    assert scaler._rule is None
+    assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 7)
+    assert [scale for scale, _ in scales_of(scaler, [True, True])] == [4.0, 4.0]
+
+
+def test_scale_set_by_hand_is_where_the_policy_goes_on() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0, hysteresis=2)
+    scales_of(scaler, [False])
+    scaler.update(1024)
+    assert [scale for scale, _ in scales_of(scaler, [True, True])] == [1024.0, 512.0]
+
+
+@pytest.mark.parametrize(
+    ("setter", "value", "field"),
+    [("growth_factor", 4.0, "growth_factor"), ("backoff_factor", 0.25, "backoff_factor"), ("growth_interval", 1, None)],
+)
+def test_setters_change_the_policy_of_a_scaler_with_hysteresis(setter: str, value: float, field: str | None) -> None:
+    del field
+    scaler = GradScaler("cpu", init_scale=8.0, hysteresis=2)
+    getattr(scaler, f"set_{setter}")(value)
+    assert getattr(scaler, f"get_{setter}")() == value
+    assert getattr(scaler._rule.policy, setter) == value  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["growth_factor", "backoff_factor"])
+def test_setters_are_refused_where_the_policy_has_no_such_number(name: str) -> None:
+    scaler = GradScaler("cpu", policy=Headroom())
+    value = {"growth_factor": 4.0, "backoff_factor": 0.25}[name]
+    with pytest.raises(
+        ValueError, match=rf"The scale follows `Headroom`, which has no `{name}` to set\. Received: {name}="
+    ):
+        getattr(scaler, f"set_{name}")(value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ({"init_scale": 4.0}, r"Received also: init_scale=4\.0\. Give these to the policy\."),
+        ({"hysteresis": 2, "min_scale": 1.0}, r"Received also: min_scale=1\.0, hysteresis=2\."),
+    ],
+)
+def test_policy_and_numbers_together_are_refused(argument: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=rf"`policy` says all there is to say about the scale\. {text}"):
+        GradScaler("cpu", policy=Static(2.0), **argument)
+
+
+@pytest.mark.parametrize("bad", [Dynamic, "auto", 3])
+def test_what_is_no_policy_is_refused(bad: Any) -> None:
+    with pytest.raises(TypeError, match=r"`policy` must be a policy, such as `Dynamic\(\)`\. Received: policy="):
+        GradScaler("cpu", policy=bad)
+
+
+def test_policy_that_needs_a_share_above_an_unknown_edge_is_refused() -> None:
+    edgeless: Any = SimpleNamespace(needs=frozenset({"upper_share"}), start=Dynamic().start, next=Dynamic().next)
+    with pytest.raises(TypeError, match=r"must say above which edge, as `Histogram\.edge_magnitude` does"):
+        GradScaler("cpu", policy=edgeless)
+
+
+@pytest.mark.parametrize(
+    ("argument", "error", "text"),
+    [
+        (
+            {"min_scale": 0.0},
+            ValueError,
+            r"`min_scale` must be a normal float32 number, from 2\*\*-126\. .*min_scale=0\.0",
+        ),
+        ({"max_scale": torch.inf}, ValueError, r"`max_scale` must be a normal float32 number"),
+        ({"min_scale": 4.0, "max_scale": 2.0}, ValueError, r"`min_scale` must not be above `max_scale`\."),
+        ({"max_scale": 2.0}, ValueError, r"`init_scale` must be from 1\.17549e-38 to 2"),
+        ({"min_scale": "1"}, TypeError, r"`min_scale` must be a number\."),
+        ({"hysteresis": 0}, ValueError, r"`hysteresis` must be between 1 and 2\*\*31 - 1\."),
+        ({"hysteresis": 1.5}, TypeError, r"`hysteresis` must be an integer\."),
+    ],
+)
+def test_bounds_and_hysteresis_are_checked(argument: dict[str, Any], error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        GradScaler("cpu", **argument)
+
+
+@settings(max_examples=30, deadline=None)
+@given(overflows=FLAGS)
+def test_scale_stays_within_its_bounds(overflows: list[bool]) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1, min_scale=3.0, max_scale=10.0)
+    assert all(3.0 <= scale <= 10.0 for scale, _ in scales_of(scaler, overflows))
+
+
+def test_growth_to_infinity_is_not_taken() -> None:
+    scaler = GradScaler("cpu", init_scale=1e38, growth_factor=16.0, growth_interval=1)
+    assert scales_of(scaler, [False] * 3) == scales_of(
+        TORCH("cpu", init_scale=1e38, growth_factor=16.0, growth_interval=1), [False] * 3
+    )

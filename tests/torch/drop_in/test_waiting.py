@@ -1,0 +1,178 @@
+"""How often the drop-in makes the host wait for the device: never with fused optimizers, else once a step."""
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tests.torch.drop_in.helpers import OURS, TORCH, HostReads, batches, linear_pair
+from tests.torch.helpers import poison
+from torch import nn
+
+from gradscale import Headroom
+from gradscale.torch import GradScaler
+from gradscale.torch.drop_in import scale_bound as known_scale_module
+from gradscale.torch.drop_in.scale_bound import ASK_BELOW, KnownScale
+
+
+def reads_per_step(scaler: Any, bad: bool = False, clip: bool = False, **kwargs: Any) -> int:
+    """Returns the host reads of one training step, after one that made whatever is made once."""
+    model = linear_pair()
+    optimizer = torch.optim.AdamW(model.parameters(), **kwargs)
+    counted = 0
+    for x, y in batches(2):
+        optimizer.zero_grad()
+        with HostReads() as reads:
+            scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+            if bad:
+                poison(next(model.parameters()))
+            if clip:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+            scaler.step(optimizer)
+            scaler.update()
+            _ = scaler.last.applied, scaler.last.poll() if hasattr(scaler, "last") else None
+        counted = reads.count
+    return counted
+
+
+def own_reads(kind: Any, **kwargs: Any) -> int:
+    """Returns the host reads that are the scaler's, not the optimizer's."""
+    optimizer_kwargs = {key: value for key, value in kwargs.items() if key in ("fused", "foreach")}
+    scaler_kwargs = {key: value for key, value in kwargs.items() if key not in ("fused", "foreach", "bad", "clip")}
+    loop = {key: kwargs[key] for key in ("bad", "clip") if key in kwargs}
+    return reads_per_step(kind("cpu", **scaler_kwargs), **loop, **optimizer_kwargs)
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**-10])
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("bad", [False, True])
+def test_fused_step_never_waits(bad: bool, clip: bool, scale: float) -> None:
+    assert own_reads(OURS, fused=True, bad=bad, clip=clip, init_scale=scale) == 0
+
+
+@pytest.mark.parametrize("policy", [Headroom()])
+def test_fused_step_under_a_policy_never_waits(policy: Any) -> None:
+    assert own_reads(OURS, fused=True, policy=policy) == 0
+    assert own_reads(OURS, fused=True, hysteresis=2) == 0
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**-10])
+@pytest.mark.parametrize("clip", [False, True])
+def test_skipped_step_of_another_optimizer_waits_once(clip: bool, scale: float) -> None:
+    assert own_reads(OURS, foreach=True, bad=True, clip=clip, init_scale=scale) == 1
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**-10])
+def test_applied_step_of_another_optimizer_waits_as_often_as_with_torch(scale: float) -> None:
+    ours, theirs = (_reads_of_sgd(kind("cpu", init_scale=scale)) for kind in (OURS, TORCH))
+    assert ours == theirs == 1
+
+
+def _reads_of_sgd(scaler: Any) -> int:
+    """Returns the reads of a step with an optimizer that has none of its own."""
+    owner = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([owner], lr=0.1, foreach=True)
+    scaler.scale(owner.sum()).backward()
+    with HostReads() as reads:
+        scaler.step(optimizer)
+        scaler.update()
+    return reads.count
+
+
+def test_several_devices_are_read_at_once() -> None:
+    owner = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([owner], lr=0.1, foreach=True)
+    scaler = GradScaler("cpu")
+    scaler.scale(owner.sum()).backward()
+    scaler.unscale_(optimizer)
+    flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    flags[torch.device("cpu", 1)] = torch.zeros(())
+    with HostReads() as reads:
+        scaler.step(optimizer)
+        scaler.update()
+    assert reads.count == 1
+
+
+class SlowLetter:
+    """A letter that arrives when the test says so, as on an accelerator that is busy."""
+
+    sent: ClassVar[list["SlowLetter"]] = []
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        self.value, self.arrived = scale.item(), False
+        SlowLetter.sent.append(self)
+
+    def read(self) -> list[float]:
+        assert self.arrived, "read before it arrived: that would wait"
+        return [self.value]
+
+
+@pytest.fixture
+def letters(monkeypatch: pytest.MonkeyPatch) -> list[SlowLetter]:
+    monkeypatch.setattr(known_scale_module, "Letter", SlowLetter)
+    SlowLetter.sent = []
+    return SlowLetter.sent
+
+
+def halve(known: KnownScale, scale: torch.Tensor) -> None:
+    known.check(scale)
+    scale.mul_(0.5)
+    known.moved(scale, 0.5)
+
+
+def test_large_scale_is_known_to_be_above_one_without_asking(letters: list[SlowLetter]) -> None:
+    known, scale = KnownScale(), torch.tensor(2.0**16)
+    known.know(scale, 2.0**16)
+    for _ in range(8):
+        halve(known, scale)
+        assert not known.may_be_below_one(scale)
+    assert letters == []
+
+
+def test_host_asks_early_and_is_careful_until_it_knows(letters: list[SlowLetter]) -> None:
+    known, scale = KnownScale(), torch.tensor(ASK_BELOW)
+    known.know(scale, ASK_BELOW)
+    for _ in range(10):
+        known.check(scale)
+        scale.mul_(1.0)
+        known.moved(scale, 0.5)
+    assert len(letters) == 1
+    assert known.may_be_below_one(scale)
+    letters[0].arrived = True
+    assert known.may_be_below_one(scale), "256 may have been halved nine times since the letter was sent"
+    known.check(scale)
+    known.moved(scale, 0.5)
+    letters[1].arrived = True
+    assert not known.may_be_below_one(scale)
+
+
+def test_scale_below_one_is_never_missed(letters: list[SlowLetter]) -> None:
+    known, scale = KnownScale(), torch.tensor(2.0**10)
+    known.know(scale, 2.0**10)
+    for step in range(12):
+        halve(known, scale)
+        for letter in letters[::2] if step % 3 else letters:
+            letter.arrived = True
+        assert known.may_be_below_one(scale) or scale.item() >= 1
+
+
+def test_scale_that_others_wrote_to_is_unknown_until_it_is_read(letters: list[SlowLetter]) -> None:
+    known, scale = KnownScale(), torch.tensor(2.0**16)
+    known.know(scale, 2.0**16)
+    scale.fill_(4.0)
+    assert known.may_be_below_one(scale)
+    letters[0].arrived = True
+    assert not known.may_be_below_one(scale)
+
+
+def test_another_tensor_in_place_of_the_scale_is_unknown(letters: list[SlowLetter]) -> None:
+    known, scale, other = KnownScale(), torch.tensor(2.0**16), torch.tensor(0.5)
+    known.know(scale, 2.0**16)
+    assert known.may_be_below_one(other)
+    assert [letter.value for letter in letters] == [0.5]
+
+
+def test_scale_of_exactly_one_is_not_below_one() -> None:
+    known, scale = KnownScale(), torch.tensor(1.0)
+    known.know(scale, 1.0)
+    assert not known.may_be_below_one(scale)

@@ -1,0 +1,72 @@
+"""Under `torch.compile`: a compiled model trains, and forward pass, gradients and their measuring are one graph."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tests.torch.helpers import loss_of, small_model
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value
+
+from gradscale import Dynamic
+from gradscale.torch import LossScaler
+from gradscale.torch.step.measure import measure
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # of the compiler itself
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+Found = tuple[Tensor, Tensor, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _compiled_afresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        yield
+    torch._dynamo.reset()
+
+
+def by_autograd(model: nn.Module, x: Tensor, y: Tensor, scale: Tensor, *, norm: bool) -> Found:
+    loss = nn.functional.mse_loss(model(x), y)
+    grads = torch.autograd.grad(loss * scale, list(model.parameters()))
+    measured = measure(grads, scale.device, norm=norm)
+    return loss.detach(), measured.sizes, measured.finite(scale)
+
+
+def by_transform(model: nn.Module, x: Tensor, y: Tensor, scale: Tensor, *, norm: bool) -> Found:
+    def scaled(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        loss = nn.functional.mse_loss(functional_call(model, parameters, (x,)), y)
+        return loss * scale, loss
+
+    grads, (_, loss) = grad_and_value(scaled, has_aux=True)(dict(model.named_parameters()))
+    measured = measure(list(grads.values()), scale.device, norm=norm)
+    return loss.detach(), measured.sizes, measured.finite(scale)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("way", [by_autograd, by_transform])
+def test_forward_pass_gradients_and_measure_are_one_graph(way: Callable[..., Found], norm: bool, backend: str) -> None:
+    model, x, y = nn.Sequential(nn.Linear(64, 600), nn.Tanh(), nn.Linear(600, 2)), torch.randn(5, 64), torch.randn(5, 2)
+    compiled = torch.compile(way, fullgraph=True, backend=backend)
+    for target, is_finite in ((y, True), (y * torch.inf, False)):
+        expected = way(model, x, target, torch.tensor(1024.0), norm=norm)
+        found = compiled(model, x, target, torch.tensor(1024.0), norm=norm)
+        assert bool(found[2]) is bool(expected[2]) is is_finite
+        torch.testing.assert_close(found[:2], expected[:2], equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_model_trains_as_the_same_model_does_uncompiled(backend: str) -> None:
+    weights = []
+    for compiled in (False, True):
+        model = small_model()
+        forward = torch.compile(model, backend=backend) if compiled else model
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        scaler = LossScaler(model, Dynamic())
+        for step in range(3):
+            scaler.backward(loss_of(forward, step))  # type: ignore[arg-type]
+            assert not scaler.step(optimizer, clip_norm=0.05).skipped()
+            optimizer.zero_grad()
+        weights.append([parameter.detach() for parameter in model.parameters()])
+    torch.testing.assert_close(*weights)

@@ -1,0 +1,182 @@
+"""`ScaleStuck`: a run that skips every step says so, names who is to blame, and guesses why."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.torch.helpers import INF, NAN, loss_of, poison, small_model, train_step
+from torch import nn
+
+from gradscale import Dynamic, Policy, Static
+from gradscale.policies.headroom import Headroom
+from gradscale.torch import LossScaler, ScaleStuck
+
+FLOOR = Dynamic(init_scale=4.0, min_scale=1.0)
+
+
+def stuck_at(policy: Policy, damage: Callable[[nn.Sequential], None], loss: float = 1.0) -> tuple[int, ScaleStuck]:
+    """Returns the step at which a run with the same damage in every step is given up, and the error."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = LossScaler(model, policy, max_consecutive_skips=5)
+    for step in range(200):
+        scaler.backward(loss_of(model) * loss)
+        damage(model)
+        try:
+            scaler.step(optimizer)
+        except ScaleStuck as error:
+            return step + 1, error
+        optimizer.zero_grad()
+    raise AssertionError("never stuck")
+
+
+def in_one(model: nn.Sequential) -> None:
+    poison(model[2].bias, NAN)
+
+
+def in_some(model: nn.Sequential) -> None:
+    poison(model[0].weight)
+    poison(model[2].bias)
+
+
+def in_all(model: nn.Sequential) -> None:
+    for parameter in model.parameters():
+        poison(parameter, NAN)
+
+
+def in_none(model: nn.Sequential) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("damage", "loss", "cause"),
+    [
+        (in_none, NAN, "the loss itself is inf or NaN, so no scale can help; look at the forward pass and the input"),
+        (in_one, 1.0, r"one parameter, '2\.bias', overflows at any scale; keep its module in float32"),
+        (in_some, 1.0, "part of the model overflows at any scale; keep the modules of these parameters in float32"),
+        (in_all, 1.0, "every gradient is inf or NaN although the loss is finite; look for a division by zero"),
+    ],
+)
+def test_the_likely_cause_is_named(damage: Callable[[nn.Sequential], None], loss: float, cause: str) -> None:
+    step, error = stuck_at(FLOOR, damage, loss)
+    assert step == 5
+    with pytest.raises(ScaleStuck, match=rf"5 steps in a row were skipped.*Likely cause: {cause}"):
+        raise error
+
+
+def test_the_culprits_are_listed_with_their_kind() -> None:
+    _, error = stuck_at(FLOOR, in_one)
+    assert [(culprit.name, culprit.kind) for culprit in error.culprits] == [("2.bias", "nan")]
+    assert "Gradients that were not finite: 2.bias (nan)." in str(error)
+
+
+def test_at_most_five_culprits_are_listed_in_the_text() -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)))
+    scaler = LossScaler(model, Static(1.0), max_consecutive_skips=1)
+    scaler.backward(model(torch.ones(1, 1)).sum())
+    for parameter in model.parameters():
+        poison(parameter)
+    with pytest.raises(ScaleStuck, match=r"0\.weight \(inf\).*2\.weight \(inf\) and 3 more\.") as caught:
+        scaler.step(torch.optim.SGD(model.parameters()))
+    assert len(caught.value.culprits) == 8
+
+
+def test_gradients_that_only_grad_took_are_a_cause_of_their_own() -> None:
+    model = small_model()
+    scaler = LossScaler(model, Static(2.0**20), max_consecutive_skips=1)
+    x = torch.ones(1, dtype=torch.float16, requires_grad=True)
+    scaler.grad((x.float() * 2.0).sum(), x)
+    scaler.backward(loss_of(model))
+    with pytest.raises(ScaleStuck, match=r"overflowed that the step did not read: those of `scaler\.grad`"):
+        scaler.step(torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize("policy", [FLOOR, Static(8.0), Headroom(min_scale=1.0)], ids=lambda p: type(p).__name__)
+def test_every_policy_can_be_stuck(policy: Policy) -> None:
+    step, _ = stuck_at(policy, in_all)
+    assert 5 <= step <= 30
+
+
+def test_a_run_that_can_still_lower_its_scale_is_not_stuck() -> None:
+    step, error = stuck_at(Dynamic(init_scale=2.0**20), in_all)
+    assert step == 21
+    assert "no lower scale than 1 can help" in str(error)
+
+
+def test_a_run_that_applies_a_step_now_and_then_is_not_stuck() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler = LossScaler(model, FLOOR, max_consecutive_skips=3)
+    for step in range(12):
+        train_step(scaler, model, optimizer, bad=None if step % 3 == 2 else INF)
+
+
+def stuck_run(on_stuck: Any, bad_steps: int = 6) -> tuple[LossScaler, nn.Sequential, torch.optim.Optimizer]:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler = LossScaler(model, Static(8.0), max_consecutive_skips=3, on_stuck=on_stuck)
+    for _ in range(bad_steps):
+        train_step(scaler, model, optimizer, bad=INF)
+    return scaler, model, optimizer
+
+
+def test_a_warning_comes_once_and_points_at_the_step() -> None:
+    with pytest.warns(UserWarning, match="3 steps in a row were skipped") as caught:
+        scaler, model, optimizer = stuck_run("warn")
+    assert [warning.filename.rsplit("/", 1)[-1] for warning in caught] == ["helpers.py"]
+    train_step(scaler, model, optimizer)
+    for _ in range(2):
+        train_step(scaler, model, optimizer, bad=INF)
+    with pytest.warns(UserWarning, match="3 steps in a row were skipped"):
+        train_step(scaler, model, optimizer, bad=INF)
+
+
+def test_a_function_is_called_once_with_the_error() -> None:
+    told: list[ScaleStuck] = []
+    stuck_run(told.append)
+    assert [(type(error), error.culprits[0].name) for error in told] == [(ScaleStuck, "0.weight")]
+
+
+def test_raising_goes_on_and_the_state_stays_whole() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler = LossScaler(model, Static(8.0), max_consecutive_skips=2)
+    for step in range(5):
+        scaler.backward(loss_of(model))
+        poison(model[0].weight)
+        if step < 1:
+            scaler.step(optimizer)
+        else:
+            with pytest.raises(ScaleStuck, match=f"{step + 1} steps in a row"):
+                scaler.step(optimizer)
+        optimizer.zero_grad()
+    assert scaler.metrics()["skipped"] == 5
+    assert not train_step(scaler, model, optimizer).skipped()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"max_consecutive_skips": 0}, ValueError, "`max_consecutive_skips` must be at least 1. Received: 0"),
+        ({"max_consecutive_skips": 1.5}, TypeError, "`max_consecutive_skips` must be an integer. Received: 1.5"),
+        ({"max_consecutive_skips": True}, TypeError, "`max_consecutive_skips` must be an integer. Received: True"),
+        ({"on_stuck": "ignore"}, ValueError, "`on_stuck` must be 'raise', 'warn' or a function. Received: on_stuck="),
+        (
+            {"policy": "fast"},
+            TypeError,
+            "`policy` must be 'auto' or a policy, such as `Dynamic()`. Received: policy='fast'",
+        ),
+        (
+            {"policy": Dynamic},
+            TypeError,
+            "`policy` must be a policy, such as `Dynamic()`. Received: policy=<class",
+        ),
+        ({"model": Dynamic()}, TypeError, "`model` must be a module or a list of modules. Received: Dynamic("),
+        ({"model": [1]}, TypeError, "`model` must be a module or a list of modules. Received: [1]. Pass a policy as"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        LossScaler(**arguments)
+    assert text in str(caught.value)
