@@ -351,7 +351,7 @@ def test_a_policy_of_ones_own_that_is_no_dataclass_runs_too() -> None:
 
 
 def test_the_presets_of_all_systems_replay_together_as_each_does_alone() -> None:
-    rows = json.loads((Path(__file__).parent / "data" / "peer_scale_sequences.json").read_text())
+    rows = json.loads((Path(__file__).parents[1] / "data" / "peer_scale_sequences.json").read_text())
     presets = [preset(row["system"], row["class"], **row["config"]) for row in rows]
     random = np.random.default_rng(0)
     amax = np.exp(random.normal(size=120)).tolist()
