@@ -166,7 +166,7 @@ class Folding(torch.optim.SGD):
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_a_whole_loop_runs_on_a_device_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
     for module in ("remember", "result"):
-        monkeypatch.setattr(f"gradscale.torch.{module}.Letter", NeverThere)
+        monkeypatch.setattr(f"gradscale.torch.step.{module}.Letter", NeverThere)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to("meta")
     optimizer = Folding(model.parameters())
     scaler = LossScaler(model, policy)
