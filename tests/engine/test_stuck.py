@@ -87,8 +87,6 @@ def test_settings_that_cannot_be_meant_are_refused(arguments: tuple[Any, ...], e
         (Status.OVERFLOW, 3, "every gradient is inf or NaN"),
     ],
 )
-def test_the_cause_follows_from_the_loss_and_from_how_many_parameters_were_not_finite(
-    status: Status, bad: int, cause: str
-) -> None:
+def test_the_cause_follows_from_the_loss_and_the_number_of_bad_parameters(status: Status, bad: int, cause: str) -> None:
     culprits = [Culprit(f"layer.{number}", "inf") for number in range(bad)]
     assert likely_cause(status, culprits, 3).startswith(cause)

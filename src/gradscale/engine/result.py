@@ -75,7 +75,7 @@ class StepResult:
 
         Does not read the gradients again: the sizes were kept from the step.
         """
-        sizes = [] if self.sizes is None else np.asarray(self.sizes).tolist()
+        sizes: list[float] = [] if self.sizes is None else np.asarray(self.sizes).tolist()
         return culprits_of(self.names, sizes, self.counts)
 
     @property
