@@ -12,6 +12,7 @@ from tests.jax.helpers import EXACT, INF, NAN, POLICY, batch, params, programs, 
 
 from gradscale import NoScaling
 from gradscale.jax import ScaledState, loss_scale, scaled
+from gradscale.policies.headroom import Headroom
 
 INSIDE = {
     "sgd": optax.sgd(0.1, momentum=0.9),
@@ -161,3 +162,4 @@ def test_the_state_is_a_named_tuple() -> None:
     opt_state = scaled(optax.sgd(0.1)).init(params())
     assert isinstance(opt_state, ScaledState)
     assert opt_state._fields == ("scaler", "inner")
+    assert opt_state.scaler.policy == Headroom()

@@ -1,4 +1,4 @@
-"""Drop-ins for jmp: the same names, fields, leaves and rules, with its faults mended.
+"""Drop-ins for jmp: the same names, fields, leaves and rules, with its faults fixed.
 
 `min_loss_scale` survives `jax.jit` and every other transformation; jmp forgets it there, and it becomes 1. A scale in
 FP16 works without a `min_loss_scale` in FP16. As in jmp, skipping a step is left to you; `gradscale.jax.value_and_grad`
@@ -15,7 +15,6 @@ import numpy as np
 from jax.core import Tracer
 
 from gradscale.jax.casting import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
-from gradscale.peers._settings import whole
 from gradscale.peers.jmp import dynamic_loss_scale
 from gradscale.peers.ladder import Ladder, LadderState
 from gradscale.policies.contract import Seen
@@ -120,7 +119,8 @@ class DynamicLossScale:
             _warn_if_not_floating(name, getattr(self, name))
         for name in ("period", "factor", "min_loss_scale"):
             object.__setattr__(self, name, _constant(name, getattr(self, name)))
-        object.__setattr__(self, "period", whole("period", self.period))
+        if isinstance(self.period, float) and self.period.is_integer():  # jmp takes 1000.0 too
+            object.__setattr__(self, "period", int(self.period))
         self._rule()
 
     def scale(self, tree: T) -> T:
@@ -132,7 +132,7 @@ class DynamicLossScale:
         return _times(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScale":
-        """Returns the scale for the next step. Waits for nothing.
+        """Returns the scale for the next step. Does not synchronize with the device.
 
         Args:
             grads_finite: whether this step was clean, as `all_finite` returns it.
@@ -167,7 +167,7 @@ class DynamicLossScale:
         return dynamic_loss_scale(1.0, period=self.period, factor=self.factor, min_loss_scale=self.min_loss_scale)
 
     def _state(self) -> LadderState:
-        """Returns the leaves as the rule knows them. A counter past the period wraps round, and grows nothing."""
+        """Returns the leaves as the rule knows them. A counter past the period wraps around, and grows nothing."""
         counter = jnp.asarray(self.counter)
         return LadderState(
             scale=jnp.asarray(self.loss_scale, getattr(self.loss_scale, "dtype", jnp.float32)),

@@ -53,7 +53,7 @@ class Step:
 
     @classmethod
     def of(cls, policy: Policy, clip_norm: float | None, norm: bool, axis_names: AxisNames) -> Self:
-        """Returns the step for what the caller asked for. Call it where the step runs: mapped axes are known only there."""
+        """Returns the step for what the caller asked for. Call it where the step runs: only there axes are known."""
         return cls(policy, Plan.of(policy, norm=norm, clip_norm=clip_norm), clip_norm, mapped_axes(axis_names))
 
     def attempt(self, state: Any, gradients: Sequence[Array], loss_finite: Array) -> Attempt:
