@@ -1,1 +1,1 @@
-"""Arithmetic on gradients in one framework's arrays, for the adapters that share the framework."""
+"""Kernels of a framework that several adapters share. Only adapters import this package."""
