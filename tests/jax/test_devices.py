@@ -97,7 +97,7 @@ def test_an_empty_list_of_axes_leaves_every_device_on_its_own(mesh: Any) -> None
     )
 
 
-def test_one_bad_loss_stops_the_retries_of_all_devices_and_blames_no_scale(mesh: Any) -> None:
+def test_one_bad_loss_stops_the_retries_of_all_devices_and_keeps_the_scale(mesh: Any) -> None:
     def cost(weights: Any, x: Any, spike: Any) -> Any:
         return loss_of(weights, x) + spike
 

@@ -1,4 +1,4 @@
-"""`value_and_grad`: true gradients of any pytree, or zeros, and the scale moved."""
+"""`value_and_grad`: unscaled gradients of any pytree, or zeros, and the next scale."""
 
 from functools import partial
 from typing import Any
@@ -15,14 +15,14 @@ from gradscale.policies.headroom import Headroom
 from gradscale.policies.log_max import LogMax
 
 
-def test_value_and_gradients_are_those_of_jax_bit_for_bit() -> None:
+def test_value_and_gradients_are_those_of_jax_bit_exactly() -> None:
     value, grads, _, result = jax.jit(value_and_grad(true_loss))(Scaler(EXACT), params(), batch())
     expected = jax.jit(jax.value_and_grad(true_loss))(params(), batch())
     assert same((value, grads), expected)
     assert result.status() is Status.APPLIED
 
 
-def test_eager_and_compiled_results_are_alike() -> None:
+def test_eager_and_compiled_results_are_the_same() -> None:
     function = value_and_grad(true_loss, clip_norm=0.125)
     eager = function(Scaler(POLICY), params(), batch())
     compiled = jax.jit(function)(Scaler(POLICY), params(), batch())
@@ -49,7 +49,7 @@ def test_a_bad_loss_skips_the_step_and_leaves_the_scale_alone() -> None:
     assert same(grads, jax.tree.map(jnp.zeros_like, params()))
 
 
-def test_fp16_compute_gives_float32_gradients_near_the_true_ones() -> None:
+def test_fp16_compute_gives_float32_gradients_near_those_of_float32() -> None:
     _, grads, _, result = jax.jit(value_and_grad(loss_of))(Scaler(POLICY), params(), batch())
     expected = jax.grad(true_loss)(params(), batch())
     assert result.status() is Status.APPLIED
@@ -145,14 +145,14 @@ def test_arguments_are_chosen_by_number_and_keywords_pass_through() -> None:
     assert [float(grad) for grad in grads] == [12.0, 9.0]
 
 
-def test_clipping_bounds_the_true_norm_and_tells_it() -> None:
+def test_clipping_bounds_the_unscaled_norm_and_reports_it() -> None:
     cost = value_and_grad(lambda w: jnp.sum(w * jnp.array([3.0, 4.0])), clip_norm=2.5)
     _, grads, _, result = cost(Scaler(EXACT), jnp.ones(2))
     assert number(result.grad_norm) == 5.0
     np.testing.assert_allclose(grads, [1.5, 2.0], rtol=1e-6)
 
 
-def test_the_norm_is_told_without_clipping_when_asked_for() -> None:
+def test_the_norm_is_reported_without_clipping_when_asked_for() -> None:
     plain, asked = (value_and_grad(lambda w: jnp.sum(w * 3.0), norm=norm) for norm in (False, True))
     assert plain(Scaler(EXACT), jnp.ones(1))[3].grad_norm is None
     _, grads, _, result = asked(Scaler(EXACT), jnp.ones(1))
@@ -223,7 +223,7 @@ def test_a_gradient_of_zero_has_a_derivative_though_it_is_clipped() -> None:
     assert float(jax.grad(slope)(jnp.float32(0))) == 2.0
 
 
-def test_what_is_known_of_one_step_is_not_told_of_many() -> None:
+def test_what_is_known_of_one_step_is_refused_of_many() -> None:
     results = jax.vmap(lambda grad: Scaler(EXACT).step(grad)[2])(jnp.array([1.0, INF]))
     for ask in (lambda: results.skipped(), lambda: results.status(), lambda: results.culprits()):
         with pytest.raises(ValueError, match=r"one step at a time.*the shape \(2,\).*Take one: `jax\.tree\.map"):
