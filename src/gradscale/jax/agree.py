@@ -1,5 +1,6 @@
 """Agree, the second stage: what was measured becomes the same on every device that shares the scale."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,29 +30,26 @@ def agree(local: LocalSizes, loss_finite: Array, plan: Plan, axes: Sequence[str]
     shares = [] if local.upper_share is None else [local.upper_share]
     numbers = [*local.magnitudes, *_summed(local.squares, axes), *shares, (~loss_finite).astype(jnp.float32)]
     packed = _worst(jnp.stack(jnp.broadcast_arrays(*numbers)), axes)
-    magnitudes, squares, upper_share, is_bad = jnp.split(packed, _ends(local.magnitudes, local.squares, shares))
+    ends = list(itertools.accumulate(len(part) for part in (local.magnitudes, local.squares, shares)))
+    magnitudes, squares, share, nonfinite_losses = jnp.split(packed, ends)
     measurement = _measurement(magnitudes, squares, plan)
-    if plan.edge is not None:
-        measurement = measurement._replace(upper_share=upper_share[0].astype(jnp.float32))
-    return measurement, is_bad[0] == 0
-
-
-def _ends(*lists: Sequence[Any]) -> list[int]:
-    """Returns where each of several lists ends once they are joined."""
-    return [sum(map(len, lists[: count + 1])) for count in range(len(lists))]
+    if shares:
+        measurement = measurement._replace(upper_share=share[0].astype(jnp.float32))
+    return measurement, nonfinite_losses[0] == 0
 
 
 def _measurement(magnitudes: Array, squares: Array, plan: Plan) -> Measurement:
-    """Returns the sizes of single gradients, and what they say of all of them."""
+    """Returns what the sizes of single gradients say of all of them."""
     # From a root, a little more, so that its rounding cannot make it less than the largest magnitude.
     sizes = magnitudes if magnitudes.size else jnp.sqrt(squares) * 1.0001
     # Without NaN, which XLA's maximum may lose.
-    largest = jnp.max(jnp.where(jnp.isfinite(sizes), sizes, jnp.inf), initial=0.0)
-    # Squares that overflow would make the norm inf, and clipping by it would make all gradients zero.
-    is_norm_finite = jnp.all(jnp.isfinite(squares))
+    largest = total = jnp.max(jnp.where(jnp.isfinite(sizes), sizes, jnp.inf), initial=0.0)
+    if magnitudes.size and squares.size:
+        # Squares that overflow would make the norm inf, and clipping by it would make all gradients zero.
+        total = jnp.where(jnp.all(jnp.isfinite(squares)), largest, jnp.inf)
     return Measurement(
         sizes=sizes if sizes.size else None,
-        total=jnp.where(is_norm_finite, largest, jnp.inf) if magnitudes.size and squares.size else largest,
+        total=total,
         amax=largest if plan.amax else None,
         norm=_root(jnp.sum(squares)) if plan.norm else None,
     )
