@@ -60,14 +60,8 @@ class NoOpLossScale:
         return self
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class StaticLossScale:
-    """Scales by a constant. A pytree without leaves: another constant is another program.
-
-    Attributes:
-        loss_scale: the constant: a number, or an array of one.
-    """
+class _Scales:
+    """What both kinds of scale do with it."""
 
     loss_scale: Any
 
@@ -79,6 +73,18 @@ class StaticLossScale:
         """Returns `tree` divided by the scale."""
         return _times(tree, 1 / self.loss_scale)
 
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class StaticLossScale(_Scales):
+    """Scales by a constant. A pytree without leaves: another constant is another program.
+
+    Attributes:
+        loss_scale: the constant: a number, or an array of one.
+    """
+
+    loss_scale: Any
+
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
         """Returns itself."""
         del grads_finite
@@ -87,7 +93,7 @@ class StaticLossScale:
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(_Scales):
     """Multiplies its scale by `factor` after `period` clean steps, and divides it by `factor` after any other.
 
     A growth to infinity is not taken, and a backoff ends at `min_loss_scale`. The leaves are `loss_scale` and
@@ -122,14 +128,6 @@ class DynamicLossScale:
         if isinstance(self.period, float) and self.period.is_integer():  # jmp takes 1000.0 too
             object.__setattr__(self, "period", int(self.period))
         self._rule()
-
-    def scale(self, tree: T) -> T:
-        """Returns `tree` times the scale."""
-        return _times(tree, self.loss_scale)
-
-    def unscale(self, tree: T) -> T:
-        """Returns `tree` divided by the scale."""
-        return _times(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScale":
         """Returns the scale for the next step. Does not synchronize with the device.
