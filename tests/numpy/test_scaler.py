@@ -16,6 +16,7 @@ from gradscale.numpy import Culprit, LossScaler, ScaleStuck
 from gradscale.peers import preset
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
+from gradscale.record import numbers
 
 
 def f32(*values: float) -> np.ndarray[Any, Any]:
@@ -158,8 +159,8 @@ def test_a_rule_is_given_float32_even_of_gradients_that_only_float64_holds() -> 
     scaler = LossScaler(Headroom())
     result = scaler.step([np.array([1e200])])
     assert result.applied
-    assert scaler.state.to_dict()["peak"] == np.finfo(np.float32).max
-    assert scaler.state.peak.dtype == np.float32
+    assert numbers(scaler.state)["peak"] == np.finfo(np.float32).max
+    assert numbers(scaler.state)["peak"].dtype == np.float32
 
 
 def test_no_scaling_looks_at_nothing_and_applies_everything() -> None:
