@@ -45,9 +45,9 @@ def test_a_decision_changes_nothing_until_it_is_remembered() -> None:
     scaler = Scaler(Dynamic(init_scale=8.0))
     before = scaler.state
     outcome, result = scaler.decide(math.inf)
-    assert (scaler.state is before, scaler.resets) == (True, 0)
+    assert (scaler.state is before, scaler.resets) == (True, 1)
     scaler._remember(outcome.state, result)  # pyright: ignore[reportPrivateUsage]
-    assert (scaler.loss_scale, scaler.last is result, scaler.resets) == (4.0, True, 1)
+    assert (scaler.loss_scale, scaler.last is result, scaler.resets) == (4.0, True, 2)
 
 
 @pytest.mark.parametrize("options", [{"size": math.nan}, {"size": 1.0, "overflowed": True}], ids=["here", "elsewhere"])
@@ -70,7 +70,7 @@ def test_a_stuck_run_raises_once_the_step_is_counted() -> None:
     scaler = Scaler(Static(8.0), max_consecutive_skips=1)
     with pytest.raises(ScaleStuck, match="one parameter, 'w', overflows"):
         scaler.step(math.inf)
-    assert (int(scaler.state.skipped), scaler.resets) == (1, 1)
+    assert (int(scaler.state.skipped), scaler.resets) == (1, 2)
 
 
 def test_metrics_have_the_names_of_every_adapter_and_are_plain_numbers() -> None:
@@ -85,6 +85,6 @@ def test_loading_replaces_policy_and_state_and_forgets_the_last_result() -> None
     saved, scaler = Scaler(Dynamic(init_scale=32.0)).state_dict(), Scaler()
     scaler.step(1.0)
     scaler.load_state_dict(saved)
-    assert (scaler.policy, scaler.loss_scale, scaler.resets) == (Dynamic(init_scale=32.0), 32.0, 2)
+    assert (scaler.policy, scaler.loss_scale, scaler.resets) == (Dynamic(init_scale=32.0), 32.0, 3)
     with pytest.raises(RuntimeError, match="There is a result once a step was taken"):
         _ = scaler.last

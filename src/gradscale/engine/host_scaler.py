@@ -44,6 +44,7 @@ class HostScaler:
         check_state(self._policy, self._state)
         self._stuck_check = StuckCheck(max_consecutive_skips, on_stuck)
         self._last: StepResult | None = None
+        self._reset()
 
     @property
     def policy(self) -> Policy:
@@ -149,5 +150,8 @@ class HostScaler:
         self._stuck_check.check(int(state.consecutive_skips), bool(state.stuck), result.loss_finite, result)
 
     def _reset(self) -> None:
-        """Drops what an adapter stores between a loss and its step. Called after every step and every load."""
+        """Starts a new step: clears what an adapter stores between a loss and its step.
+
+        Called by the constructor, after every step and after every load.
+        """
         raise NotImplementedError

@@ -26,7 +26,3 @@ class Losses:
     def finite(self) -> bool:
         """Returns whether all of them were finite. Synchronizes with the device."""
         return all(flag.asscalar() == 1 for flag in self._flags.values())
-
-    def clear(self) -> None:
-        """Starts again, for the next step."""
-        self._flags.clear()

@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,12 +11,11 @@ from gradscale.engine.decide import check_clip
 from gradscale.engine.host_scaler import HostScaler
 from gradscale.engine.plan import Plan
 from gradscale.engine.result import StepResult
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.mxnet.agree import Observation, observe
 from gradscale.mxnet.checks import check_loss
 from gradscale.mxnet.gradients import Gradients, multiply
 from gradscale.mxnet.remember import Losses
-from gradscale.policies.contract import Policy, ScaleState
+from gradscale.policies.contract import ScaleState
 
 
 class Decision(NamedTuple):
@@ -38,28 +37,13 @@ class LossScaler(HostScaler):
 
     `init_trainer` makes one, and the trainer calls it. Values are plain numbers: like MXNet's own amp, it reads a flag
     to the host at every step.
-
-    Args:
-        policy: the rule for the scale. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
-        clip_norm: bound on the norm of all gradients together, unscaled and divided by the size of the batch.
-        max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
-        on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
-            or call a function with it.
     """
 
-    def __init__(
-        self,
-        policy: Policy | Literal["auto"] = "auto",
-        clip_norm: float | None = None,
-        *,
-        max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
-        on_stuck: OnStuck = "raise",
-    ) -> None:
-        super().__init__(policy, max_consecutive_skips=max_consecutive_skips, on_stuck=on_stuck)
-        self.clip_norm = clip_norm
-        self._losses = Losses()
-        self._before_unscale: Observation | None = None
-        self._unscaled: Gradients = ()  # by `unscale`, and not used by a step yet
+    _clip_norm: float | None = None
+    _losses: Losses
+    _before_unscale: Observation | None
+    _unscaled: Gradients
+    """Gradients that `unscale` has divided, and no step has used yet."""
 
     @property
     def clip_norm(self) -> float | None:
@@ -174,7 +158,7 @@ class LossScaler(HostScaler):
             self._before_unscale = None
 
     def _reset(self) -> None:
-        self._losses.clear()
+        self._losses = Losses()
         self._before_unscale = None
         self._unscaled = ()
 

@@ -50,12 +50,9 @@ def init_trainer(
             compute in float16, or with scaled gradients; or an argument is out of range.
     """
     check_trainer(trainer)
-    scaler = LossScaler(
-        MXNETS_RULE if policy is None else policy,
-        clip_norm,
-        max_consecutive_skips=max_consecutive_skips,
-        on_stuck=on_stuck,
-    )
+    rule = MXNETS_RULE if policy is None else policy
+    scaler = LossScaler(rule, max_consecutive_skips=max_consecutive_skips, on_stuck=on_stuck)
+    scaler.clip_norm = clip_norm
     check_update_place(trainer)
     check_compression(trainer)
     check_optimizer(trainer, scaler.policy)

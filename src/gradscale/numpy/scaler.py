@@ -36,7 +36,7 @@ class LossScaler(HostScaler):
             or call a function with it.
     """
 
-    _losses_finite = True
+    _losses_finite: bool
 
     def scale(self, loss: Any) -> Any:
         """Returns `loss` times the scale, in float32 or wider. A loss that is not finite skips the next `step`.
