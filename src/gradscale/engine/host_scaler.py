@@ -1,5 +1,6 @@
 """The part of a scaler that needs no kernel, for adapters that decide in host memory: decide, remember, save."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -20,7 +21,7 @@ from gradscale.policies.contract import Policy, ScaleState
 R = TypeVar("R", bound=StepResult)
 
 
-class HostScaler:
+class HostScaler(ABC):
     """A policy, its state and the last result. An adapter's scaler adds the stages that read or write gradients.
 
     Args:
@@ -149,9 +150,9 @@ class HostScaler:
         self._reset()
         self._stuck_check.check(int(state.consecutive_skips), bool(state.stuck), result.loss_finite, result)
 
+    @abstractmethod
     def _reset(self) -> None:
         """Starts a new step: clears what an adapter stores between a loss and its step.
 
         Called by the constructor, after every step and after every load.
         """
-        raise NotImplementedError
