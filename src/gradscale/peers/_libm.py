@@ -11,7 +11,7 @@ import numpy as np
 from gradscale.engine.host import SCALARS
 from gradscale.record import Array
 
-_LOG2_E = float(np.float32(1) / np.float32(math.log(2)))
+LOG2_E = float(np.float32(1) / np.float32(math.log(2)))
 """What TensorFlow multiplies by where a program divides by the logarithm of 2."""
 
 
@@ -21,7 +21,7 @@ def log2(x: Array, xp: Any) -> Array:
     To the bit as TensorFlow has it where numpy runs it; elsewhere the framework's own logarithm, which may be off by
     a unit in the last place.
     """
-    return (_on_each(_c_function("logf", 1), x) if xp in (np, SCALARS) else xp.log(x)) * _LOG2_E
+    return (_on_each(_c_function("logf", 1), x) if xp in (np, SCALARS) else xp.log(x)) * LOG2_E
 
 
 def exp2(x: Array, xp: Any) -> Array:

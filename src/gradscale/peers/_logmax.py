@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from gradscale.peers._libm import LOG2_E as LOG2_E
 from gradscale.peers._libm import exp2, log2
 from gradscale.peers._settings import check_float32
 from gradscale.policies.arithmetic import Namespace
