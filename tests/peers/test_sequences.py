@@ -77,5 +77,19 @@ def test_leaves_keep_their_types(row: dict[str, Any]) -> None:
         assert value.dtype == getattr(start, name).dtype, name
 
 
+@pytest.mark.parametrize("row", ROWS + MORE_ROWS, ids=lambda row: row["id"])
+def test_no_magnitude_of_a_step_that_overflowed_is_read(row: dict[str, Any]) -> None:
+    policy = preset(row["system"], row["class"], **row["config"])
+    state = policy.start()
+    for magnitude in (1.0, 1e-3, 1e-3):
+        found = np.float32(magnitude)
+        state = policy.next(state, Seen(amax=found, norm=found), np)
+    steps = [
+        policy.next(state, Seen(finite=np.bool_(False), amax=np.float32(size), norm=np.float32(size)), np)
+        for size in (np.inf, 1.0, 0.0, np.nan)
+    ]
+    assert len({str(step.to_dict()) for step in steps}) == 1
+
+
 def test_every_system_but_those_without_runnable_code_has_rows() -> None:
     assert set(PEERS) - {row["system"] for row in ROWS} <= {"tf-keras", "paddle", "mindspore", "popart", "chainer"}

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscale import FP16, Seen
+from gradscale.policies.arithmetic import exp2_linear, log2_linear, root
 from gradscale.policies.log_max import LogMax, LogMaxState
-from gradscale.policies.logarithms import exp2_linear, log2_linear, root
 
 OVERFLOW = Seen(finite=np.bool_(False))
 
@@ -30,12 +30,12 @@ def after(policy: LogMax, *steps: Seen) -> LogMaxState:
 def test_it_starts_knowing_nothing_but_a_variance_of_one() -> None:
     state = LogMax(init_scale=8).start()
     assert (state.scale, state.peak, state.ceiling) == (8, 0, np.float32(FP16.max))
-    assert (state.mean, state.variance, state.observed) == (0, 1, 0)
+    assert (state.mean, state.variance, state.observations) == (0, 1, 0)
 
 
 def test_the_mean_of_few_steps_is_their_plain_mean_in_bits() -> None:
     state = after(LogMax(), clean(2.0**-3), clean(2.0**-5), clean(2.0**-7))
-    assert (state.mean, state.observed) == (-5, 3)
+    assert (state.mean, state.observations) == (-5, 3)
 
 
 def test_the_variance_of_few_steps_is_their_plain_variance_with_the_one_it_started_with() -> None:
@@ -76,7 +76,7 @@ def test_an_overflow_backs_off_and_leaves_the_model_alone() -> None:
     before = after(LogMax(), clean(1.0), clean(0.5))
     state = LogMax().next(before, OVERFLOW, np)
     assert state.scale == before.scale / 2
-    assert (state.mean, state.variance, state.observed) == (before.mean, before.variance, before.observed)
+    assert (state.mean, state.variance, state.observations) == (before.mean, before.variance, before.observations)
 
 
 def test_an_overflow_that_the_model_does_not_explain_is_learnt_from() -> None:

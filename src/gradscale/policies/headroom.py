@@ -6,26 +6,25 @@ from typing import ClassVar
 import numpy as np
 
 from gradscale.formats import FP16, Format
-from gradscale.policies.arithmetic import Namespace, larger
+from gradscale.policies.arithmetic import Namespace, larger, two_to
 from gradscale.policies.checks import HIGHEST_SCALE, check_bits, check_bounds, check_format, check_share
 from gradscale.policies.contract import Seen
 from gradscale.policies.peak import (
     CLIMB_BITS,
     RECOVERY,
-    Helm,
-    SteeredState,
-    haste,
-    highest,
-    sighting,
-    steered,
-    stride,
-    two_to,
+    PeakSettings,
+    PeakState,
+    decay_speed,
+    first_state,
+    highest_peak,
+    next_state,
+    observe,
 )
 from gradscale.record import Array, Record
 
 
 @dataclass(frozen=True, slots=True)
-class HeadroomState(SteeredState):
+class HeadroomState(PeakState):
     """State of `Headroom`. Its `peak` is the leaky maximum of the gradients."""
 
 
@@ -35,14 +34,14 @@ class Headroom(Record):
 
     It keeps a leaky peak of the unscaled gradients, and the scale is the largest power of two with which that peak
     stays `margin_bits` below the format's maximum, or below 2**48 in formats as wide as BF16. It follows the gradients
-    in both directions: a first step is enough to find the scale, wherever it starts, and a fall of the gradients raises
-    it within hundreds of steps.
+    in both directions: one step is enough to find the scale, wherever it starts, and when the gradients fall it rises
+    within hundreds of steps.
 
-    Only parameter gradients are measured, while those of activations may overflow first. So an overflow that the peak
-    does not explain teaches the policy a ceiling for `peak * scale` that is lower than the margin alone would make it.
-    The ceiling rises again slowly, and more slowly each time it proves right, so that overflows do not recur.
+    Only parameter gradients are measured, while activation gradients may overflow first. So an overflow that the peak
+    does not explain lowers the ceiling that `peak * scale` may reach. The ceiling recovers slowly, and more slowly each
+    time an overflow proves it right, so that overflows do not recur.
 
-    Scales have the same bits on every framework.
+    Scales are bit-exact on every framework.
 
     Attributes:
         format: the format that the gradients must fit.
@@ -51,8 +50,8 @@ class Headroom(Record):
             one binade lower.
         leak: share of the peak forgotten at a step. 0.002 is a bit in 350 steps. Forgetting is 4, 16 and 64 times
             faster once the peak is more than 8, 10 and 14 bits above the gradients.
-        recovery: share by which a ceiling that an overflow had lowered rises at a clean step.
-        climb_bits: a scale that goes far up stops this many whole bits (0 to 15) below its aim and doubles from there,
+        recovery: share by which a ceiling that an overflow lowered rises at a clean step.
+        climb_bits: a scale that rises far stops this many whole bits (0 to 15) below its target and doubles from there,
             so that gradients nobody measures cost one overflow. With 0 it jumps: for when all gradients are measured.
         min_scale: the scale never falls below.
         max_scale: the scale never rises above. Tiny gradients need scales of 2**36 and more.
@@ -87,26 +86,23 @@ class Headroom(Record):
 
     def start(self) -> HeadroomState:
         """Returns the state before the first step."""
-        scale = np.float32(self.init_scale)
-        return HeadroomState(
-            scale=scale, ceiling=np.float32(self._limit(scale, np)), drop=np.float32(1 / stride(self.format))
-        )
+        return first_state(HeadroomState, self, self._limit(np.float32(self.init_scale), np))
 
     def next(self, state: HeadroomState, seen: Seen, xp: Namespace) -> HeadroomState:
         """Returns the state after one step.
 
-        A clean step renews the peak and moves the scale to it. An overflow lowers the scale by 1, 2, 4, 8, 16 bits in
-        a row, and by 16 at once while no gradient was seen. A step whose gradients are all zero tells nothing, unless
-        the scale may be the reason: then it rises by 16 bits. A non-finite loss changes nothing but the counters. Does
-        not wait for the device.
+        A clean step updates the peak and moves the scale to it. Overflows in a row lower the scale by 1, 2, 4, 8, 16
+        bits, and by 16 at once while no gradient has been seen. A step whose gradients are all zero changes nothing,
+        unless the scale may be the cause: then it rises by 16 bits. A non-finite loss changes nothing but the counters.
+        Does not synchronize with the device.
         """
-        sight = sighting(state, seen, xp)
-        keep = larger(1.0 - self.leak * haste(sight.expected, sight.amax, xp), 0.0, xp)
-        peak = larger(sight.amax, sight.expected * keep, xp)
+        observed = observe(state, seen, xp)
+        kept = larger(1.0 - self.leak * decay_speed(observed.previous_peak, observed.amax, xp), 0.0, xp)
+        peak = larger(observed.amax, observed.previous_peak * kept, xp)
         limit = self._limit(state.scale, xp)
-        helm = Helm(self.format, limit, self.recovery, self.climb_bits, self.min_scale, self.max_scale)
-        return steered(state, seen, sight, peak, helm, xp)
+        settings = PeakSettings(self.format, limit, self.recovery, self.climb_bits, self.min_scale, self.max_scale)
+        return next_state(state, seen, observed, peak, settings, xp)
 
     def _limit(self, like: Array, xp: Namespace) -> Array:
-        """Returns the largest value that a scaled peak may have, in the type of `like`."""
-        return highest(self.format, like) / two_to(self.margin_bits, like, xp)
+        """Returns the largest value that a scaled peak may have with the margin, in the type of `like`."""
+        return highest_peak(self.format, like) / two_to(self.margin_bits, like, xp)
