@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradscale.peers import _logmax
+from gradscale.peers import _log_max
 
 DATA = Path(__file__).parents[1] / "data"
 ULP = 2.0**-23
@@ -41,7 +41,7 @@ def correctly_rounded(monkeypatch: pytest.MonkeyPatch, xp: Any) -> None:
     """
 
     def log2(x: Any, xp: Any) -> Any:
-        return _single(_ln(float(x)), xp) * _logmax.LOG2_E
+        return _single(_ln(float(x)), xp) * _log_max.LOG2_E
 
     def exp2(x: Any, xp: Any) -> Any:
         return _single(_two_to(float(x)), xp)
@@ -49,8 +49,8 @@ def correctly_rounded(monkeypatch: pytest.MonkeyPatch, xp: Any) -> None:
     def sqrt(x: Any) -> Any:
         return _single(math.sqrt(x), xp)
 
-    monkeypatch.setattr(_logmax, "log2", log2)
-    monkeypatch.setattr(_logmax, "exp2", exp2)
+    monkeypatch.setattr(_log_max, "log2", log2)
+    monkeypatch.setattr(_log_max, "exp2", exp2)
     monkeypatch.setattr(xp, "sqrt", sqrt)
 
 

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradscale.peers._peer import Peer
 from gradscale.peers._settings import check_growth, check_positive
 from gradscale.policies.arithmetic import Namespace, bounded
 from gradscale.policies.contract import ScaleState, Seen, counted
@@ -80,4 +79,4 @@ def loss_scaling(interval: float = 1000, scale: float | None = None) -> ChainerS
     return ChainerScaling(2.0 ** (1.0 / interval))
 
 
-PEER = Peer(name="chainer", variants={"Optimizer.loss_scaling": loss_scaling, "Optimizer": loss_scaling})
+VARIANTS = {"Optimizer.loss_scaling": loss_scaling, "Optimizer": loss_scaling}

@@ -5,11 +5,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from gradscale.peers._express import expressed, scalars
-from gradscale.peers._peer import Imported, Peer
-from gradscale.peers._saved import Saved, settings_of, shown
+from gradscale.peers._export import ladder_for, values_of
+from gradscale.peers._saved import Imported, Saved, settings_of, shown, started
 from gradscale.peers._settings import check_backoff, check_float32, check_growth, whole
-from gradscale.peers.ladder import NO_LIMIT, Ladder, LadderState
+from gradscale.peers.ladder import NO_LIMIT, Ladder
 from gradscale.policies.checks import check_count
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import Static
@@ -77,17 +76,18 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     policy = optimizer_config(**settings_of(mapping.get("args"), _CONFIG))
     scaler = _grad_scaler(mapping)
     if isinstance(policy, Static):
-        return policy, policy.start()
+        return started(policy)
     if not scaler:
         raise ValueError(
             "Megatron saves nothing of a constant scale but the `loss_scale` in the checkpoint's `args`. Received: an "
             "empty `grad_scaler`, and no such `args`. Use preset('megatron', 'ConstantGradScaler', initial_scale=...)."
         )
     saved = Saved("Megatron's DynamicGradScaler", scaler).only("scale", "growth_tracker", "hysteresis_tracker")
-    return policy, LadderState(
+    return started(
+        policy,
         scale=saved.scale32("scale"),
-        clean_steps=np.int32(saved.count("growth_tracker")),
-        credits=np.int32(saved.count("hysteresis_tracker", lowest=NO_LIMIT)),
+        clean_steps=saved.count("growth_tracker"),
+        credits=saved.count("hysteresis_tracker", lowest=NO_LIMIT),
     )
 
 
@@ -133,8 +133,8 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     The settings are not in it, and must be given to Megatron again.
     """
     settings = ("growth_interval", "hysteresis", "floor")
-    expressed("Megatron's DynamicGradScaler", policy, dynamic_grad_scaler(), settings)
-    values = scalars(state)
+    ladder_for("Megatron's DynamicGradScaler", policy, dynamic_grad_scaler(), settings)
+    values = values_of(state)
     return {
         "scale": np.asarray([values.scale("scale")], np.float32),
         "growth_tracker": values.count("clean_steps"),
@@ -142,13 +142,8 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     }
 
 
-PEER = Peer(
-    name="megatron",
-    variants={
-        "DynamicGradScaler": dynamic_grad_scaler,
-        "ConstantGradScaler": constant_grad_scaler,
-        "OptimizerConfig": optimizer_config,
-    },
-    read=read,
-    write=write,
-)
+VARIANTS = {
+    "DynamicGradScaler": dynamic_grad_scaler,
+    "ConstantGradScaler": constant_grad_scaler,
+    "OptimizerConfig": optimizer_config,
+}

@@ -5,7 +5,6 @@ from typing import ClassVar, cast
 
 import numpy as np
 
-from gradscale.peers._peer import Peer
 from gradscale.peers._settings import check_positive
 from gradscale.peers.ladder import Ladder, LadderState
 from gradscale.policies.arithmetic import Namespace
@@ -66,4 +65,4 @@ class MxnetLossScaler(Record):
         return cast("LaggingState", replace(decided, public_scale=state.scale))
 
 
-PEER = Peer(name="mxnet", variants={"LossScaler": MxnetLossScaler})
+VARIANTS = {"LossScaler": MxnetLossScaler}

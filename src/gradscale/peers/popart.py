@@ -1,16 +1,14 @@
 """PopART: automatic loss scaling, which watches the share of gradients above an edge."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from gradscale.peers._express import scalars
-from gradscale.peers._peer import Imported, Peer
-from gradscale.peers._saved import Saved
+from gradscale.peers._export import values_of
+from gradscale.peers._saved import Imported, Saved, given, picked, started
 from gradscale.peers._settings import check_float32
-from gradscale.peers._variables import given, picked
 from gradscale.policies.arithmetic import Namespace, smaller
 from gradscale.policies.checks import as_single, check_count, check_number
 from gradscale.policies.contract import Policy, ScaleState, Seen, counted
@@ -148,8 +146,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     """
     named = {_without_operator(str(key)): value for key, value in mapping.items() if not str(key).endswith(_STATISTICS)}
     if set(named) == {"lossScaling"}:
-        policy = Static(Saved(_WHAT, named).factor("lossScaling"))
-        return policy, policy.start()
+        return started(Static(Saved(_WHAT, named).factor("lossScaling")))
     settings = ("counter", "thresholdUpperCountProportion", "updatePeriod", "clipOutput", "binEdgeLocation")
     saved = picked(_WHAT, named, ("lossScaling", "lossScaleUpdateFactor"), settings)
     keywords = given(saved, "thresholdUpperCountProportion", "binEdgeLocation", counts=("updatePeriod",))
@@ -157,9 +154,8 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     rule = automatic_loss_scaling(lossScaling=saved.factor("lossScaling"), clipOutput=clips, **keywords)
     policy = cast("PopartScaling", rule)
     factor = np.float32(saved.scale("lossScaleUpdateFactor"))
-    counter = np.int32(saved.count("counter", lowest=-1) if "counter" in named else 0)
-    scale = factor * np.float32(policy.loss_scaling)
-    return policy, replace(policy.start(), scale=scale, update_factor=factor, counter=counter)
+    counter = saved.count("counter", lowest=-1) if "counter" in named else 0
+    return started(policy, scale=factor * np.float32(policy.loss_scaling), update_factor=factor, counter=counter)
 
 
 def _without_operator(key: str) -> str:
@@ -169,7 +165,7 @@ def _without_operator(key: str) -> str:
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     """Returns the values of the saved variables, and the settings; `lossScaling` alone for a static scale."""
-    values = scalars(state)
+    values = values_of(state)
     if isinstance(policy, Static):
         return {"lossScaling": values.scale("scale")}
     if not isinstance(policy, PopartScaling):
@@ -188,9 +184,4 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     }
 
 
-PEER = Peer(
-    name="popart",
-    variants={"automaticLossScalingSettings": automatic_loss_scaling, "AutomaticLossScale": automatic_loss_scaling},
-    read=read,
-    write=write,
-)
+VARIANTS = {"automaticLossScalingSettings": automatic_loss_scaling, "AutomaticLossScale": automatic_loss_scaling}

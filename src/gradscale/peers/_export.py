@@ -1,4 +1,4 @@
-"""Whether another system can follow a policy, asked before its state is written."""
+"""Writing a state for another system, once that system is known to be able to follow its policy."""
 
 import math
 from collections.abc import Collection
@@ -10,6 +10,9 @@ from gradscale.peers.ladder import Ladder
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.dynamic import Dynamic
 
+COMMON_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+"""Fields of a ladder that most systems have a setting for."""
+
 _NAMES = {
     "growth_factor": "growth_factor",
     "backoff_factor": "backoff_factor",
@@ -20,19 +23,19 @@ _NAMES = {
     "floor": "min_scale",
     "ceiling": "max_scale",
 }
-"""What two ladders must share to move a scale the same way, short of the ends of the number range."""
+"""What two ladders must share to change a scale the same way, except at the ends of the number range."""
 
 
-def expressed(system: str, policy: Policy, rule: Ladder, settings: Collection[str]) -> Ladder:
+def ladder_for(system: str, policy: Policy, rule: Ladder, settings: Collection[str]) -> Ladder:
     """Returns `policy` as a ladder, once `system` is known to be able to follow it.
 
-    The bounds that `Dynamic` has by default guard every run; a system without a setting for them takes such a policy
-    and puts its own bounds, or none, in their place. Bounds that were chosen are not dropped.
+    A system without a setting for bounds takes a `Dynamic` with its default bounds, and puts its own, or none, in their
+    place. Bounds that were chosen are not dropped.
 
     Args:
         system: whose state is to be written.
         policy: the policy of the state.
-        rule: a ladder that the system follows; shows what it has no setting for.
+        rule: a ladder that the system follows; has the values it has no setting for.
         settings: fields of the ladder that the system has a setting for.
 
     Raises:
@@ -50,8 +53,8 @@ def expressed(system: str, policy: Policy, rule: Ladder, settings: Collection[st
     return ladder
 
 
-def scalars(state: ScaleState) -> Saved:
-    """Returns the state's values, each of which must be a single number. Waits for the device they live on."""
+def values_of(state: ScaleState) -> Saved:
+    """Returns the leaves of a state, each of which must be a single number. Synchronizes with their device."""
     return Saved("the state to export", {field.name: getattr(state, field.name) for field in fields(state)})
 
 
@@ -86,7 +89,7 @@ def _facts(ladder: Ladder) -> dict[str, Any]:
     return facts
 
 
-def one_factor(system: str, ladder: Ladder) -> float:
+def shared_factor(system: str, ladder: Ladder) -> float:
     """Returns the factor by which `ladder` both grows and backs off.
 
     Raises:
