@@ -179,7 +179,7 @@ def given(saved: Saved, *numbers: str, counts: Sequence[str] = ()) -> dict[str, 
     return values | {name: saved.count(name) for name in counts if name in saved.values}
 
 
-def started(policy: Any, **leaves: float) -> Imported:
+def started(policy: Any, **leaves: Any) -> Imported:
     """Returns `policy` and its first state with `leaves` set, each in the type that the state has it in."""
     start = policy.start()
     return policy, replace(start, **{name: getattr(start, name).dtype.type(value) for name, value in leaves.items()})

@@ -7,11 +7,25 @@ import numpy as np
 from gradscale.policies.checks import check_count, check_number
 
 
+def _check_between(name: str, value: float, low: float, high: float, rule: str) -> None:
+    check_number(name, value)
+    if not low < value < high:
+        raise ValueError(f"`{name}` must be {rule}. Received: {name}={value!r}.")
+
+
 def check_positive(name: str, value: float) -> None:
     """Raises unless `value` is a finite number above zero."""
-    check_number(name, value)
-    if not 0 < value < math.inf:
-        raise ValueError(f"`{name}` must be positive and finite. Received: {name}={value!r}.")
+    _check_between(name, value, 0, math.inf, "positive and finite")
+
+
+def check_growth(name: str, value: float) -> None:
+    """Raises unless `value` is finite and greater than 1."""
+    _check_between(name, value, 1, math.inf, "greater than 1 and finite")
+
+
+def check_backoff(name: str, value: float) -> None:
+    """Raises unless `value` lies between 0 and 1."""
+    _check_between(name, value, 0, 1, "between 0 and 1")
 
 
 def check_float32(name: str, value: float) -> None:
@@ -26,20 +40,6 @@ def check_limit(name: str, value: float) -> None:
     check_number(name, value)
     if not value >= 0:
         raise ValueError(f"`{name}` must not be negative or NaN. Received: {name}={value!r}.")
-
-
-def check_growth(name: str, value: float) -> None:
-    """Raises unless `value` is finite and greater than 1."""
-    check_number(name, value)
-    if not 1 < value < math.inf:
-        raise ValueError(f"`{name}` must be greater than 1 and finite. Received: {name}={value!r}.")
-
-
-def check_backoff(name: str, value: float) -> None:
-    """Raises unless `value` lies between 0 and 1."""
-    check_number(name, value)
-    if not 0 < value < 1:
-        raise ValueError(f"`{name}` must be between 0 and 1. Received: {name}={value!r}.")
 
 
 def whole(name: str, value: float) -> int:

@@ -1,17 +1,16 @@
 """The scale that leaves room above a leaky peak of the gradients."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
-from gradscale.formats import FP16, Format
 from gradscale.policies.arithmetic import Namespace, larger, two_to
-from gradscale.policies.checks import HIGHEST_SCALE, check_bits, check_bounds, check_format, check_share
+from gradscale.policies.checks import check_bits, check_share
 from gradscale.policies.contract import Seen
 from gradscale.policies.peak import (
     CLIMB_BITS,
     RECOVERY,
+    PeakPolicy,
     PeakSettings,
     PeakState,
     decay_speed,
@@ -20,7 +19,7 @@ from gradscale.policies.peak import (
     next_state,
     observe,
 )
-from gradscale.record import Array, Record
+from gradscale.record import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class HeadroomState(PeakState):
 
 
 @dataclass(frozen=True, slots=True)
-class Headroom(Record):
+class Headroom(PeakPolicy):
     """Sets the scale by the largest gradient it remembers, so that it moves before a step overflows.
 
     It keeps a leaky peak of the unscaled gradients, and the scale is the largest power of two with which that peak
@@ -67,20 +66,13 @@ class Headroom(Record):
     2**8
     """
 
-    format: Format = FP16
-    init_scale: float = 2.0**16
     margin_bits: float = 2.0
     leak: float = 0.002
     recovery: float = RECOVERY
     climb_bits: float = CLIMB_BITS
-    min_scale: float = 2.0**-24
-    max_scale: float = HIGHEST_SCALE
-
-    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "amax"})
 
     def __post_init__(self) -> None:
-        check_format(self)
-        check_bounds(self)
+        PeakPolicy.__post_init__(self)  # `super()` finds no class where `slots=True` made a new one
         check_bits(self, "margin_bits", "climb_bits")
         check_share(self, "leak", "recovery")
 
@@ -100,7 +92,7 @@ class Headroom(Record):
         kept = larger(1.0 - self.leak * decay_speed(observed.previous_peak, observed.amax, xp), 0.0, xp)
         peak = larger(observed.amax, observed.previous_peak * kept, xp)
         limit = self._limit(state.scale, xp)
-        settings = PeakSettings(self.format, limit, self.recovery, self.climb_bits, self.min_scale, self.max_scale)
+        settings = PeakSettings(self, limit, self.recovery, self.climb_bits)
         return next_state(state, seen, observed, peak, settings, xp)
 
     def _limit(self, like: Array, xp: Namespace) -> Array:

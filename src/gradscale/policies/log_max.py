@@ -1,17 +1,14 @@
 """The scale that a log-normal model of the largest gradient allows."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
-from gradscale.formats import FP16, Format
 from gradscale.policies.arithmetic import Namespace, bounded, exp2_linear, larger, log2_linear, root, smaller
-from gradscale.policies.checks import HIGHEST_SCALE, as_single, check_bounds, check_format, check_share
+from gradscale.policies.checks import as_single, check_share
 from gradscale.policies.contract import Seen
 from gradscale.policies.peak import (
-    CLIMB_BITS,
-    RECOVERY,
+    PeakPolicy,
     PeakSettings,
     PeakState,
     first_state,
@@ -19,7 +16,7 @@ from gradscale.policies.peak import (
     next_state,
     observe,
 )
-from gradscale.record import Array, Record, leaf
+from gradscale.record import Array, leaf
 
 HIGHEST_EXPONENT = 126.0
 """Exponents of the peak are kept between -126 and 126, where it is a normal float32 number."""
@@ -43,7 +40,7 @@ class LogMaxState(PeakState):
 
 
 @dataclass(frozen=True, slots=True)
-class LogMax(Record):
+class LogMax(PeakPolicy):
     """Sets the scale by a log-normal model of the largest gradient.
 
     It keeps the running mean and variance of log2(amax), and the scale is the largest power of two with which a
@@ -78,19 +75,12 @@ class LogMax(Record):
     2**15
     """
 
-    format: Format = FP16
-    init_scale: float = 2.0**16
     beta1: float = 0.99
     beta2: float = 0.999
     deviations: float = 3.09
-    min_scale: float = 2.0**-24
-    max_scale: float = HIGHEST_SCALE
-
-    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "amax"})
 
     def __post_init__(self) -> None:
-        check_format(self)
-        check_bounds(self)
+        PeakPolicy.__post_init__(self)  # `super()` finds no class where `slots=True` made a new one
         check_share(self, "beta1", "beta2")
         deviations = as_single("deviations", self.deviations)
         if not 0 <= deviations <= MOST_DEVIATIONS:
@@ -115,7 +105,7 @@ class LogMax(Record):
         above = bounded(self.deviations * root(variance), 0.0, 2 * HIGHEST_EXPONENT, xp)
         peak = exp2_linear(bounded(larger(mean, size, xp) + above, -HIGHEST_EXPONENT, HIGHEST_EXPONENT, xp), xp)
         limit = highest_peak(self.format, state.scale)
-        settings = PeakSettings(self.format, limit, RECOVERY, CLIMB_BITS, self.min_scale, self.max_scale)
+        settings = PeakSettings(self, limit)
         kept = {name: xp.where(observed.measured, new, getattr(state, name)) for name, new in model.items()}
         return next_state(state, seen, observed, peak, settings, xp, **kept)
 

@@ -9,16 +9,16 @@ Nothing here rounds differently on another framework. The only sums add 1 to an 
 multiplication and addition (XLA does) changes no bit, and powers of two come from `pow2_floor` and `two_to`.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
 from gradscale.formats import FP16, Format
 from gradscale.policies.arithmetic import Namespace, bounded, larger, pow2_floor, smaller, two_to
-from gradscale.policies.checks import LOWEST_SCALE
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_bounds, check_format
 from gradscale.policies.contract import ScaleState, Seen, counted, verdict
-from gradscale.record import Array, leaf
+from gradscale.record import Array, Record, leaf
 
 HIGHEST_PEAK = 2.0**48
 """Bound of a scaled peak, for formats as wide as BF16: the squares of 2**30 gradients still add up to less than 2**128,
@@ -72,24 +72,43 @@ class PeakState(ScaleState):
 T = TypeVar("T", bound=PeakState)
 
 
-class PeakSettings(NamedTuple):
-    """What moves a scale to its peak.
+@dataclass(frozen=True, slots=True)
+class PeakPolicy(Record):
+    """The settings that every policy with a predicted peak has.
 
     Attributes:
         format: the format that the gradients must fit.
-        limit: where the ceiling starts, and never rises above.
-        recovery: share by which the ceiling rises at a clean step, while `recovery_factor` is 1.
-        climb_bits: how far below its target the scale stops when it jumps up; from there it doubles.
+        init_scale: scale of the first step.
         min_scale: the scale never falls below.
         max_scale: the scale never rises above.
     """
 
-    format: Format
+    format: Format = FP16
+    init_scale: float = 2.0**16
+    min_scale: float = field(default=2.0**-24, kw_only=True)
+    max_scale: float = field(default=HIGHEST_SCALE, kw_only=True)
+
+    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "amax"})
+
+    def __post_init__(self) -> None:
+        check_format(self)
+        check_bounds(self)
+
+
+class PeakSettings(NamedTuple):
+    """What moves a scale to its peak.
+
+    Attributes:
+        policy: the policy, for its format and its bounds.
+        limit: where the ceiling starts, and never rises above.
+        recovery: share by which the ceiling rises at a clean step, while `recovery_factor` is 1.
+        climb_bits: how far below its target the scale stops when it jumps up; from there it doubles.
+    """
+
+    policy: PeakPolicy
     limit: Array
-    recovery: Array
-    climb_bits: Array
-    min_scale: Array
-    max_scale: Array
+    recovery: Array = RECOVERY
+    climb_bits: Array = CLIMB_BITS
 
 
 class Observation(NamedTuple):
@@ -118,7 +137,7 @@ def highest_peak(format: Format, like: Array) -> Array:
     return like * 0 + min(format.max, HIGHEST_PEAK)
 
 
-def first_state(kind: type[T], policy: Any, limit: Array) -> T:
+def first_state(kind: type[T], policy: PeakPolicy, limit: Array) -> T:
     """Returns the state of class `kind` before the first step of `policy`, whose ceiling is `limit`."""
     return kind(
         scale=np.float32(policy.init_scale),
@@ -157,13 +176,13 @@ def next_state(
     ceiling = _recovered(ceiling, recovery_factor, settings, xp)
     unmeasured = xp.where(overflow, state.scale * state.backoff_factor, _searched(state, observed, settings, xp))
     scale = xp.where(measured, _moved(state.scale, ceiling, peak, settings, xp), unmeasured)
-    stronger = larger(state.backoff_factor * state.backoff_factor, 1 / search_factor(settings.format), xp)
+    stronger = larger(state.backoff_factor * state.backoff_factor, 1 / search_factor(settings.policy.format), xp)
     return counted(
         state,
         clean,
         xp,
-        scale=bounded(scale, settings.min_scale, settings.max_scale, xp),
-        stuck=xp.logical_and(overflow, state.scale <= settings.min_scale),
+        scale=bounded(scale, settings.policy.min_scale, settings.policy.max_scale, xp),
+        stuck=xp.logical_and(overflow, state.scale <= settings.policy.min_scale),
         peak=xp.where(measured, peak, state.peak),
         ceiling=xp.where(measured, ceiling, state.ceiling),
         recovery_factor=xp.where(measured, recovery_factor, state.recovery_factor),
@@ -187,7 +206,7 @@ def _learned(state: PeakState, observed: Observation, settings: PeakSettings, xp
     ceiling = xp.where(unexplained, top * smaller(half, allowed, xp), state.ceiling)
     slower = larger(state.recovery_factor * 0.5, SLOWEST_RECOVERY, xp)
     recovery_factor = xp.where(unexplained, slower, state.recovery_factor)
-    return larger(ceiling, settings.format.smallest_normal, xp), recovery_factor
+    return larger(ceiling, settings.policy.format.smallest_normal, xp), recovery_factor
 
 
 def _recovered(ceiling: Array, recovery_factor: Array, settings: PeakSettings, xp: Namespace) -> Array:
@@ -211,8 +230,8 @@ def _searched(state: PeakState, observed: Observation, settings: PeakSettings, x
 
     It may be the cause if no gradient has ever been seen, or if even the peak would be subnormal.
     """
-    low = state.scale < settings.format.smallest_normal / larger(state.peak, SMALLEST_GRADIENT, xp)
-    factor = search_factor(settings.format)
+    low = state.scale < settings.policy.format.smallest_normal / larger(state.peak, SMALLEST_GRADIENT, xp)
+    factor = search_factor(settings.policy.format)
     higher = larger(smaller(state.scale, SEARCH_LIMIT / factor, xp) * factor, state.scale, xp)
     return xp.where(xp.logical_and(observed.all_zero, low), higher, state.scale)
 
