@@ -1,6 +1,6 @@
 """Scalers that count all iterations and remember the last overflow, instead of counting clean steps.
 
-Such a scaler grows when `(cur_iter - last_overflow_iter) % scale_window` comes round. apex's contrib optimizer and
+Such a scaler grows when `(cur_iter - last_overflow_iter) % scale_window` is 0. apex's contrib optimizer and
 DeepSpeed's save these counters in the same way; DeepSpeed begins to count one clean step later.
 """
 
@@ -19,7 +19,7 @@ def modulo_rule(init_scale: float, scale_factor: float, scale_window: int, floor
 
 
 def read_iterations(saved: Saved, floor: float, late: int = 0) -> Imported:
-    """Returns the rule and the state that `cur_scale`, `cur_iter` and, if the scale moves, its other keys say."""
+    """Returns the rule and the state of `cur_scale`, `cur_iter` and, if the scale is dynamic, the other keys."""
     scale = saved.scale("cur_scale")
     if not saved.flag("dynamic_loss_scale"):
         return started(Static(scale))

@@ -86,7 +86,7 @@ class LogMaxScaler(Record):
 
     @np.errstate(all="ignore")
     def next(self, state: LogMaxScalerState, seen: Seen, xp: Namespace) -> LogMaxScalerState:
-        """Returns the state after one step. `stuck` says that an overflow could not lower the scale."""
+        """Returns the state after one step. `stuck` means that an overflow could not lower the scale."""
         clean = xp.logical_and(xp.logical_and(seen.finite, seen.loss_finite), xp.isfinite(seen.amax))
         x = xp.where(clean, log2(seen.amax, xp), exp2(self.log_max, xp))
         model = {

@@ -100,7 +100,7 @@ def update_scale_hysteresis(
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what `amp.state_dict()` or the `state_dict()` of either `FP16_Optimizer` says.
+    """Returns the policy and the state of `amp.state_dict()`, or of the `state_dict()` of either `FP16_Optimizer`.
 
     amp saves no settings: its defaults are assumed. Of several losses, pass the one that is wanted.
     """
@@ -125,7 +125,7 @@ def _only_loss(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_object(attributes: Mapping[str, Any]) -> Imported:
-    """Returns what a scaler object says: `amp.LossScaler`, or one of the older `fp16_utils` ones."""
+    """Returns the same of a scaler object: `amp.LossScaler`, or one of the older `fp16_utils` ones."""
     if "_loss_scale" in attributes:
         return _read_amp_object(Saved("apex's amp.LossScaler", attributes))
     dynamic = "scale_window" in attributes

@@ -35,8 +35,8 @@ def dynamic_loss_scaler(
 ) -> Ladder:
     """Returns the rule of `DynamicLossScaler`, which ZeRO uses: Python floats, hysteresis, a floor, no ceiling.
 
-    Where it raises because the scale is at the floor already, the state is `stuck`; so it is if
-    `raise_error_at_min_scale` is off. `dtype` only chooses the words of its log.
+    Where it raises because the scale is at the floor already, the state is `stuck`, also if `raise_error_at_min_scale`
+    is off. `dtype` only changes the text of its log.
     """
     del raise_error_at_min_scale, dtype
     check_positive("init_scale", init_scale)
@@ -105,7 +105,7 @@ def config(
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what a checkpoint says, or the optimizer's part of it: ZeRO's, the fused or the unfused one.
+    """Returns the policy and the state of a checkpoint, or of its optimizer: ZeRO's, the fused or the unfused one.
 
     Without ZeRO the floor and the hysteresis are not saved, and their defaults are assumed.
     """
@@ -123,7 +123,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
 
 
 def _read_object(attributes: Mapping[str, Any]) -> Imported:
-    """Returns what ZeRO's scaler object says; older ones lack `consecutive_hysteresis`."""
+    """Returns the policy and the state of ZeRO's scaler object; older ones lack `consecutive_hysteresis`."""
     dynamic = "scale_window" in attributes
     saved = Saved(
         "DeepSpeed's loss scaler", {"consecutive_hysteresis": False, **attributes, "dynamic_loss_scale": dynamic}
@@ -135,7 +135,7 @@ def _read_object(attributes: Mapping[str, Any]) -> Imported:
 
 
 def _read_optimizer(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what the fused or unfused optimizer says. Only versions with hysteresis save `cur_hysteresis`."""
+    """Returns the same of the fused or unfused optimizer. Only versions with hysteresis save `cur_hysteresis`."""
     saved = Saved("DeepSpeed's FP16 optimizer", mapping)
     imported = read_iterations(saved, 1.0, LATE)
     return _resumed(imported, saved, 2, False) if "cur_hysteresis" in mapping else imported

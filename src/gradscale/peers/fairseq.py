@@ -144,9 +144,9 @@ def _window(world_size: int, model_parallel_size: int, update_freq: int) -> int:
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what a checkpoint says, or its `last_optimizer_state`.
+    """Returns the policy and the state of a checkpoint, or of its `last_optimizer_state`.
 
-    fairseq saves the scale and no counters, so they begin again, as they do when fairseq itself resumes. The settings
+    fairseq saves the scale and no counters, so they start again, as they do when fairseq itself resumes. The settings
     come from the checkpoint's `cfg` or `args`; without them, those of the class are assumed.
     """
     settings = _settings(mapping)

@@ -52,7 +52,7 @@ def _flushed(limit: float) -> float:
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what a state dict says: `fin_steps` and `scale`. The other fields of `DynamicScale` may be put beside."""
+    """Returns the policy and the state of `fin_steps` and `scale`; the other fields of `DynamicScale` may be added."""
     settings = ("growth_factor", "backoff_factor", "growth_interval", "minimum_scale")
     saved = picked("A flax DynamicScale", mapping, ("fin_steps", "scale"), settings)
     keywords = given(saved, "growth_factor", "backoff_factor", "minimum_scale", counts=("growth_interval",))

@@ -48,12 +48,12 @@ def jitted_dynamic_loss_scale(
 
 
 def wrapped(counter: int, period: int) -> int:
-    """Returns the clean steps that `counter` stands for. One past the period wraps round without growing the scale."""
+    """Returns the clean steps that `counter` means. One past the period wraps round without growing the scale."""
     return counter if counter < period else (counter + 1) % period - 1
 
 
 def unwrapped(clean_steps: int, period: int) -> int:
-    """Returns a counter that stands for `clean_steps`, which is -1 where the next step must wrap round."""
+    """Returns a counter that means `clean_steps`, which is -1 where the next step must wrap round."""
     return clean_steps if clean_steps >= 0 else 2 * period - 1
 
 
@@ -63,7 +63,7 @@ def static_loss_scale(loss_scale: float) -> Static:
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what the leaves `loss_scale` and `counter` say, with the fields that are no leaves put beside.
+    """Returns the policy and the state of the leaves `loss_scale` and `counter`; the other fields may be added to them.
 
     The rule is that of `DynamicLossScale` outside `jax.jit`. A `loss_scale` alone is a `StaticLossScale`, and nothing
     at all a `NoOpLossScale`.
@@ -80,7 +80,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
-    """Returns the keywords of the `DynamicLossScale` that goes on from `state`, or of one of the other classes.
+    """Returns the keywords of the `DynamicLossScale` that continues from `state`, or of one of the other classes.
 
     The leaves are numpy scalars, which JAX takes for arrays.
     """

@@ -12,7 +12,7 @@ from gradscale.policies.contract import Policy, ScaleState
 
 _WHAT = "A Keras LossScaleOptimizer"
 _INDICES = {"2": "step_counter", "3": "dynamic_scale"}
-"""Where the optimizer's own variables stand among those it saves; iteration and learning rate come first."""
+"""Positions of the optimizer's own variables among those it saves; iteration and learning rate come first."""
 
 
 def loss_scale_optimizer(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> Ladder:
@@ -27,10 +27,10 @@ def loss_scale_optimizer(initial_scale: float = 2.0**15, dynamic_growth_steps: i
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what the optimizer's variables say: by index, as `save_own_variables` writes them, or by name.
+    """Returns the policy and the state of the optimizer's variables: by index, as `save_own_variables`, or by name.
 
     Takes the variables alone, under `vars`, or in the `optimizer` of a weights file. The settings are not among them;
-    `initial_scale` and `dynamic_growth_steps`, as `get_config` has them, may be put beside.
+    `initial_scale` and `dynamic_growth_steps`, as `get_config` has them, may be added.
     """
     settings = ("initial_scale", "dynamic_growth_steps")
     saved = picked(_WHAT, _by_name(mapping), tuple(_INDICES.values()), settings)

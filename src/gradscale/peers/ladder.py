@@ -78,7 +78,7 @@ class Ladder(Record):
 
     @np.errstate(over="ignore")
     def next(self, state: LadderState, seen: Seen, xp: Namespace) -> LadderState:
-        """Returns the state after one step. `stuck` says that an overflow could not move the scale.
+        """Returns the state after one step. `stuck` means that an overflow could not move the scale.
 
         A non-finite loss counts as an overflow: none of these systems distinguishes the two.
         """

@@ -26,7 +26,7 @@ def dynamic_grad_scaler(
 ) -> Ladder:
     """Returns the rule of `DynamicGradScaler`: float32, a floor, no ceiling: past the largest float32 it stays inf.
 
-    Only a growth restores the credits, which run below zero.
+    Only growth restores the credits, which fall below zero.
     """
     check_float32("initial_scale", initial_scale)
     check_float32("min_scale", min_scale)
@@ -69,7 +69,7 @@ def optimizer_config(
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what a checkpoint says, or its `optimizer`, or the `grad_scaler` in that.
+    """Returns the policy and the state of a checkpoint, of its `optimizer`, or of the `grad_scaler` in that.
 
     Megatron keeps the settings in the checkpoint's `args`; without them its defaults are assumed.
     """
@@ -121,8 +121,8 @@ def _shared_scaler(optimizers: Sequence[Any]) -> Mapping[str, Any]:
     scales = [Saved("Megatron's DynamicGradScaler", scaler).scale("scale") for scaler in scalers if scaler]
     if len(set(scales)) > 1:
         raise ValueError(
-            f"The scalers of chained optimizers must agree. Received: scales {scales}. Only the first multiplies the "
-            "loss; the others divided their gradients by the wrong number. To go on from the first, pass `mapping[0]`."
+            f"The scalers of chained optimizers must agree. Received: scales {scales}. Only the first multiplies "
+            "the loss; the others divided by the wrong number. To continue from the first, pass `mapping[0]`."
         )
     return scalers[0]
 

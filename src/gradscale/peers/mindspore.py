@@ -74,7 +74,7 @@ class MindsporeManager(Record):
         return self._ladder().start()
 
     def next(self, state: LadderState, seen: Seen, xp: Namespace) -> LadderState:
-        """Returns the state after one step. `stuck` says that the manager has given up."""
+        """Returns the state after one step. `stuck` means that the manager raises."""
         moved = self._ladder().next(state, seen, xp)
         return replace(moved, stuck=moved.consecutive_skips > _BAD_STEP_MAX)
 
@@ -106,10 +106,10 @@ def static_loss_scaler(scale_value: float) -> Static:
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what the parameters of an update cell say, or those of a scaler of `amp`, alone or in a checkpoint.
+    """Returns the policy and the state of the parameters of an update cell or of an `amp` scaler, or of a checkpoint.
 
     `scale_sense` or `scale_value` alone is a fixed scale. The settings are not among the parameters; `scale_factor` and
-    `scale_window` may be put beside, and are 2 and 2000 otherwise.
+    `scale_window` may be added, and are 2 and 2000 otherwise.
     """
     mapping = without_weights(mapping, (*_CELL, *_SCALER, *_SETTINGS))
     names = set(map(last_name, mapping))

@@ -39,10 +39,10 @@ def backoff_scaler(
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what a scaler's variables say: by name, as `Variable`, `Variable_1` and so on, or as a list in order.
+    """Returns the policy and the state of a scaler's variables: by name, as `Variable`, `Variable_1`, ..., or a list.
 
     Three are those of `BackoffScaler` and seven those of `LogMaxScaler`. The settings are not among them; they may be
-    put beside, by the names of the scaler's parameters.
+    added, by the names of the scaler's parameters.
     """
     known = (*_BACKOFF, *_LOG_MAX, *_BACKOFF_SETTINGS, *_LOG_MAX_SETTINGS)
     named = without_weights(_by_name(mapping), known)

@@ -64,7 +64,7 @@ amp_scaler = partial(grad_scaler, init_loss_scaling=2.0**15, incr_every_n_steps=
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what a `state_dict()` says; an empty one is what a disabled scaler saves."""
+    """Returns the policy and the state of a `state_dict()`; an empty one is what a disabled scaler saves."""
     if not mapping:
         return started(NoScaling())
     saved = Saved(_WHAT, mapping).only(*_KEYS)

@@ -41,7 +41,7 @@ class PopartScaling(Record):
 
     The first step updates, and each `update_period`-th after it. More than `threshold` of the gradients above the edge
     halve the scale; anything less doubles it. PopART skips no step: an overflow is only one more gradient above the
-    edge. Here a step with one is held back by whoever applies it, is counted as skipped, and halves the scale.
+    edge. Here a step with one is not applied, is counted as skipped, and halves the scale.
 
     In float32. PopART's FP16 factor rounds no differently while `loss_scaling` is a power of two.
 
@@ -88,7 +88,7 @@ class PopartScaling(Record):
 
     @np.errstate(over="ignore")
     def next(self, state: PopartState, seen: Seen, xp: Namespace) -> PopartState:
-        """Returns the state after one step. `stuck` says that an update could not lower the scale."""
+        """Returns the state after one step. `stuck` means that an update could not lower the scale."""
         clean = xp.logical_and(seen.finite, seen.loss_finite)
         too_high = xp.logical_or(seen.upper_share > self.threshold, xp.logical_not(clean))
         counter = (state.counter + 1) % self.update_period
@@ -139,10 +139,10 @@ def automatic_loss_scaling(
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what the saved variables say: `lossScaleUpdateFactor`, and a counter where the period is not 1.
+    """Returns the policy and the state of the saved variables: an update factor, and a counter if the period is not 1.
 
-    The optimizer's `lossScaling` must be put beside, for the scale is their product; so may the settings. Without an
-    update factor the scale is fixed. The statistics that PopART saves with them are cleared in every step, and ignored.
+    The optimizer's `lossScaling` must be added, as the scale is their product; the settings may be. Without an update
+    factor the scale is fixed. The statistics that PopART saves with them are cleared in every step, and ignored.
     """
     named = {_without_operator(str(key)): value for key, value in mapping.items() if not str(key).endswith(_STATISTICS)}
     if set(named) == {"lossScaling"}:

@@ -18,7 +18,7 @@ _SETTINGS = {
 """What tf-keras calls the settings of TF1's `DynamicLossScale`; it has no multiplier but 2."""
 
 _OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
-"""The one entry of a TensorFlow checkpoint that is no variable."""
+"""The one entry of a TensorFlow checkpoint that is not a variable."""
 
 
 def loss_scale_optimizer(
@@ -68,9 +68,9 @@ def fixed_loss_scale(loss_scale_value: float) -> Static:
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what `current_loss_scale` and `good_steps` say, by bare name or as a TensorFlow checkpoint names them.
+    """Returns the policy and the state of `current_loss_scale` and `good_steps`, also as a checkpoint names them.
 
-    The settings are not in a checkpoint. They may be put beside, as tf-keras or as TF1 calls them in `get_config`.
+    The settings are not in a checkpoint. They may be added, as tf-keras or as TF1 calls them in `get_config`.
     """
     names = {**{name: name for name in _SETTINGS.values()}, **_SETTINGS}
     variables = {key: value for key, value in mapping.items() if key != _OBJECT_GRAPH}

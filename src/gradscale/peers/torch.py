@@ -27,7 +27,7 @@ def grad_scaler(
 ) -> Ladder | NoScaling:
     """Returns the rule of `GradScaler`: a float32 scale without bounds, times factors in double precision.
 
-    A growth to infinity is not taken. Backoff may reach zero, and stays there. `device` makes no difference.
+    The scale does not grow to infinity. Backoff may reach zero, and stays there. `device` makes no difference.
     """
     del device
     if not enabled:
@@ -60,7 +60,7 @@ def sharded_grad_scaler(
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what a `state_dict()` says, given alone (as Accelerate's `scaler.pt`) or in a Lightning checkpoint.
+    """Returns the policy and the state of a `state_dict()`: alone, as in Accelerate's `scaler.pt`, or of Lightning's.
 
     An empty dict is what a disabled scaler saves.
     """

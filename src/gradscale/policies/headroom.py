@@ -51,7 +51,7 @@ class Headroom(PeakPolicy):
             faster once the peak is more than 8, 10 and 14 bits above the gradients.
         recovery: share by which a ceiling that an overflow lowered rises at a clean step.
         climb_bits: a scale that rises far stops this many whole bits (0 to 15) below its target and doubles from there,
-            so that gradients nobody measures cost one overflow. With 0 it jumps: for when all gradients are measured.
+            so that unmeasured gradients cost one overflow. With 0 it jumps: for when all gradients are measured.
         min_scale: the scale never falls below.
         max_scale: the scale never rises above. Tiny gradients need scales of 2**36 and more.
 

@@ -1,8 +1,8 @@
 """From a predicted peak to a scale: what `Headroom` and `LogMax` share.
 
 A policy predicts the largest unscaled gradient, the peak. The scale is the largest power of two that keeps
-`peak * scale` under a ceiling. The peak is measured on parameter gradients, but activation gradients, which nobody
-measures, overflow too. So the ceiling is learned: it starts at the format's maximum less a margin, an overflow that the
+`peak * scale` under a ceiling. The peak is measured on parameter gradients, but activation gradients, which are not
+measured, overflow too. So the ceiling is learned: it starts at the format's maximum less a margin, an overflow that the
 peak does not explain lowers it to half of what overflowed, and it recovers slowly.
 
 Nothing here rounds differently on another framework. The only sums add 1 to an exact product, so a compiler that fuses
@@ -196,7 +196,7 @@ def _learned(state: PeakState, observed: Observation, settings: PeakSettings, xp
     """Returns the ceiling and its recovery factor once a clean step shows what caused the overflows before it, if any.
 
     Where the gradients have grown so much that the ceiling itself forbids half of the scale that failed, they are the
-    cause. Otherwise it was gradients that nobody measures: the ceiling falls to that half, and will recover more
+    cause. Otherwise it was unmeasured gradients: the ceiling falls to that half, and will recover more
     slowly. It never falls so far that the peak itself would be subnormal.
     """
     top = larger(observed.amax, observed.previous_peak, xp)
@@ -218,7 +218,7 @@ def _recovered(ceiling: Array, recovery_factor: Array, settings: PeakSettings, x
 def _moved(scale: Array, ceiling: Array, peak: Array, settings: PeakSettings, xp: Namespace) -> Array:
     """Returns the power of two that the peak allows, or one on the way there if that is far up.
 
-    Near the target the scale doubles, so that gradients nobody measures cost one overflow and not a series of them.
+    Near the target the scale doubles, so that unmeasured gradients cost one overflow and not a series of them.
     """
     target = _scale_for(ceiling, peak, xp)
     reach = larger(scale * 2.0, target / two_to(settings.climb_bits, target, xp), xp)
