@@ -58,8 +58,8 @@ def read_track(found_inf: Any, amax: Any, loss_finite: Any, upper_share: Any, fo
     """
     if found_inf is None and amax is None:
         raise ValueError(
-            "`replay` needs `found_inf`, whether each step overflowed, or `amax`, each step's largest unscaled gradient. "
-            "Received neither."
+            "`replay` needs `found_inf`, whether each step overflowed, or `amax`, each step's largest unscaled "
+            "gradient. Received neither."
         )
     known: dict[str, Vector] = {}
     if found_inf is not None:

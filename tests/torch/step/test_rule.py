@@ -1,4 +1,4 @@
-"""The rule on torch's tensors against the same rule on numpy's, step by step and bit for bit."""
+"""The rule on torch's tensors against the same rule on numpy's, step by step and bit-exact."""
 
 from typing import Any
 
