@@ -48,7 +48,7 @@ def ladder_for(system: str, policy: Policy, rule: Ladder, settings: Collection[s
         if field not in settings and ours[field] != theirs[field]:
             raise ValueError(
                 f"{system} has {name}={theirs[field]!r} and no setting for it. Received: {name}={ours[field]!r}. "
-                "Export a policy with that value (see `dataclasses.replace`): the scale will then move differently."
+                "Export a policy with that value (see `dataclasses.replace`): the scale will then change differently."
             )
     return ladder
 
@@ -84,7 +84,7 @@ def _as_ladder(system: str, policy: Policy, rule: Ladder, settings: Collection[s
 def _facts(ladder: Ladder) -> dict[str, Any]:
     """Returns what decides how the ladder moves; without hysteresis there is nothing to refill."""
     facts = {field: getattr(ladder, field) for field in _NAMES}
-    facts["backoff_factor"] = ladder.backoff_factor / ladder.backoff_divisor
+    facts["backoff_factor"] = ladder.backoff
     facts["refill"] = ladder.refill if ladder.hysteresis > 1 else "growth"
     return facts
 
@@ -95,7 +95,7 @@ def shared_factor(system: str, ladder: Ladder) -> float:
     Raises:
         ValueError: it backs off by another factor than it grows by.
     """
-    growth, backoff = float(ladder.growth_factor), ladder.backoff_factor / ladder.backoff_divisor
+    growth, backoff = float(ladder.growth_factor), ladder.backoff
     if not math.isclose(growth * backoff, 1, rel_tol=2.0**-23):  # either may have been rounded to float32
         raise ValueError(
             f"{system} grows and backs off by one factor. "

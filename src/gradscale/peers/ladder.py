@@ -67,6 +67,11 @@ class Ladder(Record):
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
 
+    @property
+    def backoff(self) -> float:
+        """What a backoff multiplies the scale by, whether the system multiplies or divides."""
+        return self.backoff_factor / self.backoff_divisor
+
     def start(self) -> LadderState:
         """Returns the state before the first step. Its scale is a float64 where the system keeps a Python float."""
         number = np.float64 if self.arithmetic == "float64" else np.float32

@@ -99,25 +99,22 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     if isinstance(policy, NoScaling):
         return {}
     dynamic = not isinstance(policy, Static)
-    ladder = _expressed(policy) if dynamic else Ladder(init_scale=1.0)
+    ladder = Ladder(init_scale=1.0)
+    if dynamic:
+        # Without hysteresis there is nothing to refill; with it, Paddle refills as no other system does.
+        rule = Ladder(init_scale=1.0, hysteresis=getattr(policy, "hysteresis", 1), refill="clean or backoff")
+        ladder = ladder_for("Paddle's GradScaler", policy, rule, (*COMMON_SETTINGS, "hysteresis"))
     values, every = values_of(state), int(ladder.hysteresis)
-    written = (
-        np.asarray([values.scale("scale")], np.float32),
-        float(ladder.growth_factor),
-        float(ladder.backoff_factor / ladder.backoff_divisor),
-        int(ladder.growth_interval),
-        every,
-        values.count("clean_steps"),
-        every - values.count("credits") if every > 1 else 0,
-        dynamic,
-    )
-    return dict(zip(_KEYS, written, strict=True))
-
-
-def _expressed(policy: Policy) -> Ladder:
-    """Returns `policy` as a ladder that refills its credits as Paddle does, if it has any to refill."""
-    rule = Ladder(init_scale=1.0, hysteresis=getattr(policy, "hysteresis", 1), refill="clean or backoff")
-    return ladder_for("Paddle's GradScaler", policy, rule, (*COMMON_SETTINGS, "hysteresis"))
+    return {
+        "scale": np.asarray([values.scale("scale")], np.float32),
+        "incr_ratio": float(ladder.growth_factor),
+        "decr_ratio": float(ladder.backoff),
+        "incr_every_n_steps": int(ladder.growth_interval),
+        "decr_every_n_nan_or_inf": every,
+        "incr_count": values.count("clean_steps"),
+        "decr_count": every - values.count("credits") if every > 1 else 0,
+        "use_dynamic_loss_scaling": dynamic,
+    }
 
 
 VARIANTS = {"GradScaler": grad_scaler, "AmpScaler": amp_scaler}

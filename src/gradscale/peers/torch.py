@@ -89,14 +89,16 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     if isinstance(policy, NoScaling):
         return {}
     values = values_of(state)
-    growth, backoff, interval = 1.0, 1.0, 2000
+    ladder = Ladder(init_scale=1.0, growth_factor=1.0, backoff_factor=1.0)
     if not isinstance(policy, Static):
         ladder = ladder_for("torch's GradScaler", policy, kernel_ladder(1.0, 2.0, 0.5, 2000), COMMON_SETTINGS)
-        growth, backoff = float(ladder.growth_factor), ladder.backoff_factor / ladder.backoff_divisor
-        interval = int(ladder.growth_interval)
-    return dict(
-        zip(_KEYS, (values.scale("scale"), growth, backoff, interval, values.count("clean_steps")), strict=True)
-    )
+    return {
+        "scale": values.scale("scale"),
+        "growth_factor": float(ladder.growth_factor),
+        "backoff_factor": ladder.backoff,
+        "growth_interval": int(ladder.growth_interval),
+        "_growth_tracker": values.count("clean_steps"),
+    }
 
 
 VARIANTS = {
