@@ -1,4 +1,4 @@
-"""Whether another system can follow a policy, asked before its state is written."""
+"""Writing a state for another system, once that system is known to be able to follow its policy."""
 
 import math
 from collections.abc import Collection
@@ -10,6 +10,9 @@ from gradscale.peers.ladder import Ladder
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.dynamic import Dynamic
 
+COMMON_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+"""Fields of a ladder that most systems have a setting for."""
+
 _NAMES = {
     "growth_factor": "growth_factor",
     "backoff_factor": "backoff_factor",
@@ -20,19 +23,19 @@ _NAMES = {
     "floor": "min_scale",
     "ceiling": "max_scale",
 }
-"""What two ladders must share to move a scale the same way, short of the ends of the number range."""
+"""What two ladders must share to change a scale the same way, except at the ends of the number range."""
 
 
-def expressed(system: str, policy: Policy, rule: Ladder, settings: Collection[str]) -> Ladder:
+def ladder_for(system: str, policy: Policy, rule: Ladder, settings: Collection[str]) -> Ladder:
     """Returns `policy` as a ladder, once `system` is known to be able to follow it.
 
-    The bounds that `Dynamic` has by default guard every run; a system without a setting for them takes such a policy
-    and puts its own bounds, or none, in their place. Bounds that were chosen are not dropped.
+    A system without a setting for bounds takes a `Dynamic` with its default bounds, and puts its own, or none, in their
+    place. Bounds that were chosen are not dropped.
 
     Args:
         system: whose state is to be written.
         policy: the policy of the state.
-        rule: a ladder that the system follows; shows what it has no setting for.
+        rule: a ladder that the system follows; has the values it has no setting for.
         settings: fields of the ladder that the system has a setting for.
 
     Raises:
@@ -45,13 +48,13 @@ def expressed(system: str, policy: Policy, rule: Ladder, settings: Collection[st
         if field not in settings and ours[field] != theirs[field]:
             raise ValueError(
                 f"{system} has {name}={theirs[field]!r} and no setting for it. Received: {name}={ours[field]!r}. "
-                "Export a policy with that value (see `dataclasses.replace`): the scale will then move differently."
+                "Export a policy with that value (see `dataclasses.replace`): the scale will then change differently."
             )
     return ladder
 
 
-def scalars(state: ScaleState) -> Saved:
-    """Returns the state's values, each of which must be a single number. Waits for the device they live on."""
+def values_of(state: ScaleState) -> Saved:
+    """Returns the leaves of a state, each of which must be a single number. Synchronizes with their device."""
     return Saved("the state to export", {field.name: getattr(state, field.name) for field in fields(state)})
 
 
@@ -81,18 +84,18 @@ def _as_ladder(system: str, policy: Policy, rule: Ladder, settings: Collection[s
 def _facts(ladder: Ladder) -> dict[str, Any]:
     """Returns what decides how the ladder moves; without hysteresis there is nothing to refill."""
     facts = {field: getattr(ladder, field) for field in _NAMES}
-    facts["backoff_factor"] = ladder.backoff_factor / ladder.backoff_divisor
+    facts["backoff_factor"] = ladder.backoff
     facts["refill"] = ladder.refill if ladder.hysteresis > 1 else "growth"
     return facts
 
 
-def one_factor(system: str, ladder: Ladder) -> float:
+def shared_factor(system: str, ladder: Ladder) -> float:
     """Returns the factor by which `ladder` both grows and backs off.
 
     Raises:
         ValueError: it backs off by another factor than it grows by.
     """
-    growth, backoff = float(ladder.growth_factor), ladder.backoff_factor / ladder.backoff_divisor
+    growth, backoff = float(ladder.growth_factor), ladder.backoff
     if not math.isclose(growth * backoff, 1, rel_tol=2.0**-23):  # either may have been rounded to float32
         raise ValueError(
             f"{system} grows and backs off by one factor. "

@@ -1,11 +1,15 @@
 """OpenSeq2Seq's `LogMaxScaler`: a running log-normal model of the largest gradient, in TensorFlow's float32."""
 
+import ctypes
+import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from gradscale.peers._libm import exp2, log2
+from gradscale.engine.host import SCALARS
 from gradscale.peers._settings import check_float32
 from gradscale.policies.arithmetic import Namespace
 from gradscale.policies.checks import check_number
@@ -13,7 +17,10 @@ from gradscale.policies.contract import ScaleState, Seen, counted
 from gradscale.record import Array, Record, leaf
 
 _LOG2_TOP = 16.0
-"""Where the model's upper end shall lie: 2**16, just above the largest FP16 number. A literal in OpenSeq2Seq."""
+"""Where the model's upper end is to be: 2**16, just above the largest FP16 number. A literal in OpenSeq2Seq."""
+
+LOG2_E = float(np.float32(1) / np.float32(math.log(2)))
+"""What TensorFlow multiplies by where a program divides by the logarithm of 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +49,8 @@ class LogMaxScaler(Record):
     An overflow enters the model as a gradient whose logarithm is 2**log_max (not `log_max`). All-zero gradients enter
     it as minus infinity and make the scale NaN for good, as they do in OpenSeq2Seq.
 
-    Exact to the bit with numpy: the operations and their order are those of the graph that TensorFlow's optimizer makes
-    of OpenSeq2Seq's program.
+    The operations and their order are those of the graph that TensorFlow's optimizer makes of OpenSeq2Seq's program. So
+    is the logarithm and the power with numpy: the C library's. Another framework's own may be off in the last bits.
 
     Attributes:
         scale_min: the scale never falls below.
@@ -51,7 +58,7 @@ class LogMaxScaler(Record):
         log_max: how high an overflow enters the model.
         beta1: decay of the mean.
         beta2: decay of the means from which the deviation comes.
-        overflow_std_dev: standard deviations above the mean that shall still fit.
+        overflow_std_dev: standard deviations above the mean that must still fit.
     """
 
     scale_min: float = 1.0
@@ -79,7 +86,7 @@ class LogMaxScaler(Record):
 
     @np.errstate(all="ignore")
     def next(self, state: LogMaxScalerState, seen: Seen, xp: Namespace) -> LogMaxScalerState:
-        """Returns the state after one step. `stuck` says that an overflow could not lower the scale."""
+        """Returns the state after one step. `stuck` means that an overflow could not lower the scale."""
         clean = xp.logical_and(xp.logical_and(seen.finite, seen.loss_finite), xp.isfinite(seen.amax))
         x = xp.where(clean, log2(seen.amax, xp), exp2(self.log_max, xp))
         model = {
@@ -103,3 +110,36 @@ class LogMaxScaler(Record):
         scale = exp2((_LOG2_TOP - mean) - deviation * self.overflow_std_dev, xp)
         scale = xp.where(scale > self.scale_max, self.scale_max, scale)
         return xp.where(scale < self.scale_min, self.scale_min, scale)
+
+
+def log2(x: Array, xp: Any) -> Array:
+    """Returns the base-2 logarithm of float32 numbers: natural logarithm, then a rounded constant.
+
+    TensorFlow's CPU kernel calls the C library's `logf` for a scalar, so numpy's numbers go there too.
+    """
+    return (_on_each(_c_function("logf", 1), x) if xp in (np, SCALARS) else xp.log(x)) * LOG2_E
+
+
+def exp2(x: Array, xp: Any) -> Array:
+    """Returns 2 to the power of float32 numbers, from the C library like `log2`."""
+    return _on_each(functools.partial(_c_function("powf", 2), 2.0), x) if xp in (np, SCALARS) else 2.0**x
+
+
+@np.errstate(all="ignore")
+def _on_each(function: Callable[..., float], x: Array) -> Array:
+    return np.asarray(np.frompyfunc(function, 1, 1)(np.float32(x)), dtype=np.float32)[()]
+
+
+@functools.cache
+def _c_function(name: str, arity: int) -> Callable[..., float]:
+    """Returns a float32 function of the C library, or numpy's float64 function where the library cannot be loaded.
+
+    Rounded to float32, that one differs from the usual C libraries in the last bit for one number in a thousand.
+    """
+    try:
+        function = getattr(ctypes.CDLL(None), name)
+    except (TypeError, OSError, AttributeError):
+        return {"logf": np.log, "powf": np.power}[name]
+    function.restype = ctypes.c_float
+    function.argtypes = [ctypes.c_float] * arity
+    return function
