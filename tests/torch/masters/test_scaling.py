@@ -230,7 +230,7 @@ def test_fp16_gradients_are_read_once_where_their_division_cannot_overflow(monke
 def test_large_16_bit_gradients_are_measured_piece_by_piece(
     dtype: torch.dtype, bad: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradscale.torch.step.measure.CAST_AT_ONCE", 40_000)
+    monkeypatch.setattr("gradscale.kernels.torch.CAST_AT_ONCE", 40_000)
     gradients = [torch.randn(elements).to(dtype) for elements in (100_001, 33_000, 40_000, 7)]
     if bad is not None:
         gradients[0][-1] = bad
