@@ -46,7 +46,7 @@ def test_states_are_those_of_the_rule_on_numpy(name: str) -> None:
     step, reference = compiled(optimizer, models), LossScaler(optimizer.policy)
     for number, true in enumerate(gradients(24)):
         grad = scaled(true, reference.loss_scale)
-        assert step(*tensors(grad)).status is reference.step({"w": grad}).status, number
+        assert step(*tensors(grad)).status() is reference.step({"w": grad}).status(), number
         assert equal(optimizer.state, reference.state), number
 
 
