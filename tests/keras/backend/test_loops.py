@@ -19,6 +19,8 @@ from tests.keras.backend.helpers import (
 )
 
 from gradscale import Dynamic, Headroom, NoScaling, Policy, Static, Status
+from gradscale.engine import result as engine
+from gradscale.engine.metrics import METRICS
 from gradscale.keras import Culprit, LossScaleOptimizer
 from gradscale.keras.backends import StepPlan, current
 
@@ -59,6 +61,27 @@ def test_a_step_that_overflows_is_skipped_and_its_culprits_are_named(models: lis
     assert numbers(result.scale, result.next_scale) == [8.0, 4.0]
     assert [host(model).tolist() for model in models] == [[1.0, 2.0], [4.0]]
     assert same(before, inner_state(optimizer))
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_after_an_overflow_norm_and_largest_magnitude_are_infinite(models: list[Any], compile_it: bool) -> None:
+    optimizer, grads = built(models), tensors([8.0, NAN], [8.0])
+    step = compiled(optimizer, models, norm=True)
+    result = step(*grads) if compile_it else optimizer.apply_if_finite(grads, models, norm=True)
+    assert isinstance(result, engine.StepResult)
+    assert numbers(result.amax, result.grad_norm) == [INF, INF]
+    assert (result.retries, result.attempted, result.counts, result.names) == (0, True, (), ("w0", "w1"))
+
+
+def test_metrics_have_the_names_of_all_frameworks(models: list[Any]) -> None:
+    optimizer = built(models)
+    result = optimizer.apply_if_finite(tensors([24.0, 0.0], [-32.0]), models, norm=True)
+    optimizer.apply(tensors([INF, 0.0], [0.0]), models)
+    known = optimizer.metrics(result)
+    assert tuple(known) == tuple(optimizer.metrics()) == METRICS
+    bits = np.log2(65504 / 16)  # the largest gradient, 4, times the scale, which is 4 by now
+    assert list(known.values()) == [4.0, 1, 1, 0.5, 5.0, pytest.approx(bits)]
+    assert np.isnan([optimizer.metrics()[name] for name in ("grad_norm", "headroom_bits")]).all()
 
 
 @pytest.mark.parametrize("size", [3, 1000, 5000])
@@ -137,6 +160,14 @@ def test_gradients_that_weights_in_float16_cannot_take_are_skipped(grad: float, 
     assert result.skipped() is not finite
     assert host(stored[0]).tolist() == [0.0 if finite else 1.0, 1.0]
     assert result.culprits() == []
+
+
+def test_float32_gradients_that_weights_in_float16_cannot_take_are_skipped_at_any_scale() -> None:
+    stored = [keras.Variable(np.ones(2, "float16"), dtype="float16", name="half")]
+    optimizer = built(stored, SGD(2.0**-15), policy=Static(8.0))
+    optimizer.apply(tensors([2.0**20, 0.0]), stored)
+    assert host(stored[0]).tolist() == [1.0, 1.0]
+    assert optimizer.state.skipped == 1
 
 
 def test_a_variable_that_is_overwritten_gets_its_gradient_as_it_is(models: list[Any]) -> None:
