@@ -97,9 +97,9 @@ def metrics_on_host(state: ScaleState, last: result.StepResult | None) -> dict[s
         state: the state of the scale, on the host.
         last: the result of the last step, where there is one.
     """
-    norm, amax = (None, None) if last is None else (last.grad_norm, last.amax)
-    known = (None if value is None else np.float32(_on_host(value)) for value in (norm, amax))
-    return {name: np.asarray(value).item() for name, value in metrics_of(state, *known, np).items()}
+    sizes = (None, None) if last is None else (last.grad_norm, last.amax)
+    norm, amax = (None if size is None else np.float32(_on_host(size)) for size in sizes)
+    return {name: np.asarray(value).item() for name, value in metrics_of(state, norm, amax, np).items()}
 
 
 def _on_host(value: Array) -> Any:

@@ -56,11 +56,11 @@ def agree(observation: Observation) -> Observation:
     if context.num_replicas_in_sync == 1:
         return observation
     measurement = observation.measurement
-    known = measurement._asdict() | {"overwrites": observation.overwrites}
-    known |= {"bad_loss": tf.cast(~observation.loss_finite, tf.float32)}
+    bad_loss = tf.cast(~observation.loss_finite, tf.float32)
+    known: dict[str, Any] = measurement._asdict() | {"overwrites": observation.overwrites, "bad_loss": bad_loss}
     sizes = known.pop("sizes")
     numbers = {name: number for name, number in known.items() if number is not None}
-    worst = _worst(context, tf.concat([list(numbers.values()), sizes], 0))
+    worst = _worst(context, tf.concat([tf.stack(list(numbers.values())), sizes], 0))
     agreed = dict(zip(numbers, tf.unstack(worst[: len(numbers)]), strict=True))
     loss_finite, overwrites = agreed.pop("bad_loss") == 0, agreed.pop("overwrites", None)
     return Observation(measurement._replace(sizes=worst[len(numbers) :], **agreed), loss_finite, overwrites)
