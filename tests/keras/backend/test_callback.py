@@ -60,7 +60,7 @@ def test_a_replay_of_the_record_takes_the_same_scales() -> None:
     assert again.skipped.sum() == 4
 
 
-def test_a_second_fit_goes_on_with_the_record() -> None:
+def test_a_second_fit_continues_the_record() -> None:
     monitor = ScaleMonitor(every=1)
     model = watched(monitor)
     model.fit(*six_batches(0), batch_size=4, shuffle=False, verbose=0, callbacks=[monitor])
@@ -87,18 +87,18 @@ class Later(keras.callbacks.Callback):
         self.batches.append((logs["scale"], logs["skipped"]))
 
 
-def test_history_and_later_callbacks_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_history_and_later_callbacks_get_scale_and_skips(capsys: pytest.CaptureFixture[str]) -> None:
     later = Later()
     model = watched(ScaleMonitor(every=1), 2, epochs=2, later=[later])
     assert model.history.history["scale"] == [2048.0, 4096.0]
     assert model.history.history["skipped"] == [1, 2]
-    # A batch is told what was read before it began.
+    # A batch shows what was read before it began.
     assert later.batches[:6] == [(1024.0, 0), (1024.0, 0), (2048.0, 0), (1024.0, 1), (1024.0, 1), (2048.0, 1)]
     model.fit(*six_batches(), batch_size=4, verbose=2, callbacks=[ScaleMonitor()])
     assert "scale: " in capsys.readouterr().out
 
 
-def test_a_batch_waits_for_nothing_between_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_does_not_synchronize_between_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     state = LossScaleOptimizer.state
     monkeypatch.setattr(LossScaleOptimizer, "state", property(lambda own: reads.append(1) or state.fget(own)))  # pyright: ignore

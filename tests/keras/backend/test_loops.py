@@ -39,7 +39,7 @@ def models() -> list[Any]:
 
 
 @pytest.mark.parametrize("compile_it", [False, True])
-def test_a_clean_step_is_applied_and_told(models: list[Any], compile_it: bool) -> None:
+def test_a_clean_step_is_applied_and_reported(models: list[Any], compile_it: bool) -> None:
     optimizer = built(models)
     step = compiled(optimizer, models, norm=True) if compile_it else None
     grads = tensors([24.0, 0.0], [-32.0])
@@ -133,7 +133,7 @@ def test_narrow_gradients_are_divided_in_float32(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("imaginary", "finite"), [(4.0, True), (INF, False)])
-def test_complex_gradients_are_looked_at_in_both_parts(imaginary: float, finite: bool) -> None:
+def test_complex_gradients_are_measured_in_both_parts(imaginary: float, finite: bool) -> None:
     grad = keras.ops.convert_to_tensor(np.array([complex(1.0, imaginary)], "complex64"))
     plan = StepPlan(checks=True, amax=True, norm=False, edge=None)
     measured = current().measure([grad], None, plan).measurement
@@ -191,7 +191,7 @@ def test_gradients_that_only_unscaling_makes_infinite_are_an_overflow(models: li
     assert optimizer.apply_if_finite(tensors([1e20, 0.0], [0.0]), models).status() is Status.OVERFLOW
 
 
-def test_no_scaling_looks_at_nothing(models: list[Any]) -> None:
+def test_no_scaling_measures_nothing(models: list[Any]) -> None:
     result = built(models, policy=NoScaling()).apply_if_finite(tensors([INF, 0.0], [0.0]), models)
     assert (result.status(), result.amax, result.sizes) == (Status.APPLIED, None, None)
     assert numbers(result.next_scale) == [1.0]
@@ -245,7 +245,7 @@ def test_a_scale_that_jax_would_compile_in_is_refused(models: list[Any], call: s
     assert optimizer.state == optimizer.policy.start()
 
 
-def test_unscaled_gradients_are_there_to_be_looked_at(models: list[Any]) -> None:
+def test_unscale_gradients_returns_unscaled_gradients(models: list[Any]) -> None:
     optimizer = built(models)
     first, missing = optimizer.unscale_gradients(tensors([8.0, 4.0], None))
     assert (numbers(first), missing) == ([[1.0, 0.5]], None)
@@ -286,7 +286,7 @@ def test_the_pure_step_wants_a_value_for_every_variable(models: list[Any]) -> No
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="has pure functions")
-def test_tensorflow_is_told_that_it_has_no_pure_step(models: list[Any]) -> None:
+def test_tensorflow_has_no_pure_step(models: list[Any]) -> None:
     with pytest.raises(ValueError, match="a step is no pure function there"):
         built(models).stateless_apply_if_finite([], [], [])
 

@@ -130,3 +130,19 @@ def current() -> Backend:
             "Set KERAS_BACKEND before Keras is imported."
         )
     return cast(Backend, importlib.import_module(f"gradscale.keras.backends.{name}"))
+
+
+def only_observation(observation: Observation) -> Observation:
+    """Returns the observation: `agree` where there are no replicas."""
+    return observation
+
+
+def single_call(
+    finish: Callable[[Observation | None, Update], T],
+    observation: Observation | None,
+    update: Callable[[Any, Any, Array], None],
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+) -> T:
+    """Returns `finish(observation, update)`: `merge_call` where there are no replicas."""
+    return finish(observation, lambda factor: update(grads, variables, factor))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,14 @@ from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
 
 from gradscale.engine.measurement import Measurement
-from gradscale.keras.backends import Assign, Observation, StepPlan, Update
+from gradscale.keras.backends import Assign, Observation, StepPlan, only_observation, single_call
 from gradscale.keras.remember import StepResult
 from gradscale.kernels.jax import peak, real_parts, share_above, square
 
-T = TypeVar("T")
-
 XP = jnp
+
+# Arrays that `keras.distribution` has spread over devices are one array here: there are no replicas.
+agree, merge_call = only_observation, single_call
 
 jax.tree_util.register_dataclass(
     StepResult,
@@ -44,11 +45,6 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
     )
     loss_finite = jnp.bool_(True) if loss is None else jnp.all(jnp.isfinite(loss))
     return Observation(measurement, loss_finite, jnp.sum(sizes[own]) if plan.overwrites else None)
-
-
-def agree(observation: Observation) -> Observation:
-    """Returns the observation: arrays that `keras.distribution` has spread over devices are one array here."""
-    return observation
 
 
 def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
@@ -84,17 +80,6 @@ def gate(applied: Array, update: Callable[[], None], variables: Sequence[Any], a
 
     for variable, value in zip(variables, lax.cond(applied, after, lambda: before), strict=True):
         assign(variable, value)
-
-
-def merge_call(
-    finish: Callable[[Observation | None, Update], T],
-    observation: Observation | None,
-    update: Callable[[Any, Any, Any], None],
-    grads: Sequence[Any],
-    variables: Sequence[Any],
-) -> T:
-    """Returns what `finish` returns: there are no replicas here."""
-    return finish(observation, lambda factor: update(grads, variables, factor))
 
 
 def is_constant(value: Any) -> bool:

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from gradscale.engine.measurement import Measurement
-from gradscale.keras.backends import Assign, Observation, StepPlan, Update
+from gradscale.keras.backends import Assign, Observation, StepPlan, Update, single_call
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ def merge_call(
     the decision is made in a cross-replica context, and the update goes back to each replica.
     """
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        return finish(observation, lambda factor: update(grads, variables, factor))
+        return single_call(finish, observation, update, grads, variables)
 
     def cross_replica(strategy: Any, observation: Observation | None, grads: Any, variables: Any) -> T:
         # After `agree` all replicas hold the same numbers.

@@ -1,7 +1,7 @@
 """Keras on torch: one synchronization with the device, after which the rule runs on the host."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,13 +9,15 @@ from torch import Tensor
 
 from gradscale.engine.host import SCALARS
 from gradscale.engine.measurement import Measurement
-from gradscale.keras.backends import Assign, Observation, StepPlan, Update
+from gradscale.keras.backends import Assign, Observation, StepPlan, only_observation, single_call
 from gradscale.keras.variables import on_host
 from gradscale.kernels.torch import largest, norms, share_above
 
-T = TypeVar("T")
-
 XP = SCALARS
+
+# Keras leaves several devices to torch: there are no replicas.
+agree = only_observation
+merge_call = torch.compiler.disable(np.errstate(all="ignore")(single_call))
 
 
 @torch.compiler.disable  # the rule runs on the host, where there is nothing to compile
@@ -42,11 +44,6 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
     return Observation(Measurement(sizes, amax=known["total"], **known), loss_finite, overwrites)
 
 
-def agree(observation: Observation) -> Observation:
-    """Returns the observation: Keras leaves several devices to torch."""
-    return observation
-
-
 def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
     """Returns gradients multiplied by the factor, in float32 or wider: one call for all of them."""
     wide = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in grads]
@@ -68,19 +65,6 @@ def gate(applied: Any, update: Callable[[], None], variables: Sequence[Any], ass
     del variables, assign
     if applied:
         update()
-
-
-@torch.compiler.disable
-@np.errstate(all="ignore")
-def merge_call(
-    finish: Callable[[Observation | None, Update], T],
-    observation: Observation | None,
-    update: Callable[[Any, Any, Any], None],
-    grads: Sequence[Any],
-    variables: Sequence[Any],
-) -> T:
-    """Returns what `finish` returns: there are no replicas here."""
-    return finish(observation, lambda factor: update(grads, variables, factor))
 
 
 def is_constant(value: Any) -> bool:
