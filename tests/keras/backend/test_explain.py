@@ -37,7 +37,7 @@ def warnings_of(made: Any) -> tuple[str, ...]:
 
 
 def test_layers_that_are_alike_share_a_row() -> None:
-    assert [(row.count, row.kind, row.weights, row.runs, row.elements) for row in explain(model()).layers] == [
+    assert [(row.count, row.kind, row.weights, row.compute_dtype, row.elements) for row in explain(model()).layers] == [
         (2, "Dense", "float32", "float16", 27),
         (1, "Dropout", "", "float16", 0),
         (1, "Dense", "float32", "float32", 8),
