@@ -1,4 +1,4 @@
-"""The border of a module: what is cast there, and what stays what it is."""
+"""The input/output cast of a module: what is cast, and what is left alone."""
 
 import copy
 import inspect
@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from gradscale.torch.precision.input_output_cast import Border, border_of, cast, set_border, unbordered
+from gradscale.torch.cast import cast as cast_any
+from gradscale.torch.precision.input_output_cast import (
+    CASTABLE,
+    InputOutputCast,
+    input_output_cast_of,
+    original_class,
+    set_input_output_cast,
+)
 
 HALF = torch.float16
 
@@ -44,6 +51,10 @@ class Record(dict[str, Any]):
 
 def one() -> Tensor:
     return torch.ones(2)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    return cast_any(value, dtype, CASTABLE)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +118,14 @@ def test_what_is_no_tensor_is_left_alone(value: Any) -> None:
 )
 def test_what_needs_no_cast_is_the_same_object(value: Any) -> None:
     assert cast(value, torch.float32) is value
-    assert cast(value, None) is value
+    assert with_outputs(value) is value
+
+
+def with_outputs(value: Any) -> Any:
+    """Returns what a module with an input/output cast that casts nothing makes of a value."""
+    module = nn.Identity()
+    set_input_output_cast(module, InputOutputCast(None, None, None))
+    return module(value)
 
 
 def test_a_model_can_write_to_a_container_it_is_given() -> None:
@@ -117,7 +135,7 @@ def test_a_model_can_write_to_a_container_it_is_given() -> None:
             return x
 
     module, cache = Remembers(), [torch.ones(1, dtype=HALF)]
-    set_border(module, Border(HALF, None, torch.float32))
+    set_input_output_cast(module, InputOutputCast(HALF, None, torch.float32))
     module(one(), cache)
     assert [tensor.dtype for tensor in cache] == [HALF, HALF]
 
@@ -147,45 +165,45 @@ class Scaler(nn.Module):
         return {"y": self.linear(x) * (1 if factor is None else factor)}
 
 
-def bordered(border: Border) -> Scaler:
+def with_cast(how: InputOutputCast) -> Scaler:
     module = Scaler()
-    if border.inputs is not None:
-        module.linear.to(border.inputs)
-    set_border(module, border)
+    if how.inputs is not None:
+        module.linear.to(how.inputs)
+    set_input_output_cast(module, how)
     return module
 
 
 def test_inputs_and_outputs_are_cast_by_position_and_by_name() -> None:
-    module = bordered(Border(torch.bfloat16, None, torch.float32))
+    module = with_cast(InputOutputCast(torch.bfloat16, None, torch.float32))
     assert module(one()[None], factor=one())["y"].dtype is torch.float32
     assert module(x=one()[None])["y"].dtype is torch.float32
     assert module.seen == [torch.bfloat16] * 2
 
 
 def test_autocast_is_on_inside_and_not_outside() -> None:
-    module = bordered(Border(None, torch.bfloat16, None))
+    module = with_cast(InputOutputCast(None, torch.bfloat16, None))
     assert module(one()[None])["y"].dtype is torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
 
 
 def test_autocast_can_be_switched_off_inside() -> None:
-    module = bordered(Border(None, torch.float32, None))
+    module = with_cast(InputOutputCast(None, torch.float32, None))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert module(one()[None])["y"].dtype is torch.float32
 
 
 def test_an_error_inside_leaves_autocast_as_it_was() -> None:
-    module = bordered(Border(None, torch.bfloat16, None))
+    module = with_cast(InputOutputCast(None, torch.bfloat16, None))
     with pytest.raises(AttributeError, match="dtype"):
         module("text")
     assert not torch.is_autocast_enabled("cpu")
 
 
 def test_the_module_stays_what_it_was() -> None:
-    module, plain = bordered(Border(None, torch.bfloat16, None)), Scaler()
+    module, plain = with_cast(InputOutputCast(None, torch.bfloat16, None)), Scaler()
     assert isinstance(module, Scaler)
     assert type(module).__name__ == "Scaler"
-    assert unbordered(type(module)) is Scaler
+    assert original_class(type(module)) is Scaler
     assert repr(module) == repr(plain)
     assert list(module.state_dict()) == list(plain.state_dict())
     assert inspect.signature(module.forward) == inspect.signature(plain.forward)
@@ -203,17 +221,17 @@ COPIES = [copy.copy, copy.deepcopy, lambda module: pickle.loads(pickle.dumps(mod
 
 
 @pytest.mark.parametrize("copied", COPIES, ids=["copy", "deepcopy", "pickle", "torch"])
-def test_copies_and_pickles_keep_the_border(copied: Any) -> None:
-    border = Border(torch.bfloat16, None, torch.float32)
-    module = bordered(border)
+def test_copies_and_pickles_keep_the_cast(copied: Any) -> None:
+    how = InputOutputCast(torch.bfloat16, None, torch.float32)
+    module = with_cast(how)
     made = copied(module)
     assert type(made) is type(module)
-    assert border_of(made) == border
+    assert input_output_cast_of(made) == how
     assert torch.equal(made(one()[None])["y"], module(one()[None])["y"])
 
 
 def test_a_deep_copy_runs_on_its_own_weights() -> None:
-    module = bordered(Border(None, torch.bfloat16, None))
+    module = with_cast(InputOutputCast(None, torch.bfloat16, None))
     made = copy.deepcopy(module)
     with torch.no_grad():
         made.linear.weight.zero_()
@@ -230,28 +248,30 @@ class Rebuilt(nn.Linear):
 
 
 @pytest.mark.parametrize("copied", COPIES, ids=["copy", "deepcopy", "pickle", "torch"])
-def test_modules_that_say_how_to_copy_them_keep_the_border(copied: Any) -> None:
+def test_modules_that_say_how_to_copy_them_keep_the_cast(copied: Any) -> None:
     module = Rebuilt(2, 3)
-    set_border(module, Border(None, None, torch.bfloat16))
+    set_input_output_cast(module, InputOutputCast(None, None, torch.bfloat16))
     made = copied(module)
     assert type(made) is type(module)
     assert made(one()).dtype is torch.bfloat16
 
 
-def test_a_module_built_by_the_class_of_another_has_no_border() -> None:
-    module = bordered(Border(None, torch.bfloat16, None))
+def test_a_module_built_by_the_class_of_another_has_no_cast() -> None:
+    module = with_cast(InputOutputCast(None, torch.bfloat16, None))
     new = type(module)()
-    assert border_of(new) is None
+    assert input_output_cast_of(new) is None
     assert new(one()[None])["y"].dtype is torch.float32
-    set_border(new, Border(None, None, HALF))
+    set_input_output_cast(new, InputOutputCast(None, None, HALF))
     assert type(new) is type(module)
     assert new(one()[None])["y"].dtype is HALF
 
 
-@pytest.mark.parametrize("border", [Border(HALF, None, torch.float32), Border(None, HALF, torch.float32)])
-def test_a_module_with_a_border_compiles_to_one_graph(border: Border) -> None:
+@pytest.mark.parametrize(
+    "how", [InputOutputCast(HALF, None, torch.float32), InputOutputCast(None, HALF, torch.float32)]
+)
+def test_a_module_with_a_cast_compiles_to_one_graph(how: InputOutputCast) -> None:
     torch._dynamo.reset()
-    module = bordered(border)
+    module = with_cast(how)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     assert torch.equal(compiled(one()[None])["y"], module(one()[None])["y"])
 
@@ -262,20 +282,20 @@ def test_modules_of_many_classes_compile_without_using_up_each_others_limit() ->
     for index in range(limit + 2):
         kind = type(f"Scaler{index}", (Scaler,), {})
         module = kind()
-        set_border(module, Border(None, HALF, torch.float32))
+        set_input_output_cast(module, InputOutputCast(None, HALF, torch.float32))
         torch.compile(module, fullgraph=True, backend="eager")(one()[None])
     torch._dynamo.reset()
 
 
-def test_functional_calls_go_through_the_border() -> None:
-    module = bordered(Border(None, torch.bfloat16, torch.float32))
+def test_functional_calls_go_through_the_cast() -> None:
+    module = with_cast(InputOutputCast(None, torch.bfloat16, torch.float32))
     zeros = {name: torch.zeros_like(value) for name, value in module.named_parameters()}
     made = torch.func.functional_call(module, zeros, (one()[None],))["y"]
     assert made.dtype is torch.float32
     assert not made.any()
 
 
-def test_a_module_without_parameters_can_have_a_border() -> None:
+def test_a_module_without_parameters_can_have_a_cast() -> None:
     module = nn.Tanh()
-    set_border(module, Border(torch.bfloat16, torch.bfloat16, torch.float32))
+    set_input_output_cast(module, InputOutputCast(torch.bfloat16, torch.bfloat16, torch.float32))
     assert module(one()).dtype is torch.float32

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradscale import NoScaling, Static
 from gradscale.policies.headroom import Headroom
 from gradscale.torch import O0, O1, O2, O3, MasterWeights, Precision, prepare
-from gradscale.torch.precision.input_output_cast import border_of
+from gradscale.torch.precision.input_output_cast import input_output_cast_of
 from gradscale.torch.precision.levels import LEVELS
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
@@ -146,11 +146,17 @@ def test_a_module_with_two_names_is_kept_by_either() -> None:
         assert dtypes(model) == {"first": {FLOAT}, "third": {HALF}}
 
 
-def test_batch_norm_needs_no_border_and_float32_models_none_at_all_inside() -> None:
+def test_batch_norm_needs_no_cast_and_float32_models_none_at_all_inside() -> None:
     model, _, _ = prepared(O2)
-    assert [border_of(model.get_submodule(name)) is None for name in NORMS] == [True, True, False, False, False]
+    assert [input_output_cast_of(model.get_submodule(name)) is None for name in NORMS] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     model, _, _ = prepared(O0)
-    assert [name for name, part in model.named_modules() if border_of(part) is not None] == [""]
+    assert [name for name, part in model.named_modules() if input_output_cast_of(part) is not None] == [""]
 
 
 def test_only_float32_becomes_half() -> None:
