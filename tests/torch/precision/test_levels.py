@@ -39,7 +39,7 @@ MIXED = {
     "O1": LEVELS["O1"],
     "O1-bf16": LEVELS["O1-bf16"],
     "O2-bf16": LEVELS["O2-bf16"],
-    **{f"O2 {kind}": replace(O2, master_weights=kind) for kind in get_args(Storage)},
+    **{f"O2 {storage}": replace(O2, master_weights=storage) for storage in get_args(Storage)},
 }
 
 
