@@ -29,13 +29,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     pytree. No container is written to: one with a changed tensor is copied. Any other is returned itself, since a
     model may be meant to write to it, as to a cache of keys and values.
     """
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, LEAVES):
-        return value
-    items, rebuild = _opened(value)
-    new = [map_tensors(item, change) for item in items]
-    return value if all(one is other for one, other in zip(new, items, strict=True)) else rebuild(new)
+    return _mapped(value, change)[0]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -45,6 +39,20 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif not isinstance(value, LEAVES):
         for item in _opened(value)[0]:
             yield from tensors_in(item)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
+    """Returns the new value, and whether it differs. (`torch.compile` cannot trace `is` between containers.)"""
+    if isinstance(value, Tensor):
+        new = change(value)
+        return new, new is not value
+    if isinstance(value, LEAVES):
+        return value, False
+    items, rebuild = _opened(value)
+    mapped = [_mapped(item, change) for item in items]
+    if not any([changed for _, changed in mapped]):
+        return value, False
+    return rebuild([new for new, _ in mapped]), True
 
 
 def _opened(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]]:
