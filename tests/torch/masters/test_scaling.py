@@ -248,7 +248,7 @@ def test_true_gradients_in_fp16_are_refused_with_the_way_out() -> None:
         TypeError, match=r"`clip_value` unscales .* 0\.weight, .*`MasterWeights\(optimizer, grad_fp32=True\)`"
     ):
         scaler.step(optimizer, clip_value=1.0)
-    with pytest.raises(TypeError, match="`unscaled` makes"), scaler.unscaled(optimizer):
+    with pytest.raises(TypeError, match="`unscaled` unscales"), scaler.unscaled(optimizer):
         pass
     assert not scaler.step(optimizer).skipped()
 
