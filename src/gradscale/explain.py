@@ -1,7 +1,8 @@
 """What the `explain` of every framework has in common: its rows, its advice on scaling and its text."""
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from gradscale._table import text_table
 from gradscale.formats import FP16
@@ -35,6 +36,29 @@ class LayerRow:
     compute_dtype: str
     elements: int
     buffers: str = ""
+
+
+def merged_rows(
+    rows: Iterable[tuple[str, LayerRow]], shared_name: Callable[[Sequence[str]], str]
+) -> tuple[LayerRow, ...]:
+    """Returns one row for all layers with the same pattern, class and dtypes.
+
+    Args:
+        rows: a row for each layer, with the pattern that its name has in common with others.
+        shared_name: makes the name of a row from those of its layers.
+    """
+    groups: defaultdict[tuple[str, LayerRow], list[LayerRow]] = defaultdict(list)
+    for pattern, row in rows:
+        groups[pattern, replace(row, name="", elements=0)].append(row)
+    return tuple(
+        replace(
+            common,
+            name=shared_name([row.name for row in group]),
+            count=len(group),
+            elements=sum(row.elements for row in group),
+        )
+        for (_, common), group in groups.items()
+    )
 
 
 def scaling_advice(dtypes: Collection[str]) -> str:

@@ -3,14 +3,13 @@
 import math
 import re
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 
-from gradscale.explain import LayerRow, explanation_text, layer_table
+from gradscale.explain import LayerRow, explanation_text, layer_table, merged_rows
 from gradscale.keras.explain_advice import advice
 
 
@@ -56,10 +55,11 @@ def explain(model: Any, *, warn: bool = False) -> Explanation:
         raise TypeError(f"`model` must be a Keras model or layer. Received: {type(model).__name__}.")
     layers = _layers(model)
     optimizer = getattr(model, "optimizer", None)
+    rows = merged_rows((_row(model, layer) for layer in layers), _shared_name)
     scaling, mistakes = advice(layers, _outputs(model), optimizer)
     for mistake in mistakes if warn else ():
         warnings.warn(mistake, stacklevel=2)
-    return Explanation(_rows(model, layers), _kind(optimizer), scaling, tuple(mistakes))
+    return Explanation(rows, _kind(optimizer), scaling, tuple(mistakes))
 
 
 def _layers(model: Any) -> list[Any]:
@@ -90,23 +90,31 @@ def _outputs(model: Any) -> list[Any]:
     return [layer for layer in getattr(model, "layers", ()) if layer.name in names]
 
 
-def _rows(model: Any, layers: Iterable[Any]) -> tuple[LayerRow, ...]:
-    groups: defaultdict[tuple[str, ...], list[Any]] = defaultdict(list)
-    for layer in layers:
-        base = re.sub(r"_\d+(?=/|$)", "", _path(model, layer))
-        stored = ", ".join(sorted({weight.dtype for weight in _own_weights(layer)}))
-        groups[base, type(layer).__name__, stored, layer.compute_dtype].append(layer)
-    return tuple(
-        LayerRow(
-            name=base if len(group) > 1 else _path(model, group[0]),
-            count=len(group),
-            kind=kind,
-            weights=weights,
-            compute_dtype=compute_dtype,
-            elements=sum(math.prod(weight.shape) for layer in group for weight in _own_weights(layer)),
-        )
-        for (base, kind, weights, compute_dtype), group in groups.items()
+def _row(model: Any, layer: Any) -> tuple[str, LayerRow]:
+    """Returns the row of a layer, and its path without the numbers that Keras adds."""
+    weights, path = _own_weights(layer), _path(model, layer)
+    row = LayerRow(
+        name=path,
+        count=1,
+        kind=type(layer).__name__,
+        weights=", ".join(sorted({weight.dtype for weight in weights})),
+        compute_dtype=layer.compute_dtype,
+        elements=sum(math.prod(weight.shape) for weight in weights),
     )
+    return _unnumbered(path), row
+
+
+def _shared_name(paths: Sequence[str]) -> str:
+    return paths[0] if len(paths) == 1 else _unnumbered(paths[0])
+
+
+def _unnumbered(path: str) -> str:
+    """Returns a path without numbers at the end of names.
+
+    >>> _unnumbered("block_1/dense_2")
+    'block/dense'
+    """
+    return re.sub(r"_\d+(?=/|$)", "", path)
 
 
 def _path(model: Any, layer: Any) -> str:

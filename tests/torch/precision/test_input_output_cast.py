@@ -4,18 +4,14 @@ import copy
 import inspect
 import io
 import pickle
-from collections import OrderedDict, UserDict, deque
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from tests.torch.test_cast import NO_CASTS, one
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_sequence
 
-from gradscale.torch.cast import cast as cast_any
 from gradscale.torch.precision.input_output_cast import (
-    CASTABLE,
     InputOutputCast,
     input_output_cast_of,
     original_class,
@@ -25,107 +21,11 @@ from gradscale.torch.precision.input_output_cast import (
 HALF = torch.float16
 
 
-class Pair(NamedTuple):
-    a: Tensor
-    b: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    x: Tensor
-    name: str = "n"
-
-
-@dataclass
-class Checked:
-    x: Tensor
-    total: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.total = 7.0
-
-
-class Record(dict[str, Any]):
-    pass
-
-
-def one() -> Tensor:
-    return torch.ones(2)
-
-
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    return cast_any(value, dtype, CASTABLE)
-
-
-@pytest.mark.parametrize(
-    ("make", "find"),
-    [
-        (lambda x: x, lambda v: v),
-        (lambda x: (1, x), lambda v: v[1]),
-        (lambda x: [[x]], lambda v: v[0][0]),
-        (lambda x: {"k": {"m": (x,)}}, lambda v: v["k"]["m"][0]),
-        (lambda x: OrderedDict(k=x), lambda v: v["k"]),
-        (lambda x: deque([x]), lambda v: v[0]),
-        (lambda x: Pair(x, "s"), lambda v: v.a),
-        (lambda x: Pair(one(), Pair(x, None)), lambda v: v.b.a),
-        (lambda x: Frozen(x), lambda v: v.x),
-        (lambda x: [Frozen(Checked(x))], lambda v: v[0].x.x),  # type: ignore[arg-type]
-        (lambda x: Record(k=x), lambda v: v["k"]),
-        (lambda x: UserDict(k=[x]), lambda v: v["k"][0]),
-        (lambda x: pack_sequence([x]), lambda v: v.data),
-    ],
-)
-def test_tensors_are_cast_in_every_container(make: Any, find: Any) -> None:
-    original = make(one())
-    made = cast(original, HALF)
-    assert type(made) is type(original)
-    assert find(made).dtype is HALF
-    assert find(original).dtype is torch.float32
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("to", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_three_floats_are_cast_into_one_another(dtype: torch.dtype, to: torch.dtype) -> None:
-    assert cast(one().to(dtype), to).dtype is to
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float64, torch.complex64])
-def test_other_tensors_are_the_same_object_afterwards(dtype: torch.dtype) -> None:
-    tensor = torch.ones(2, dtype=dtype)
-    assert cast([tensor], HALF)[0] is tensor
-
-
-@pytest.mark.parametrize("value", [None, "text", 3, 2.5, Frozen, torch.float32])
-def test_what_is_no_tensor_is_left_alone(value: Any) -> None:
-    assert cast((value,), HALF)[0] is value
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        one(),
-        [one(), [one()]],
-        (one(), 3),
-        {"a": {"b": one()}},
-        OrderedDict(k=[one()]),
-        deque([one()]),
-        Pair(one(), [one()]),
-        Frozen(one()),
-        Record(k=one()),
-        torch.Size([2]),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_what_needs_no_cast_is_the_same_object(value: Any) -> None:
-    assert cast(value, torch.float32) is value
-    assert with_outputs(value) is value
-
-
-def with_outputs(value: Any) -> Any:
-    """Returns what a module with an input/output cast that casts nothing makes of a value."""
+@pytest.mark.parametrize("value", NO_CASTS, ids=lambda value: type(value).__name__)
+def test_a_cast_of_nothing_returns_the_same_object(value: Any) -> None:
     module = nn.Identity()
     set_input_output_cast(module, InputOutputCast(None, None, None))
-    return module(value)
+    assert module(value) is value
 
 
 def test_a_model_can_write_to_a_container_it_is_given() -> None:
@@ -138,19 +38,6 @@ def test_a_model_can_write_to_a_container_it_is_given() -> None:
     set_input_output_cast(module, InputOutputCast(HALF, None, torch.float32))
     module(one(), cache)
     assert [tensor.dtype for tensor in cache] == [HALF, HALF]
-
-
-def test_casting_a_dataclass_does_not_build_it_again() -> None:
-    value = Checked(one())
-    value.total = 1.0
-    assert cast(value, HALF).total == 1.0
-
-
-def test_a_cast_can_be_differentiated() -> None:
-    x = one().requires_grad_()
-    cast({"x": x}, HALF)["x"].sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype is torch.float32
 
 
 class Scaler(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.torch.helpers import small_model, weights
-from tests.torch.precision.models import HALVED, NORMS, Net, dtypes, images, loss_of, prepared, train
+from tests.torch.precision.models import HALF_MODULES, NORMS, Net, dtypes, images, loss_of, prepared, train
 from torch import Tensor, nn
 
 from gradscale import NoScaling, Static
@@ -41,7 +41,7 @@ def test_half_weights_are_half_and_norms_float32(compute: torch.dtype) -> None:
     model, _, _ = prepared(replace(O2, compute=compute))
     found = dtypes(model)
     assert {name: found[name] for name in NORMS} == {name: {FLOAT} for name in NORMS}
-    assert {name: found[name] for name in HALVED} == {name: {compute} for name in HALVED}
+    assert {name: found[name] for name in HALF_MODULES} == {name: {compute} for name in HALF_MODULES}
     assert model.position.dtype is compute
     assert model.calls.dtype is torch.int64
 
@@ -76,7 +76,7 @@ def test_activations_are_half_between_modules_and_around_norms() -> None:
         part.register_forward_pre_hook(lambda _, args, name=name: given.__setitem__(name, args[0].dtype))
     model(images()[0])
     assert given.pop("") is FLOAT
-    assert set(given) == {*NORMS, *HALVED, "norms"}
+    assert set(given) == {*NORMS, *HALF_MODULES, "norms"}
     assert set(given.values()) == {HALF}
 
 

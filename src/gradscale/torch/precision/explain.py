@@ -2,15 +2,14 @@
 
 import re
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from gradscale.explain import LayerRow, explanation_text, layer_table
+from gradscale.explain import LayerRow, explanation_text, layer_table, merged_rows
 from gradscale.torch.checks import check_modules
 from gradscale.torch.precision.advice import advice
 from gradscale.torch.precision.checks import as_optimizers
@@ -67,33 +66,27 @@ def explain(
     models = check_modules(model)
     optimizers = as_optimizers(optimizer)
     found = [module for each in models for module in compute_dtypes(each)]
+    rows = merged_rows(map(_row, found), _shared_name)
     scaling, mistakes = advice(found, optimizers, scaler)
     for mistake in mistakes if warn else ():
         warnings.warn(mistake, stacklevel=2)
-    return Explanation(_rows(found), tuple(map(optimizer_row, optimizers)), scaling, tuple(mistakes))
+    return Explanation(rows, tuple(map(optimizer_row, optimizers)), scaling, tuple(mistakes))
 
 
-def _rows(found: Iterable[ModuleDtype]) -> tuple[LayerRow, ...]:
-    """Returns one row for all modules with the same class and dtypes, and names that differ in numbers only."""
-    groups: defaultdict[tuple[str, ...], list[ModuleDtype]] = defaultdict(list)
-    for each in found:
-        weights = dtype_names(*(weight.dtype for weight in each.module.parameters(recurse=False)))
-        buffers = dtype_names(*(buffer.dtype for buffer in each.module.buffers(recurse=False)))
-        # A number that is the whole name, as in a `Sequential`, is kept: a star alone would say nothing.
-        pattern = re.sub(r"\b\d+(?=\.)|(?<=\.)\d+\b", "*", each.name)
-        groups[pattern, type(each.module).__name__, weights, buffers, each.compute_dtype].append(each)
-    return tuple(
-        LayerRow(
-            name=_shared_name([each.name for each in group]),
-            count=len(group),
-            kind=kind,
-            weights=weights,
-            compute_dtype=compute_dtype,
-            elements=sum(weight.numel() for each in group for weight in each.module.parameters(recurse=False)),
-            buffers=buffers,
-        )
-        for (_, kind, weights, buffers, compute_dtype), group in groups.items()
+def _row(found: ModuleDtype) -> tuple[str, LayerRow]:
+    """Returns the row of a module, and its name with stars for numbers: what it has in common with its siblings."""
+    weights = list(found.module.parameters(recurse=False))
+    row = LayerRow(
+        name=found.name,
+        count=1,
+        kind=type(found.module).__name__,
+        weights=dtype_names(*(weight.dtype for weight in weights)),
+        compute_dtype=found.compute_dtype,
+        elements=sum(weight.numel() for weight in weights),
+        buffers=dtype_names(*(buffer.dtype for buffer in found.module.buffers(recurse=False))),
     )
+    # A number that is the whole name, as in a `Sequential`, is kept: a star alone would say nothing.
+    return re.sub(r"\b\d+(?=\.)|(?<=\.)\d+\b", "*", found.name), row
 
 
 def _shared_name(names: Sequence[str]) -> str:
