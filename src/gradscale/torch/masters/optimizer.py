@@ -180,10 +180,6 @@ class MasterWeights(Optimizer):
             master.note_weight()
         self._loaded = {}
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the model's parameters."""
-        super().zero_grad(set_to_none)
-
     @torch.no_grad()
     def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields every parameter of the model with its value in float32; a wider parameter with itself.

@@ -79,9 +79,8 @@ def _check_unwrapped(model: nn.Module) -> None:
                 f"`prepare` changes a model once, and this one has been prepared. Received: {where}. "
                 "Use what the first call returned; for another precision, build the model again."
             )
-        if wrapper := next(
-            (WRAPPERS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in WRAPPERS), None
-        ):
+        classes = [base.__name__ for base in type(module).__mro__]
+        if wrapper := next((WRAPPERS[name] for name in classes if name in WRAPPERS), None):
             raise RuntimeError(
                 f"`prepare` must come before {wrapper}, which holds references to the model's parameters or code. "
                 f"Received: {where}. Prepare the plain model, then wrap what comes back. For an optimizer that must be "

@@ -78,13 +78,10 @@ def _float32_casts(named: Sequence[nn.Module], norms: Sequence[nn.Module], outpu
     runs the other norm layers in float32 on some devices only; with a cast of their own they do on all.
     """
     nested, covered = _ids(child for module in named for child in module.children()), _ids(named)
+    outermost = [module for module in named if id(module) not in nested]
     casting = [norm for norm in norms if not isinstance(norm, MIXED_NORMS) and id(norm) not in covered]
     return [
-        *(
-            (module, InputOutputCast(torch.float32, torch.float32, outputs))
-            for module in named
-            if id(module) not in nested
-        ),
+        *((module, InputOutputCast(torch.float32, torch.float32, outputs)) for module in outermost),
         *((module, InputOutputCast(torch.float32, None, outputs)) for module in casting),
     ]
 
@@ -92,9 +89,8 @@ def _float32_casts(named: Sequence[nn.Module], norms: Sequence[nn.Module], outpu
 def _submodules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yields every submodule of `models`, once for each name it has."""
     for model in models:
-        yield from (
-            (name, module) for name, module in model.named_modules(remove_duplicate=False) if module is not model
-        )
+        named = model.named_modules(remove_duplicate=False)
+        yield from ((name, module) for name, module in named if module is not model)
 
 
 def _named(models: Sequence[nn.Module], precision: Precision) -> list[nn.Module]:
