@@ -29,7 +29,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     pytree. No container is written to: one with a changed tensor is copied. Any other is returned itself, since a
     model may be meant to write to it, as to a cache of keys and values.
     """
-    return _mapped(value, change)[0]
+    return change(value) if isinstance(value, Tensor) else _mapped(value, change)[0]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
