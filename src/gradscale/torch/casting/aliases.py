@@ -1,4 +1,4 @@
-"""The names that torch has for its functions, and which of them it tells the calls of."""
+"""The aliases that torch has for its functions, and which functions it reports the calls of."""
 
 from collections.abc import Callable
 from functools import cache
@@ -11,11 +11,11 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import get_overridable_functions
 
 Function = Callable[..., Any]
-Names = frozenset[Function]
+Aliases = frozenset[Function]
 
 
-def torch_names(function: Function) -> Names:
-    """Returns the function under all names that torch has for it; nothing where torch does not tell of its calls.
+def torch_aliases(function: Function) -> Aliases:
+    """Returns the function and all its aliases in torch; nothing where torch does not report its calls.
 
     `torch.softmax`, `torch.nn.functional.softmax`, `torch.special.softmax` and `Tensor.softmax` are one function, and
     so are `torch.matmul` and `@`. An operator of `torch.ops` is one function with its overloads.
@@ -27,7 +27,7 @@ def torch_names(function: Function) -> Names:
     return _index().by_function.get(function, frozenset())
 
 
-def in_place_names(function: Function) -> Names:
+def in_place_aliases(function: Function) -> Aliases:
     """Returns the variants of a torch function that write to their argument: none where it has none."""
     return _index().by_name.get(f"{_plain_name(function.__name__)}_", frozenset())
 
@@ -38,27 +38,27 @@ def writes_in_place(function: Function) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
-def title(function: Any) -> str:
-    """Returns what to call a function in an error."""
+def describe(function: Any) -> str:
+    """Returns the name of a function for an error message."""
     attribute = "__qualname__" if isinstance(function, FunctionType) else "__name__"
     name = getattr(function, attribute, None)
     return f"`{name}`" if name else f"an object of {type(function).__name__}"
 
 
 class _Index(NamedTuple):
-    """The functions whose calls torch tells of: by their plain name, and for each function those of its name."""
+    """The functions whose calls torch reports: by their plain name, and for each function its aliases."""
 
-    by_name: dict[str, Names]
-    by_function: dict[Function, Names]
+    by_name: dict[str, Aliases]
+    by_function: dict[Function, Aliases]
 
 
 @cache
 def _index() -> _Index:
-    # torch's own list leaves out `torch.relu_` and the like, which write to their argument.
+    # torch's own list does not have `torch.relu_` and other functions that write to their argument.
     in_place = [getattr(torch, name) for name in dir(torch) if name.endswith("_") and not name.startswith("_")]
     found: dict[str, set[Function]] = {}
     for function in chain(in_place, *get_overridable_functions().values()):
-        if function.__name__ != "__get__":  # what all properties are called
+        if function.__name__ != "__get__":  # the name of every property
             found.setdefault(_plain_name(function.__name__), set()).add(function)
     by_name = {name: frozenset(functions) for name, functions in found.items()}
     return _Index(by_name, {function: names for names in by_name.values() for function in names})

@@ -1,17 +1,17 @@
-"""The ways to keep the low bits: what comes back of a float32 value, and what the weight is."""
+"""The storages of master weights: what is restored of a float32 value, and what the weight is."""
 
 import pytest
 import torch
-from tests.torch.masters.helpers import KINDS, NARROW
+from tests.torch.masters.helpers import HALF_DTYPES, STORAGES
 from torch import Tensor
 
-from gradscale.torch.masters import Kind, bytes_per_parameter
+from gradscale.torch.masters import Storage, bytes_per_parameter
+from gradscale.torch.masters.contract import MasterStorage, refined
 from gradscale.torch.masters.kahan import Kahan
 from gradscale.torch.masters.remainder import Remainder
-from gradscale.torch.masters.scratch import Scratch
+from gradscale.torch.masters.step_buffers import StepBuffer
 from gradscale.torch.masters.stochastic import Stochastic
-from gradscale.torch.masters.way import Way, refined
-from gradscale.torch.masters.ways import way_for
+from gradscale.torch.masters.storage import make_storage
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -52,12 +52,12 @@ def near(weights: Tensor) -> Tensor:
     return values[values.isfinite()]
 
 
-def there_and_back(way: Way, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the weight, what is kept, and the value that the two make."""
+def there_and_back(storage: MasterStorage, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the weight, what is stored, and the value that the two make."""
     weight = value.to(dtype)
-    kept = way.keep(weight)
-    way.write([value], [weight], [kept])
-    return weight, kept, way.read([weight], [kept], Scratch())[0].clone()
+    stored = storage.store(weight)
+    storage.write([value], [weight], [stored])
+    return weight, stored, storage.read([weight], [stored], StepBuffer())[0].clone()
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
@@ -72,7 +72,7 @@ def distance(weight: Tensor, value: Tensor) -> Tensor:
     return (weight.double() - value.double()).abs()
 
 
-def test_a_bf16_weight_and_its_remainder_are_the_float32_value_bit_for_bit() -> None:
+def test_a_bf16_weight_and_its_remainder_are_the_float32_value_bit_exactly() -> None:
     value = near(finite_patterns(BF16))
     weight, _, found = there_and_back(Remainder(), value, BF16)
     assert same_bits(found, value)
@@ -120,54 +120,54 @@ def test_smaller_values_come_back_from_fp16_within_their_bound() -> None:
     assert distance(found, value).max() <= 2.0**-41
 
 
-@pytest.mark.parametrize("way", [Remainder(), Kahan()], ids=["remainder", "kahan"])
-def test_values_beyond_fp16_are_inf_and_nothing_becomes_nan(way: Way) -> None:
+@pytest.mark.parametrize("storage", [Remainder(), Kahan()], ids=["remainder", "kahan"])
+def test_values_beyond_fp16_are_inf_and_nothing_becomes_nan(storage: MasterStorage) -> None:
     value = torch.tensor([65520.0, 7e4, -1e30, torch.inf, -torch.inf])
-    _, _, found = there_and_back(way, value, FP16)
+    _, _, found = there_and_back(storage, value, FP16)
     assert torch.equal(found, torch.inf * value.sign())
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_65536_weights_stay_as_they_are(kind: Kind, dtype: torch.dtype) -> None:
-    way, weight = way_for(kind, None), all_patterns(dtype)
-    kept = way.keep(weight)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("name", STORAGES)
+def test_all_65536_weights_stay_as_they_are(name: Storage, dtype: torch.dtype) -> None:
+    storage, weight = make_storage(name), all_patterns(dtype)
+    stored = storage.store(weight)
     before = weight.clone()
-    value = way.read([weight], [kept], Scratch())[0]
+    value = storage.read([weight], [stored], StepBuffer())[0]
     expected = before.float()
     assert equal_or_both_nan(value, expected)
-    way.write([value], [weight], [kept])
+    storage.write([value], [weight], [stored])
     numbers = ~before.isnan()
     assert torch.equal(weight[numbers], before[numbers])
     assert bool(weight[~numbers].isnan().all())
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_written_back_as_they_were_read_change_nothing(kind: Kind, dtype: torch.dtype) -> None:
-    way, value = way_for(kind, None), near(finite_patterns(dtype))
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("name", STORAGES)
+def test_values_written_back_as_they_were_read_change_nothing(name: Storage, dtype: torch.dtype) -> None:
+    storage, value = make_storage(name), near(finite_patterns(dtype))
     value = value[value.abs() <= torch.finfo(dtype).max]
-    weight, kept, found = there_and_back(way, value, dtype)
-    if kind == "fp32":
-        kept.data.copy_(value)
-    before, kept_before = weight.clone(), kept.detach().clone()
+    weight, stored, found = there_and_back(storage, value, dtype)
+    if name == "fp32":
+        stored.data.copy_(value)
+    before, stored_before = weight.clone(), stored.detach().clone()
     with torch.no_grad():
-        way.write([found], [weight], [kept])
+        storage.write([found], [weight], [stored])
     assert torch.equal(weight, before)
-    assert torch.equal(kept, kept_before)
+    assert torch.equal(stored, stored_before)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(BF16, 16), (FP16, 22)])
 def test_kahan_keeps_twice_the_bits_of_a_weight(dtype: torch.dtype, bits: int) -> None:
     value = near(finite_patterns(dtype))
-    smallest = 2.0**-100 if dtype is BF16 else 2.0**-2  # below, FP16's smallest number bounds what is kept
+    smallest = 2.0**-100 if dtype is BF16 else 2.0**-2  # below, FP16's smallest number bounds what is stored
     value = value[(value.abs() >= smallest) & (value.abs() < 0.9 * torch.finfo(dtype).max)]
     weight, _, found = there_and_back(Kahan(), value, dtype)
     assert torch.equal(weight, value.to(dtype))
     assert (distance(found, value) / value.double().abs()).max() <= 2.0**-bits
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_stochastic_rounding_takes_one_of_the_two_neighbours(dtype: torch.dtype) -> None:
     weights = finite_patterns(dtype)
     bits = weights.float().view(torch.int32)
@@ -190,7 +190,7 @@ def test_stochastic_rounding_is_right_on_average(dtype: torch.dtype, value: floa
     assert abs(float(rounded.double().mean()) - values[0].double().item()) < 5 * standard_error
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_stochastic_rounding_beyond_the_largest_number_is_to_nearest(dtype: torch.dtype) -> None:
     largest = torch.tensor(torch.finfo(dtype).max)
     below_half_a_unit = torch.full((1_000,), 4_000, dtype=torch.int32)
@@ -206,29 +206,29 @@ def test_a_saved_value_is_taken_only_where_the_weight_is_a_nearest_one() -> None
     assert refined(weight, value).tolist() == [value[0].item(), 2.0, 1.00390625, 1.00390625]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", STORAGES)
 @pytest.mark.parametrize("grad_fp32", [False, True])
-def test_the_bytes_told_are_those_of_the_tensors(kind: Kind, grad_fp32: bool) -> None:
+def test_the_bytes_reported_are_those_of_the_tensors(name: Storage, grad_fp32: bool) -> None:
     weight = torch.zeros(100, dtype=FP16)
-    kept = way_for(kind, None).keep(weight)
-    tensors = weight.nbytes + kept.nbytes + 100 * (4 if grad_fp32 else 2)
-    assert bytes_per_parameter(kind, grad_fp32=grad_fp32) == tensors / 100
+    stored = make_storage(name).store(weight)
+    tensors = weight.nbytes + stored.nbytes + 100 * (4 if grad_fp32 else 2)
+    assert bytes_per_parameter(name, grad_fp32=grad_fp32) == tensors / 100
 
 
-def test_scratch_lends_tensors_where_the_others_are() -> None:
+def test_a_step_buffer_is_on_the_device_of_the_other_tensors() -> None:
     given = [torch.zeros(2), torch.zeros(3, device="meta"), torch.zeros(4)]
-    lent = Scratch().like(given)
-    assert [tensor.device for tensor in lent] == [tensor.device for tensor in given]
-    assert [tensor.storage_offset() for tensor in lent] == [0, 0, 2]
+    made = StepBuffer().like(given)
+    assert [tensor.device for tensor in made] == [tensor.device for tensor in given]
+    assert [tensor.storage_offset() for tensor in made] == [0, 0, 2]
 
 
-def test_scratch_lends_tensors_that_lie_in_memory_as_the_others_do() -> None:
+def test_a_step_buffer_has_the_memory_layout_of_the_other_tensors() -> None:
     plain, channels_last = torch.zeros(3, 5), torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
     gaps, scalar, empty = torch.zeros(4, 6)[:, ::2], torch.zeros(()), torch.zeros(0, 2)
     given = [plain, channels_last, gaps, scalar, empty]
-    lent = Scratch().like(given)
-    for number, tensor in enumerate(lent):
+    made = StepBuffer().like(given)
+    for number, tensor in enumerate(made):
         tensor.fill_(number)
-    assert [tensor.shape for tensor in lent] == [tensor.shape for tensor in given]
-    assert lent[1].stride() == channels_last.stride()
-    assert [tensor.unique().tolist() for tensor in lent[:4]] == [[0.0], [1.0], [2.0], [3.0]]
+    assert [tensor.shape for tensor in made] == [tensor.shape for tensor in given]
+    assert made[1].stride() == channels_last.stride()
+    assert [tensor.unique().tolist() for tensor in made[:4]] == [[0.0], [1.0], [2.0], [3.0]]

@@ -1,4 +1,4 @@
-"""Stand-ins: how calls of a Python function are caught, which torch tells nothing of."""
+"""Patches of Python functions: torch does not report their calls, so they are replaced while a context needs it."""
 
 import sys
 import threading
@@ -7,7 +7,7 @@ from functools import cache, reduce, wraps
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from gradscale.torch.casting.names import Function
+from gradscale.torch.casting.aliases import Function
 from gradscale.torch.casting.rules import rule_for
 
 
@@ -27,43 +27,45 @@ class Place(NamedTuple):
             setattr(self.owner, self.name, value)
 
 
-class StandIn:
-    """Takes a Python function's place, in its class or in all modules that know it, while anyone wants it to.
+class Patch:
+    """Replaces a Python function, in its class or in all modules that refer to it, while any context uses the patch.
 
-    All threads then call the stand-in; in one where no rule holds for the function it just passes the call on.
+    All threads call the replacement then. In a thread where no rule holds for the function it passes the call on.
     """
 
     def __init__(self, function: FunctionType) -> None:
         @wraps(function)
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
             rule = rule_for(function)
             return function(*args, **kwargs) if rule is None else rule.run(function, args, kwargs, op=False)
 
-        _ORIGINALS[stand_in] = function
+        _ORIGINALS[replacement] = function
         self._function = function
-        self._stand_in = stand_in
+        self._replacement = replacement
         self._places: list[tuple[Place, Any]] = []
-        self._modules_seen = 0
-        self._wanted = 0
+        self._modules_searched = 0
+        self._users = 0
 
-    def look_around(self) -> bool:
-        """Finds the places to take, again if modules have been imported since; returns whether there are any."""
+    def find_places(self) -> bool:
+        """Searches for the function, again if modules have been imported since; returns whether it was found."""
         with _LOCK:
-            if self._modules_seen != len(sys.modules) and not self._wanted:
-                self._modules_seen = len(sys.modules)
+            if self._modules_searched != len(sys.modules) and not self._users:
+                self._modules_searched = len(sys.modules)
                 self._places = [(place, place.get()) for place in _places(self._function)]
             return bool(self._places)
 
-    def take(self) -> None:
+    def install(self) -> None:
+        """Replaces the function, for one more user."""
         with _LOCK:
-            self._wanted += 1
+            self._users += 1
             for place, found in self._places:
-                place.put(staticmethod(self._stand_in) if isinstance(found, staticmethod) else self._stand_in)
+                place.put(staticmethod(self._replacement) if isinstance(found, staticmethod) else self._replacement)
 
-    def leave(self) -> None:
+    def remove(self) -> None:
+        """Puts the function back if this was the last user."""
         with _LOCK:
-            self._wanted -= 1
-            if not self._wanted:
+            self._users -= 1
+            if not self._users:
                 for place, found in self._places:
                     place.put(found)
 
@@ -73,13 +75,13 @@ _ORIGINALS: dict[Function, FunctionType] = {}
 
 
 @cache
-def stand_in_for(function: FunctionType) -> StandIn:
-    """Returns the function's stand-in: one for all who want it, as two would put each other back into its place."""
-    return StandIn(function)
+def patch_for(function: FunctionType) -> Patch:
+    """Returns the patch of a function. One for all contexts: two would each restore the other's replacement."""
+    return Patch(function)
 
 
 def original(function: Function) -> Function:
-    """Returns the function itself where `function` is the stand-in that has taken its place."""
+    """Returns the function itself where `function` is its replacement."""
     return _ORIGINALS.get(function, function)
 
 
@@ -89,7 +91,7 @@ def _places(function: FunctionType) -> Iterator[Place]:
         yield from _in_modules(function)
         return
     module = sys.modules.get(function.__module__)
-    # A decorator that keeps the name of what it wraps does not keep the namespace: hence both.
+    # A decorator that copies the name of the function it wraps does not copy its globals: hence both.
     for space in (function.__globals__, {} if module is None else vars(module)):
         owner = reduce(lambda found, part: getattr(found, part, None), path[1:], space.get(path[0]))
         held = vars(owner).get(name) if isinstance(owner, type) else None
@@ -99,7 +101,7 @@ def _places(function: FunctionType) -> Iterator[Place]:
 
 
 def _in_modules(function: FunctionType) -> Iterator[Place]:
-    """Yields every name, in any module, that stands for the function: `from library import function` makes one more."""
+    """Yields every name of the function in any module: `from library import function` makes one more."""
     spaces = [function.__globals__, *(getattr(module, "__dict__", {}) for module in list(sys.modules.values()))]
     for space in {id(space): space for space in spaces}.values():
         yield from (Place(space, name) for name, value in list(space.items()) if value is function)

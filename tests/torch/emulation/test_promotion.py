@@ -13,7 +13,7 @@ from gradscale.torch import emulate
 
 
 def product() -> Tensor:
-    """Returns the result of a product, which is narrow in a block."""
+    """Returns the result of a product, which is low precision in a block."""
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(6, 24, generator=generator), torch.randn(8, 24, generator=generator)
     return F.linear(x, w)
@@ -82,9 +82,9 @@ def test_a_function_of_narrow_tensors_gives_numbers_of_the_format(name: str, kno
 @pytest.mark.parametrize("name", FLOAT32)
 def test_a_function_on_the_float32_list_or_given_float32_gives_float32(name: str) -> None:
     with emulate(FP16):
-        narrow = product()
-        before = narrow.clone()
-        found = FLOAT32[name](narrow)
+        low = product()
+        before = low.clone()
+        found = FLOAT32[name](low)
     assert not are_of(found, FP16)
     torch.testing.assert_close(found, FLOAT32[name](before), rtol=1e-6, atol=0)
 
@@ -93,12 +93,12 @@ def test_a_function_on_the_float32_list_or_given_float32_gives_float32(name: str
 @pytest.mark.parametrize("name", ROUNDED)
 def test_in_formats_without_arithmetic_of_their_own_only_products_are_rounded(name: str, known: Format) -> None:
     with emulate(known):
-        narrow = product()
-        assert are_of(narrow, known)
+        low = product()
+        assert are_of(low, known)
         torch.manual_seed(1)
-        found = ROUNDED[name](narrow.clone())
+        found = ROUNDED[name](low.clone())
     torch.manual_seed(1)
-    assert torch.equal(found, ROUNDED[name](narrow.clone()))
+    assert torch.equal(found, ROUNDED[name](low.clone()))
 
 
 def test_a_kept_result_is_the_rounded_one_so_that_its_gradient_is_that_of_fp16() -> None:
