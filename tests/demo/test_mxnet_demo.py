@@ -5,31 +5,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.demo.four_ways import check_command, check_same_start, check_static_scale
+from tests.demo.four_recipes import RECIPES, check_command, check_same_start, check_static_scale, compared
 
-from gradscale.demo import WAYS, Run, load_demo
+from gradscale.demo import Run, load_demo
 
 mx = pytest.importorskip("mxnet")
 
-from gradscale.demo.mxnet import compare  # noqa: E402
 from gradscale.demo.mxnet.model import Autoencoder, losses_of  # noqa: E402
 
 STEPS = 6
 
 
-def compared(steps: int, seed: int = 0) -> list[Run]:
-    (comparison,) = compare({"autoencoder": steps}, seed, lambda model, way: None)
-    return list(comparison.runs)
-
-
 @pytest.fixture(scope="module")
 def runs() -> list[Run]:
-    return compared(STEPS)
+    return compared("mxnet", STEPS)
 
 
-def gradients(kept: str, scale: float, *, hybrid: bool) -> list[Any]:
+def gradients(dtype: str, scale: float, *, hybrid: bool) -> list[Any]:
     """Returns the gradients of a model whose weights are all alike, by an image of ones."""
-    model = Autoencoder(kept)
+    model = Autoencoder(dtype)
     model.initialize(mx.init.Constant(0.125), force_reinit=True)
     if hybrid:
         model.hybridize()
@@ -40,13 +34,13 @@ def gradients(kept: str, scale: float, *, hybrid: bool) -> list[Any]:
     return [param.grad().asnumpy() for param in model.collect_params().values()]
 
 
-def test_the_four_ways_are_run_in_order(runs: list[Run]) -> None:
+def test_the_four_recipes_are_run_in_order(runs: list[Run]) -> None:
     assert tuple(load_demo("mxnet").steps) == ("autoencoder",)
-    assert tuple(run.way for run in runs) == WAYS
+    assert tuple(run.recipe for run in runs) == RECIPES
     assert all(len(run.losses) == len(run.scales) == STEPS for run in runs)
 
 
-def test_every_way_starts_from_the_same_weights_and_batches(runs: list[Run]) -> None:
+def test_every_recipe_starts_from_the_same_weights_and_batches(runs: list[Run]) -> None:
     check_same_start(runs)
 
 
@@ -55,7 +49,7 @@ def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: list[Ru
 
 
 def test_a_seed_gives_the_same_run_again_and_another_gives_another(runs: list[Run]) -> None:
-    again, other = compared(1)[3], compared(1, seed=1)[3]
+    again, other = compared("mxnet", 1)[3], compared("mxnet", 1, seed=1)[3]
     assert (again.losses, again.lost) == (runs[3].losses[:1], runs[3].lost[:1])
     assert other.losses != again.losses
 
@@ -81,13 +75,13 @@ def test_gradients_are_kept_in_float16_and_overflow_there(hybrid: bool) -> None:
     assert all(np.isfinite(grad).all() for grad in gradients("float32", 2.0**24, hybrid=hybrid))
 
 
-def test_the_command_trains_and_writes_the_picture(tmp_path: Path) -> None:
+def test_the_command_trains_and_writes_the_plot(tmp_path: Path) -> None:
     check_command("mxnet", "accuracy", tmp_path)
 
 
 @pytest.mark.slow
 def test_unscaled_fp16_fails_where_fp32_and_scaled_fp16_learn() -> None:
-    full, unscaled, static, dynamic = compared(load_demo("mxnet").steps["autoencoder"])
+    full, unscaled, static, dynamic = compared("mxnet", load_demo("mxnet").steps["autoencoder"])
     assert full.scores["accuracy"] > 0.9
     assert unscaled.scores["accuracy"] < 0.2
     for scaled in (static, dynamic):

@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gradscale.cli._border import console, fail, mistakes_told
-from gradscale.demo import FRAMEWORKS, Comparison, Demo, load_demo
+from gradscale.demo import FRAMEWORKS, Comparison, Demo, compare, load_demo
 from gradscale.demo.extra import MissingExtra, check_extra
 from gradscale.demo.plot import save_plot
 from gradscale.demo.table import make_table
@@ -102,13 +102,13 @@ def _train(shown: Demo, plan: Mapping[str, int], seed: int) -> list[Comparison]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console()) as progress:
         bars = {
-            (model, way): progress.add_task(f"{model} {way}", total=steps, start=False)
+            (model, recipe.name): progress.add_task(f"{model} {recipe.name}", total=steps, start=False)
             for model, steps in plan.items()
-            for way in shown.ways
+            for recipe in shown.recipes
         }
 
-        def tick(model: str, way: str) -> None:
-            progress.start_task(bars[model, way])
-            progress.advance(bars[model, way])
+        def tick(model: str, recipe: str) -> None:
+            progress.start_task(bars[model, recipe])
+            progress.advance(bars[model, recipe])
 
-        return shown.compare(plan, seed, tick)
+        return compare(shown, plan, seed, tick)
