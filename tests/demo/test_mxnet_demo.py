@@ -22,7 +22,7 @@ def runs() -> list[Run]:
 
 
 def gradients(dtype: str, scale: float, *, hybrid: bool) -> list[Any]:
-    """Returns the gradients of a model whose weights are all alike, by an image of ones."""
+    """Returns the gradients of a model whose weights are all equal, by an image of ones."""
     model = Autoencoder(dtype)
     model.initialize(mx.init.Constant(0.125), force_reinit=True)
     if hybrid:
