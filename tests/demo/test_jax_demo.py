@@ -1,10 +1,8 @@
 """The demo in JAX: its model, its runs, and the subcommand."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from tests.demo.four_recipes import RECIPES, check_command, check_same_start, check_static_scale, compared
+from tests.demo.four_recipes import FourRecipes, compared
 
 from gradscale.demo import Run, load_demo, text
 from gradscale.demo.text import VOCABULARY
@@ -15,12 +13,14 @@ jax = pytest.importorskip("jax")
 from gradscale.demo.jax import language  # noqa: E402
 from gradscale.demo.jax.gpt import gpt, init_gpt, init_taps  # noqa: E402
 
-STEPS = 3
 
+class TestJax(FourRecipes):
+    framework, model, score, lost = "jax", "gpt", "perplexity", 0.08
 
-@pytest.fixture(scope="module")
-def runs() -> list[Run]:
-    return compared("jax", STEPS)
+    def test_the_histogram_holds_activations_too(self, runs: list[Run]) -> None:
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(language.init_params(0)))
+        histogram = runs[0].histogram
+        assert histogram.nonzero + int(histogram.zeros) > 2 * parameters
 
 
 def test_the_text_is_half_a_megabyte_of_every_character() -> None:
@@ -41,43 +41,6 @@ def test_the_gpt_does_not_see_what_it_is_to_predict() -> None:
 
 def test_the_second_heads_gradient_is_too_small_for_fp16() -> None:
     assert text.AHEAD_WEIGHT / (text.LENGTH * text.SEQUENCES) < FP16.smallest_subnormal / 2
-
-
-def test_the_four_recipes_are_run_in_order(runs: list[Run]) -> None:
-    assert tuple(load_demo("jax").steps) == ("gpt",)
-    assert tuple(run.recipe for run in runs) == RECIPES
-    assert all(len(run.losses) == len(run.scales) == STEPS for run in runs)
-
-
-def test_every_recipe_starts_from_the_same_weights_and_batches(runs: list[Run]) -> None:
-    check_same_start(runs)
-
-
-def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: list[Run]) -> None:
-    check_static_scale(runs)
-
-
-def test_a_seed_gives_the_same_run_again_and_another_gives_another(runs: list[Run]) -> None:
-    again, other = compared("jax", 1)[3], compared("jax", 1, seed=1)[3]
-    assert (again.losses, again.lost) == (runs[3].losses[:1], runs[3].lost[:1])
-    assert other.losses != again.losses
-
-
-def test_the_histogram_holds_activations_too(runs: list[Run]) -> None:
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(language.init_params(0)))
-    histogram = runs[0].histogram
-    assert histogram.nonzero + int(histogram.zeros) > 2 * parameters
-
-
-def test_only_unscaled_fp16_loses_gradients(runs: list[Run]) -> None:
-    full, unscaled, static, dynamic = runs
-    assert set(full.lost) == {0.0}
-    assert min(unscaled.lost) > 0.08
-    assert max(static.lost + dynamic.lost) < 0.01
-
-
-def test_the_command_trains_and_writes_the_plot(tmp_path: Path) -> None:
-    check_command("jax", "perplexity", tmp_path)
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.demo.four_recipes import RECIPES, check_command, check_same_start, check_static_scale, compared
+from tests.demo.four_recipes import FourRecipes, compared
 
-from gradscale.demo import FRAMEWORKS, Run, load_demo
+from gradscale.demo import FRAMEWORKS, load_demo
 
 if find_spec("keras") is None:
     pytest.skip("Keras is not installed", allow_module_level=True)
@@ -24,33 +24,9 @@ keras: Any = sys.modules["keras"]
 # Keras 3.15 converts tensors in a way that numpy 2 frowns upon.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 
-STEPS = 3
 
-
-@pytest.fixture(scope="module")
-def runs() -> list[Run]:
-    return compared("keras", STEPS)
-
-
-def test_the_four_recipes_are_run_in_order(runs: list[Run]) -> None:
-    assert tuple(load_demo("keras").steps) == ("autoencoder",)
-    assert tuple(run.recipe for run in runs) == RECIPES
-    assert all(len(run.losses) == len(run.scales) == STEPS for run in runs)
-
-
-def test_every_recipe_starts_from_the_same_weights_and_batches(runs: list[Run]) -> None:
-    check_same_start(runs)
-
-
-def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: list[Run]) -> None:
-    check_static_scale(runs)
-
-
-def test_only_unscaled_fp16_loses_gradients(runs: list[Run]) -> None:
-    full, unscaled, static, dynamic = runs
-    assert set(full.lost) == {0.0}
-    assert min(unscaled.lost) > 0.4
-    assert max(static.lost + dynamic.lost) < 0.01
+class TestKeras(FourRecipes):
+    framework, model, score, lost = "keras", "autoencoder", "accuracy", 0.4
 
 
 def test_keras_comes_before_numpy_which_is_always_there() -> None:
@@ -79,10 +55,6 @@ def test_a_backend_that_cannot_train_is_reported_in_a_line(tmp_path: Path) -> No
     assert shown.stderr.splitlines()[-1] == (
         "Error: Keras must run on one of torch, jax, tensorflow. Received: numpy. Set KERAS_BACKEND."
     )
-
-
-def test_the_command_trains_and_writes_the_plot(tmp_path: Path) -> None:
-    check_command("keras", "accuracy", tmp_path)
 
 
 @pytest.mark.slow

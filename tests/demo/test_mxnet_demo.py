@@ -1,11 +1,10 @@
 """The demo in MXNet: its model, its runs, and the subcommand."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.demo.four_recipes import RECIPES, check_command, check_same_start, check_static_scale, compared
+from tests.demo.four_recipes import FourRecipes, compared
 
 from gradscale.demo import Run, load_demo
 
@@ -13,12 +12,15 @@ mx = pytest.importorskip("mxnet")
 
 from gradscale.demo.mxnet.model import Autoencoder, losses_of  # noqa: E402
 
-STEPS = 6
 
+class TestMXNet(FourRecipes):
+    framework, model, score, lost = "mxnet", "autoencoder", "accuracy", 0.4
+    steps = 6
 
-@pytest.fixture(scope="module")
-def runs() -> list[Run]:
-    return compared("mxnet", STEPS)
+    def test_the_histogram_holds_activations_too(self, runs: list[Run]) -> None:
+        parameters = sum(grad.size for grad in gradients("float32", 1.0, hybrid=False))
+        histogram = runs[0].histogram
+        assert histogram.nonzero + int(histogram.zeros) > parameters
 
 
 def gradients(dtype: str, scale: float, *, hybrid: bool) -> list[Any]:
@@ -34,49 +36,12 @@ def gradients(dtype: str, scale: float, *, hybrid: bool) -> list[Any]:
     return [param.grad().asnumpy() for param in model.collect_params().values()]
 
 
-def test_the_four_recipes_are_run_in_order(runs: list[Run]) -> None:
-    assert tuple(load_demo("mxnet").steps) == ("autoencoder",)
-    assert tuple(run.recipe for run in runs) == RECIPES
-    assert all(len(run.losses) == len(run.scales) == STEPS for run in runs)
-
-
-def test_every_recipe_starts_from_the_same_weights_and_batches(runs: list[Run]) -> None:
-    check_same_start(runs)
-
-
-def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: list[Run]) -> None:
-    check_static_scale(runs)
-
-
-def test_a_seed_gives_the_same_run_again_and_another_gives_another(runs: list[Run]) -> None:
-    again, other = compared("mxnet", 1)[3], compared("mxnet", 1, seed=1)[3]
-    assert (again.losses, again.lost) == (runs[3].losses[:1], runs[3].lost[:1])
-    assert other.losses != again.losses
-
-
-def test_the_histogram_holds_activations_too(runs: list[Run]) -> None:
-    parameters = sum(grad.size for grad in gradients("float32", 1.0, hybrid=False))
-    histogram = runs[0].histogram
-    assert histogram.nonzero + int(histogram.zeros) > parameters
-
-
-def test_only_unscaled_fp16_loses_gradients(runs: list[Run]) -> None:
-    full, unscaled, static, dynamic = runs
-    assert set(full.lost) == {0.0}
-    assert min(unscaled.lost) > 0.4
-    assert max(static.lost + dynamic.lost) < 0.01
-
-
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_gradients_are_kept_in_float16_and_overflow_there(hybrid: bool) -> None:
     grads = gradients("float16", 2.0**24, hybrid=hybrid)
     assert {grad.dtype.name for grad in grads} == {"float16"}
     assert any(np.isinf(grad).any() for grad in grads)
     assert all(np.isfinite(grad).all() for grad in gradients("float32", 2.0**24, hybrid=hybrid))
-
-
-def test_the_command_trains_and_writes_the_plot(tmp_path: Path) -> None:
-    check_command("mxnet", "accuracy", tmp_path)
 
 
 @pytest.mark.slow

@@ -8,14 +8,7 @@ from gradscale.numpy.tree import named_arrays
 
 
 class Adam:
-    """Updates parameters in place. The defaults are those of `torch.optim.Adam`, except for the learning rate.
-
-    Args:
-        params: structure of float32 arrays.
-        lr: learning rate.
-        betas: decay of the averages of the gradient and of its square.
-        eps: added to the root of the second.
-    """
+    """Updates parameters in place. The defaults are those of `torch.optim.Adam`, except for the learning rate."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
         self._params = [array for _, array in named_arrays(params)]

@@ -23,13 +23,7 @@ def init_layers(sizes: Sequence[int], rng: np.random.Generator) -> list[Layer]:
 
 
 def forward(layers: Sequence[Layer], inputs: Array, store: Store) -> list[Array]:
-    """Returns `inputs` and the output of every layer: rectified, except for the last.
-
-    Args:
-        layers: the layers, in float32 for computing with, rounded as they are stored.
-        inputs: the inputs, as they are stored.
-        store: how arrays are stored.
-    """
+    """Returns `inputs` and the output of every layer, as stored: rectified, except for the last."""
     activations = [inputs]
     for layer in layers:
         summed = wide(activations[-1]) @ layer["weight"] + layer["bias"]
@@ -40,14 +34,7 @@ def forward(layers: Sequence[Layer], inputs: Array, store: Store) -> list[Array]
 def backward(
     layers: Sequence[Layer], activations: Sequence[Array], grad: Array, store: Store
 ) -> tuple[list[Layer], list[Array]]:
-    """Returns the gradients of the layers, and those of the activations from the last to the first.
-
-    Args:
-        layers: what `forward` was given.
-        activations: what `forward` returned.
-        grad: gradient of the last activation, as it is stored.
-        store: how arrays are stored.
-    """
+    """Returns the gradients of the layers, and those of the activations from the last to the first."""
     layer_grads: list[Layer] = []
     activation_grads = [grad]
     for layer, inputs in zip(reversed(layers), reversed(activations[:-1]), strict=True):
