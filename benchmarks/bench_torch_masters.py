@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from gradscale import Dynamic
 from gradscale.bench.turns import Side
 from gradscale.torch import LossScaler, MasterWeights
-from gradscale.torch.step.remember import LOOK_EVERY
+from gradscale.torch.step.remember import SAMPLE_EVERY
 
 SCALE = 2.0**10
 STEADY = Dynamic(init_scale=SCALE, growth_interval=10**6)
@@ -111,7 +111,7 @@ def give(weights: Sequence[Tensor], scale: float, dtype: torch.dtype | None = No
 def rows(quick: bool) -> list[Row]:
     """Returns a row for each kind and baseline."""
     tensors = 160 // QUICK_SHARE if quick else 160
-    seconds = timed(partial(sides, tensors), 5 if quick else 2 * LOOK_EVERY, quick)
+    seconds = timed(partial(sides, tensors), 5 if quick else 2 * SAMPLE_EVERY, quick)
     size = f"{tensors * ELEMENTS / 1e6:g}M in {tensors}"
     kinds = [name for name in seconds if name not in GOALS]
     return [

@@ -17,7 +17,7 @@ from cases import QUICK_SHARE, timed
 from rows import Row, compared
 
 from gradscale.bench.turns import Side
-from gradscale.torch.step.measure import measure
+from gradscale.torch.step.measure import measure_sizes
 
 GOAL = 1.20
 FLAT, EACH, OURS = "one flat dot", "a dot for each tensor", "measure"
@@ -32,7 +32,7 @@ def sides(tensors: int, elements: int) -> dict[str, Side]:
     return {
         FLAT: Side(lambda: torch.dot(flat, flat)),
         EACH: Side(lambda: [torch.dot(gradient, gradient) for gradient in gradients]),
-        OURS: Side(lambda: measure(gradients, flat.device, norm=True)),
+        OURS: Side(lambda: measure_sizes(gradients, flat.device, norm=True, amax=False)),
     }
 
 

@@ -22,10 +22,10 @@ from gradscale import NoScaling, Static
 from gradscale.bench.steps import SCALE, Case, bare, loss_scaler
 from gradscale.bench.turns import Side
 from gradscale.policies.headroom import Headroom
-from gradscale.torch.step.remember import LOOK_EVERY
+from gradscale.torch.step.remember import SAMPLE_EVERY
 
 PREDICTIVE_GOAL, OFF_GOAL = 1.10, 1.01
-FEWEST = 2 * LOOK_EVERY
+FEWEST = 2 * SAMPLE_EVERY
 DYNAMIC, HEADROOM, STATIC, OFF, BARE = "Dynamic", "Headroom", "Static", "NoScaling", "optimizer.step()"
 
 
@@ -41,16 +41,16 @@ def constant_sides(case: Case) -> dict[str, Side]:
 
 def in_blocks(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Returns the mean seconds of a step over each block of turns in which a scaler measures everything once."""
-    blocks = range(len(next(iter(seconds.values()))) // LOOK_EVERY)
+    blocks = range(len(next(iter(seconds.values()))) // SAMPLE_EVERY)
     return {
-        name: [fmean(turns[block * LOOK_EVERY : (block + 1) * LOOK_EVERY]) for block in blocks]
+        name: [fmean(turns[block * SAMPLE_EVERY : (block + 1) * SAMPLE_EVERY]) for block in blocks]
         for name, turns in seconds.items()
     }
 
 
 def rows(quick: bool) -> list[Row]:
     """Returns a row for each policy and case."""
-    tensors, repeats = (160 // QUICK_SHARE, FEWEST) if quick else (160, 6 * LOOK_EVERY)
+    tensors, repeats = (160 // QUICK_SHARE, FEWEST) if quick else (160, 6 * SAMPLE_EVERY)
     found: list[Row] = []
     for clip in (CLIP, None):
         case = large_case("AdamW fused", adamw_fused, clip, tensors)

@@ -34,7 +34,7 @@ from rows import Row, compared
 from gradscale.bench.steps import Case, bare, grad_scaler, loss_scaler
 from gradscale.bench.turns import Side
 from gradscale.torch import GradScaler
-from gradscale.torch.step.remember import LOOK_EVERY
+from gradscale.torch.step.remember import SAMPLE_EVERY
 
 OURS, DROP_IN = "LossScaler", "drop-in"
 TORCH, BARE = "torch GradScaler", "no scaling"
@@ -71,7 +71,7 @@ def rows(quick: bool) -> list[Row]:
     """Returns a row for each case and baseline, and one for the drop-in."""
     found: list[Row] = []
     for case, goals in cases(quick):
-        seconds = timed(partial(sides, case), 5 if quick else 2 * LOOK_EVERY, quick)
+        seconds = timed(partial(sides, case), 5 if quick else 2 * SAMPLE_EVERY, quick)
         for baseline, goal in goals.items():
             found.append(compared(f"{OURS}: {case.name}", baseline, seconds[OURS], seconds[baseline], goal))
         found.append(compared(f"{DROP_IN}: {case.name}", TORCH, seconds[DROP_IN], seconds[TORCH], DROP_IN_GOAL))

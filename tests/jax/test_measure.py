@@ -12,7 +12,7 @@ import pytest
 
 from gradscale import Dynamic, Policy
 from gradscale.jax import Scaler, StepResult
-from gradscale.jax.measure import peak
+from gradscale.kernels.jax import peak
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
 from gradscale.policies.log_max import LogMax

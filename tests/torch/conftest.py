@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gradscale.torch.step import host_copy as letter
+from gradscale.torch.step import host_copy
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +21,14 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=[True, False], ids=["looking is free", "looking would wait"])
+@pytest.fixture(params=[True, False], ids=["in host memory", "on a device"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a test twice: as on the CPU, and as on an accelerator, where the host may not look at any number."""
     if not request.param:
-        monkeypatch.setattr(letter, "free_to_look", lambda device: False)
+        monkeypatch.setattr(host_copy, "in_host_memory", lambda device: False)
 
 
 @pytest.fixture
-def looking_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the scaler take the CPU for an accelerator, whose numbers the host may not look at."""
-    monkeypatch.setattr(letter, "free_to_look", lambda device: False)
+    monkeypatch.setattr(host_copy, "in_host_memory", lambda device: False)

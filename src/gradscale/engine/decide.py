@@ -27,23 +27,31 @@ class Outcome:
     factor: Array
 
 
-def decide(policy: Policy, state: ScaleState, seen: Seen, xp: Namespace, clip_norm: float | None = None) -> Outcome:
+def decide(
+    policy: Policy,
+    state: ScaleState,
+    seen: Seen,
+    xp: Namespace,
+    clip_norm: float | None = None,
+    divisor: Array | None = None,
+) -> Outcome:
     """Returns the next state, the gate, and the one factor that unscales and clips.
 
-    The factor divides by the scale that made the gradients: `state.scale`, not the next one. Does not wait for the
-    device and reads no gradient.
+    Does not synchronize with the device, and reads no gradient.
 
     Args:
         policy: the rule.
-        state: the state whose scale multiplied the loss.
-        seen: what the gradients looked like, in true units.
+        state: the state before the step.
+        seen: what was measured of the gradients, unscaled.
         xp: the framework's array module.
         clip_norm: bound on the norm of all gradients together; `seen.norm` must then have been measured.
+        divisor: what the gradients must be divided by: the scale that made them, or 1 where they are unscaled already.
+            By default `state.scale`, which is not the scale of the next step.
     """
     applied = xp.logical_and(seen.finite, seen.loss_finite)
     if not policy.needs:
         applied = xp.logical_or(applied, xp.logical_not(applied))
-    unscale = 1.0 / state.scale
+    unscale = 1.0 / (state.scale if divisor is None else divisor)
     factor = unscale if clip_norm is None else unscale * _clip_coefficient(seen.norm, clip_norm, xp)
     return Outcome(policy.next(state, seen, xp), applied, xp.where(applied, factor, 0.0))
 

@@ -1,4 +1,4 @@
-"""The rules on numpy scalars: one state in the host's memory, as fast as Python allows.
+"""The rules in host memory: on numpy scalars, as fast as Python allows, and with any version of numpy.
 
 numpy's own functions make an array of every scalar they are given, which takes longer than the arithmetic. These do
 not, and a step of a rule takes a tenth of the time, with the same bits. They need numpy 2: before, a float32 scalar
@@ -15,6 +15,7 @@ from gradscale.policies.contract import Policy, ScaleState, Seen
 from gradscale.record import Array, numbers, with_values
 
 R = TypeVar("R")
+
 EXACT = int(np.__version__.split(".")[0]) >= 2
 """Whether rules may be run on scalars: whether a float32 stays one."""
 
@@ -62,12 +63,15 @@ SCALARS: Any = Scalars()
 
 
 @np.errstate(divide="ignore", over="ignore", invalid="ignore")  # some systems' rules bring the scale down to 0
-def decide_on_host(policy: Policy, state: ScaleState, seen: Seen, clip_norm: float | None) -> Outcome:
-    """Returns the next state, the gate and the factor, as numpy scalars.
+def decide_on_host(
+    policy: Policy, state: ScaleState, seen: Seen, clip_norm: float | None, divisor: float | None = None
+) -> Outcome:
+    """Returns what `decide` does, as numpy scalars.
 
     The rule runs on vectors of one element: of a float32 scalar times a Python number, numpy 1 makes float64.
     """
-    outcome = decide(policy, _vector(state), _vector(seen), np, clip_norm)
+    divisors = None if divisor is None else np.atleast_1d(np.float32(divisor))
+    outcome = decide(policy, _vector(state), _vector(seen), np, clip_norm, divisors)
     return Outcome(_scalar(outcome.state), outcome.applied[0], outcome.factor[0])
 
 

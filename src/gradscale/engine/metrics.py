@@ -1,51 +1,36 @@
-"""What a dashboard wants to know, where the state is on the host."""
+"""Remember: what a dashboard shows of a scaler, under the same names on every adapter."""
 
 import math
-from typing import Protocol
+from typing import Any
 
 from gradscale.formats import FP16
+from gradscale.policies.arithmetic import larger
 from gradscale.policies.contract import ScaleState
+from gradscale.record import Array
+
+METRICS = ("scale", "applied", "skipped", "skip_rate", "grad_norm", "headroom_bits")
+"""The keys of every adapter's `metrics()`."""
 
 
-class Last(Protocol):
-    """What is known of the last step, as its result has it."""
+def metrics_of(state: ScaleState, grad_norm: Array | None, amax: Array | None, xp: Any) -> dict[str, Any]:
+    """Returns scale, counts, skip rate, gradient norm and headroom, in arrays of `xp`; NaN where one is not known.
 
-    @property
-    def applied(self) -> bool:
-        """Whether the step was applied."""
-        ...
+    `headroom_bits` is how often the scale could double before the largest gradient overflows FP16.
 
-    @property
-    def scale(self) -> float:
-        """The scale that made its gradients."""
-        ...
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The true norm of its gradients, if it was measured."""
-        ...
-
-    @property
-    def amax(self) -> float | None:
-        """Their largest magnitude, unscaled, if it was measured."""
-        ...
-
-
-def metrics_of(state: ScaleState, last: Last | None) -> dict[str, float]:
-    """Returns scale, counts, skip rate, and the last step's true norm and headroom: NaN where there is none."""
-    applied, skipped = float(state.applied), float(state.skipped)
-    norm = None if last is None else last.grad_norm
+    Args:
+        state: the state of the scale.
+        grad_norm: norm of the last step, unscaled, if it was measured.
+        amax: largest magnitude of the last step, unscaled, if it was measured.
+        xp: the array module: `numpy` or `jax.numpy`.
+    """
+    unknown = state.scale * 0 + math.nan
+    peak = unknown if amax is None else amax * state.scale
+    known = xp.logical_and(peak > 0, xp.isfinite(peak))
     return {
-        "scale": float(state.scale),
-        "applied": applied,
-        "skipped": skipped,
-        "skip_rate": skipped / max(1.0, applied + skipped),
-        "grad_norm": math.nan if norm is None else norm,
-        "headroom_bits": _headroom_bits(last),
+        "scale": state.scale,
+        "applied": state.applied,
+        "skipped": state.skipped,
+        "skip_rate": state.skipped / larger(state.applied + state.skipped, 1, xp),
+        "grad_norm": unknown if grad_norm is None else grad_norm,
+        "headroom_bits": xp.where(known, xp.log2(FP16.max / xp.where(known, peak, 1.0)), math.nan),
     }
-
-
-def _headroom_bits(last: Last | None) -> float:
-    if last is None or not last.applied or not last.amax:
-        return math.nan
-    return math.log2(FP16.max) - math.log2(last.amax) - math.log2(last.scale)

@@ -1,11 +1,17 @@
-"""The result of a step, the same on every adapter."""
+"""The result of a step: the same fields, methods and meanings on every adapter."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
+from gradscale.engine.culprits import Culprit, culprits_of
+
 
 class Status(StrEnum):
-    """What became of a step, and why."""
+    """The status of a step: applied, or why it was skipped."""
 
     APPLIED = "applied"
     OVERFLOW = "overflow"
@@ -14,7 +20,65 @@ class Status(StrEnum):
 
     @classmethod
     def of(cls, applied: Any, loss_finite: Any) -> "Status":
-        """Returns what became of a step that had gradients. A loss that is not finite takes the blame for a skip."""
+        """Returns the status of a step that had gradients. A loss that is not finite takes precedence."""
         if applied:
             return cls.APPLIED
         return cls.OVERFLOW if loss_finite else cls.NONFINITE_LOSS
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StepResult:
+    """The result of one step.
+
+    The attributes are arrays of the framework, on the device of the scale; reading them does not synchronize.
+    `skipped`, `status` and `culprits` return plain values, and synchronize with the device where there is one.
+
+    Attributes:
+        applied: whether the update was applied.
+        scale: the scale that made the gradients.
+        next_scale: the scale of the next step.
+        loss_finite: whether every loss was finite, on this device and all others that share the scale.
+        grad_norm: norm of all gradients, unscaled and before clipping; inf after an overflow; None unless `clip_norm`
+            or `norm=True` was given.
+        amax: largest magnitude of any gradient, unscaled; inf after an overflow; None where it was not read.
+        retries: how often the backward pass was run again.
+        attempted: whether there were gradients at all.
+        sizes: one number per gradient, inf or NaN where it holds one; None where nothing was checked.
+        counts: elements of each gradient that are not finite; empty where they were not counted.
+        names: what the gradients are called, in the order of `sizes`.
+    """
+
+    applied: Any
+    scale: Any
+    next_scale: Any
+    loss_finite: Any = True
+    grad_norm: Any = None
+    amax: Any = None
+    retries: Any = 0
+    attempted: bool = True
+    sizes: Any = None
+    counts: Sequence[int] = ()
+    names: tuple[str, ...] = ()
+
+    def skipped(self) -> bool:
+        """Returns whether weights and optimizer state were left as they were. Synchronizes with the device."""
+        return not bool(self.applied)
+
+    def status(self) -> Status:
+        """Returns the status of the step. Synchronizes with the device."""
+        if not self.attempted:
+            return Status.NO_GRADS
+        return Status.of(not self.skipped(), bool(self.loss_finite))
+
+    def culprits(self) -> list[Culprit]:
+        """Returns the parameters whose gradients were not finite, in their order. Synchronizes with the device.
+
+        Does not read the gradients again: the sizes were kept from the step.
+        """
+        sizes: list[float] = [] if self.sizes is None else np.asarray(self.sizes).tolist()
+        return culprits_of(self.names, sizes, self.counts)
+
+    @property
+    def parameters(self) -> int:
+        """How many gradients the result knows of."""
+        return len(self.names)

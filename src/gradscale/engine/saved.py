@@ -1,24 +1,44 @@
-"""A policy and its state as one plain dict: all it takes to go on bit for bit."""
+"""A policy and its state as one plain dict: all it takes to continue bit-exactly."""
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from gradscale.engine.measurement import UNKNOWN_RATIO
+from gradscale.policies.checks import check_number
 from gradscale.policies.contract import Policy, ScaleState, check_policy
 from gradscale.record import Record, numbers
 
 KEYS = ("policy", "state")
 
-
-def write_saved(policy: Policy, state: ScaleState) -> dict[str, Any]:
-    """Returns the policy and its state as plain values that go through JSON. Waits for the device."""
-    return {"policy": policy.to_dict(), "state": state.to_dict()}
+AMAX_RATIO = "amax_ratio"
+"""Key of the last ratio of amax to norm, which is written where amax is estimated between two reads."""
 
 
-def read_saved(mapping: Mapping[str, Any]) -> tuple[Policy, ScaleState]:
-    """Returns the policy and the state that `write_saved` wrote.
+class Saved(NamedTuple):
+    """A saved scaler, read and checked.
+
+    Attributes:
+        policy: the rule.
+        state: its state.
+        amax_ratio: last ratio of amax to norm.
+    """
+
+    policy: Policy
+    state: ScaleState
+    amax_ratio: float = UNKNOWN_RATIO
+
+
+def write_saved(policy: Policy, state: ScaleState, amax_ratio: float = UNKNOWN_RATIO) -> dict[str, Any]:
+    """Returns the policy and its state as plain values that go through JSON. Synchronizes with the device."""
+    estimated = {} if amax_ratio == UNKNOWN_RATIO else {AMAX_RATIO: amax_ratio}
+    return {"policy": policy.to_dict(), "state": state.to_dict(), **estimated}
+
+
+def read_saved(mapping: Mapping[str, Any]) -> Saved:
+    """Returns what `write_saved` wrote.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -35,7 +55,7 @@ def read_saved(mapping: Mapping[str, Any]) -> tuple[Policy, ScaleState]:
             f"The saved scale must lie between the policy's bounds, {low!r} and {high!r}. "
             f"Received: scale={float(state.scale)!r}. The file it came from is damaged."
         )
-    return policy, state
+    return Saved(policy, state, _ratio(mapping.get(AMAX_RATIO, UNKNOWN_RATIO)))
 
 
 def check_state(policy: Policy, state: Any) -> None:
@@ -55,14 +75,22 @@ def _check_parts(mapping: Any) -> None:
     if not isinstance(mapping, Mapping):
         raise TypeError(f"`load_state_dict` takes what `state_dict` returned. Received: {type(mapping).__name__}.")
     saved = cast(Mapping[Any, Any], mapping)
-    if set(saved) != set(KEYS):
+    if set(saved) - {AMAX_RATIO} != set(KEYS):
         raise ValueError(
             f"A saved LossScaler has the keys {list(KEYS)}. Received: {sorted(map(str, saved))}. "
             "Another system's state is read by `gradscale.import_state`."
         )
-    for key, part in saved.items():
-        if not isinstance(part, Mapping):
+    for key in KEYS:
+        if not isinstance(part := saved[key], Mapping):
             raise TypeError(f"`{key}` of a saved LossScaler must be a mapping. Received: {part!r}.")
+
+
+def _ratio(value: Any) -> float:
+    """Returns a saved ratio of amax to norm; raises unless it can be one."""
+    check_number(AMAX_RATIO, value)
+    if not 0 < value <= 1:
+        raise ValueError(f"`{AMAX_RATIO}` must be above 0 and at most 1. Received: {AMAX_RATIO}={value!r}.")
+    return float(value)
 
 
 def policy_from_dict(mapping: Mapping[str, Any]) -> Policy:

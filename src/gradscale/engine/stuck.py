@@ -1,40 +1,16 @@
-"""The error for a run that skips every step: what was wrong, and where to look."""
+"""The check for a run that skips every step, and the error that says what was wrong and where to look."""
 
-from collections.abc import Sequence
-from typing import Protocol
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
-from gradscale.engine.result import Status
-from gradscale.policies.contract import ScaleState
+from gradscale.engine.culprits import Culprit
+from gradscale.engine.result import Status, StepResult
+from gradscale.policies.checks import check_count
 
 MAX_CONSECUTIVE_SKIPS = 50
 """Skips in a row, with no lower scale left to try, after which a run is stuck, unless said otherwise."""
-
-
-class Blamed(Protocol):
-    """A parameter whose gradient was not finite, as every adapter names it."""
-
-    @property
-    def name(self) -> str:
-        """What the parameter is called."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """`"nan"` or `"inf"`."""
-        ...
-
-
-class Step(Protocol):
-    """The last step, as the result of every adapter tells of it."""
-
-    @property
-    def status(self) -> Status:
-        """What became of it."""
-        ...
-
-    def culprits(self) -> Sequence[Blamed]:
-        """Returns the parameters whose gradients were not finite."""
-        ...
 
 
 class ScaleStuck(RuntimeError):
@@ -45,7 +21,7 @@ class ScaleStuck(RuntimeError):
         cause: the likely cause, in a sentence.
     """
 
-    def __init__(self, skips: int, scale: float, culprits: Sequence[Blamed], cause: str) -> None:
+    def __init__(self, skips: int, scale: float, culprits: Sequence[Culprit], cause: str) -> None:
         self.culprits = list(culprits)
         self.cause = cause
         named = ", ".join(f"{culprit.name} ({culprit.kind})" for culprit in culprits[:5])
@@ -56,32 +32,76 @@ class ScaleStuck(RuntimeError):
         )
 
 
-def check_stuck(state: ScaleState, max_consecutive_skips: int, last: Step, parameters: int) -> None:
-    """Raises if the last step was one skip too many: no lower scale is left to try, or the loss is not finite.
+OnStuck = Literal["raise", "warn"] | Callable[[ScaleStuck], None]
+"""What to do about a stuck run: raise at every step, or once until a step is applied: warn, or call a function."""
+
+
+class StuckCheck:
+    """Notices a run whose every step is skipped: no lower scale is left to try, or the loss is not finite.
 
     Args:
-        state: the state after the step.
         max_consecutive_skips: skipped steps in a row before a run is stuck.
-        last: the last step.
-        parameters: how many parameters had gradients.
-
-    Raises:
-        ScaleStuck: it names the parameters to blame, and the likely cause.
+        on_stuck: what to do then.
     """
-    skips = int(state.consecutive_skips)
-    if skips < max_consecutive_skips:
-        return
-    no_way_down = bool(state.stuck) and last.status is Status.OVERFLOW
-    if no_way_down or last.status is Status.NONFINITE_LOSS:
-        culprits = last.culprits()
-        raise ScaleStuck(skips, float(state.scale), culprits, likely_cause(last.status, culprits, parameters))
+
+    def __init__(self, max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS, on_stuck: OnStuck = "raise") -> None:
+        check_count("max_consecutive_skips", max_consecutive_skips)
+        if on_stuck not in ("raise", "warn") and not callable(on_stuck):
+            raise ValueError(f"`on_stuck` must be 'raise', 'warn' or a function. Received: on_stuck={on_stuck!r}.")
+        self.max_consecutive_skips = max_consecutive_skips
+        self.on_stuck: OnStuck = on_stuck
+        self._reported = False
+
+    def check(self, consecutive_skips: int, stuck: bool, loss_finite: bool, last: StepResult) -> None:
+        """Raises, warns or calls if the run is stuck. Synchronizes with the device only if it is.
+
+        Args:
+            consecutive_skips: steps skipped since the last applied one.
+            stuck: whether the last overflow asked for a lower scale where there was none.
+            loss_finite: whether the loss of the last step was finite.
+            last: the result of the last step.
+
+        Raises:
+            ScaleStuck: the run is stuck, and `on_stuck` is `"raise"`.
+        """
+        if consecutive_skips < self.max_consecutive_skips:
+            self._reported = False
+        elif last.attempted and (stuck or not loss_finite):
+            self._report(consecutive_skips, last)
+
+    def _report(self, skips: int, last: StepResult) -> None:
+        if self.on_stuck == "raise":
+            raise diagnosis(skips, last)
+        if self._reported:
+            return
+        self._reported = True
+        if self.on_stuck == "warn":
+            warnings.warn(str(diagnosis(skips, last)), stacklevel=_callers_level())
+        elif callable(self.on_stuck):
+            self.on_stuck(diagnosis(skips, last))
 
 
-def likely_cause(status: Status, culprits: Sequence[Blamed], parameters: int) -> str:
+def diagnosis(skips: int, last: StepResult) -> ScaleStuck:
+    """Returns the error that describes a stuck run from its last step. Synchronizes with the device."""
+    culprits = last.culprits()
+    cause = likely_cause(last.status(), culprits, last.parameters)
+    return ScaleStuck(skips, float(last.next_scale), culprits, cause)
+
+
+def _callers_level() -> int:
+    """Returns the `stacklevel` at which a warning names the line of the user's that called the library."""
+    frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    level = 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gradscale."):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def likely_cause(status: Status, culprits: Sequence[Culprit], parameters: int) -> str:
     """Returns why a run may be stuck, from its last step: a sentence that says where to look.
 
     Args:
-        status: what became of the step.
+        status: the status of the step.
         culprits: the parameters whose gradients were not finite.
         parameters: how many parameters had gradients.
     """

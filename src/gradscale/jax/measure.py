@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from gradscale.formats import FP32
 from gradscale.jax.agree import summed, worst
-from gradscale.jax.tree import real_parts, wide_type
+from gradscale.kernels.jax import peak, share_above, square, total
 from gradscale.policies.contract import Policy, Seen
 
 
@@ -105,44 +104,3 @@ def agreed(found: Found, loss_finite: Array, axes: Sequence[str]) -> tuple[Measu
     packed = worst(jnp.stack(jnp.broadcast_arrays(*numbers)), axes)
     end = len(found.magnitudes)
     return Measured(packed[:end], packed[end:-2], packed[-2].astype(jnp.float32)), packed[-1] == 0
-
-
-def peak(gradient: Array) -> Array:
-    """Returns the largest magnitude; inf or NaN where there is one.
-
-    Numbers are compared by their bits, which as integers have the order of the magnitudes, NaN above inf. Compared as
-    they are, a NaN is lost: in XLA's kernel for the CPU from 4,096 elements on.
-    """
-    parts = [_peak_by_bits(part) for part in real_parts(gradient)]
-    return parts[0] if len(parts) == 1 else jnp.max(jnp.stack(parts))
-
-
-def total(gradient: Array) -> Array:
-    """Returns the sum of the magnitudes."""
-    wide = [part.astype(_real_wide(gradient)) for part in real_parts(gradient)]
-    return jnp.sum(jnp.stack([jnp.sum(jnp.abs(part)) for part in wide]))
-
-
-def square(gradient: Array) -> Array:
-    """Returns the sum of the squares."""
-    wide = [part.astype(_real_wide(gradient)) for part in real_parts(gradient)]
-    return jnp.sum(jnp.stack([jnp.sum(jnp.square(part)) for part in wide]))
-
-
-def share_above(gradients: Sequence[Array], edge: float) -> Array:
-    """Returns the share of all elements whose magnitude is above `edge`; inf and NaN are. Complex ones count as two."""
-    parts = [part.astype(_real_wide(part)) for gradient in gradients for part in real_parts(gradient)]
-    counts = [jnp.sum(~(jnp.abs(part) <= edge), dtype=jnp.uint32).astype(jnp.float32) for part in parts]
-    return jnp.sum(jnp.stack([jnp.float32(0), *counts])) / max(1, sum(part.size for part in parts))
-
-
-def _peak_by_bits(part: Array) -> Array:
-    known = part.astype(_real_wide(part)) if part.itemsize == 1 else part  # FP8 types differ in what bits stand for NaN
-    width = 8 * known.itemsize
-    bits = lax.bitcast_convert_type(known, f"int{width}") & np.array(2 ** (width - 1) - 1, f"int{width}")
-    return lax.bitcast_convert_type(jnp.max(bits, initial=0), known.dtype).astype(_real_wide(part))
-
-
-def _real_wide(gradient: Array) -> jnp.dtype:
-    """Returns the type in which sizes of `gradient` are added up: float32, or float64 where it is."""
-    return jnp.finfo(wide_type(gradient)).dtype

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradscale.jax.tree import moves, split, wide_type, without_keys
+from gradscale.jax.tree import moves, split, without_keys
+from gradscale.kernels.jax import wide_type
 
 
 def init(tx: optax.GradientTransformation, params: Any) -> Any:

@@ -12,7 +12,7 @@ from gradscale.engine.decide import check_clip, decide
 from gradscale.jax.agree import AxisNames, mapped_axes
 from gradscale.jax.measure import Measured, agreed, measure
 from gradscale.jax.result import StepResult
-from gradscale.jax.tree import wide_type
+from gradscale.kernels.jax import wide_type
 from gradscale.policies.contract import Policy, Seen
 
 

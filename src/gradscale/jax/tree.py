@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from gradscale.record import place
 
@@ -70,16 +69,6 @@ def split(tree: Any, what: str) -> Split:
 def moves(leaf: Any) -> bool:
     """Returns whether `leaf` can have a gradient."""
     return jnp.issubdtype(_dtype(leaf), jnp.inexact)
-
-
-def wide_type(leaf: Array) -> Any:
-    """Returns the type of an unscaled gradient, by the type it came in: at least float32, so that nothing is lost."""
-    return leaf.dtype if leaf.dtype.itemsize >= 4 else jnp.dtype("float32")
-
-
-def real_parts(leaf: Array) -> tuple[Array, ...]:
-    """Returns `leaf`, or its real and imaginary parts where it is complex."""
-    return (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
 
 
 def without_keys(tree: Any) -> Any:

@@ -1,14 +1,16 @@
-"""What `LossScaler` refuses, and how it says so."""
+"""What `LossScaler` refuses."""
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from gradscale.torch.accumulation.window import Window
 from gradscale.torch.step.gradients import Gradients, Names, keeps_masters, parameters_of
+
+if TYPE_CHECKING:
+    from gradscale.torch.accumulation.window import Window
 
 Optimizer = torch.optim.Optimizer
 
@@ -43,7 +45,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
         raise ValueError("`step` takes each optimizer once. Received the same one twice.")
 
 
-def check_order(window: Window | None) -> Window:
+def check_order(window: "Window | None") -> "Window":
     """Returns the window, or says which call is missing before `step`."""
     if window is None:
         raise RuntimeError(
@@ -59,7 +61,7 @@ def check_order(window: Window | None) -> Window:
     return window
 
 
-def refuse_stale(window: Window, optimizers: Sequence[Optimizer], names: Names) -> None:
+def refuse_stale(window: "Window", optimizers: Sequence[Optimizer], names: Names) -> None:
     """Raises if gradients from before this window were never cleared: their scale is not this one's."""
     if not window.stale:
         return
@@ -72,22 +74,22 @@ def refuse_stale(window: Window, optimizers: Sequence[Optimizer], names: Names) 
         )
 
 
-def refuse_strangers(window: Window, optimizers: Sequence[Optimizer], names: Names) -> None:
+def refuse_unknown_parameters(window: "Window", optimizers: Sequence[Optimizer], names: Names) -> None:
     """Raises if a backward pass was run again and may have left a gradient at the scale of its first attempt."""
     if window.rescaled is None:
         return
     held = [parameter for parameter in parameters_of(optimizers) if parameter.grad is not None]
-    if strangers := [parameter for parameter in held if id(parameter) not in window.rescaled]:
+    if unknown := [parameter for parameter in held if id(parameter) not in window.rescaled]:
         raise RuntimeError(
             "`retries` ran a backward pass again that also made gradients of parameters the scaler was not told of: "
-            f"{some(names, strangers, optimizers)}. Build it as `LossScaler([model, other])`, and clear these "
+            f"{some(names, unknown, optimizers)}. Build it as `LossScaler([model, other])`, and clear these "
             "gradients."
         )
 
 
-def refuse_some_unscaled(window: Window, optimizers: Sequence[Optimizer]) -> None:
-    """Raises if `unscaled` has made the gradients of some of the optimizers true, and not those of the others."""
-    done = [id(optimizer) in window.true_units for optimizer in optimizers]
+def refuse_some_unscaled(window: "Window", optimizers: Sequence[Optimizer]) -> None:
+    """Raises if `unscaled` has divided the gradients of some of the optimizers, and not those of the others."""
+    done = [id(optimizer) in window.unscaled_by for optimizer in optimizers]
     if any(done) and not all(done):
         raise RuntimeError(
             "`step` needs all its optimizers inside the same `unscaled(...)` block, or none of them. "
@@ -96,13 +98,14 @@ def refuse_some_unscaled(window: Window, optimizers: Sequence[Optimizer]) -> Non
 
 
 def refuse_narrow(call: str, optimizers: Sequence[Optimizer], names: Names) -> None:
-    """Raises if `call` would make true, in FP16, gradients that an optimizer with masters would divide in float32."""
+    """Raises if `call` would unscale, in FP16, gradients that an optimizer with masters would divide in float32."""
     careful = [optimizer for optimizer in optimizers if keeps_masters(optimizer)]
     half = [each for each in parameters_of(careful) if each.grad is not None and each.grad.dtype is torch.float16]
     if half:
         raise TypeError(
-            f"`{call}` makes `.grad` true, and FP16 cannot hold small true gradients. Parameters with FP16 gradients: "
-            f"{some(names, half, careful)}. Build the optimizer as `MasterWeights(optimizer, grad_fp32=True)`."
+            f"`{call}` unscales `.grad` in place, and FP16 cannot hold small unscaled gradients. "
+            f"Parameters with FP16 gradients: {some(names, half, careful)}. "
+            "Build the optimizer as `MasterWeights(optimizer, grad_fp32=True)`."
         )
 
 

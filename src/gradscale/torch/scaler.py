@@ -8,27 +8,28 @@ import torch
 from torch import Tensor, nn
 
 from gradscale.engine.decide import check_clip
-from gradscale.engine.saved import write_saved
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS
+from gradscale.engine.measurement import Measurement
+from gradscale.engine.plan import Plan
+from gradscale.engine.saved import Saved, read_saved, write_saved
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
+from gradscale.peers import import_state
 from gradscale.policies.auto import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.torch.accumulation.buffers import BufferGuard
 from gradscale.torch.accumulation.closure import RETRIES, holder_of, make_closure
 from gradscale.torch.accumulation.guard import Guard, OnSkip
-from gradscale.torch.accumulation.retry import Retry, check_retries, retriable_parameters, synchronising
-from gradscale.torch.accumulation.window import map_losses
-from gradscale.torch.accumulation.windows import Windows
+from gradscale.torch.accumulation.retry import Retry, check_backward, retriable_parameters, synchronising
+from gradscale.torch.accumulation.window import Windows, map_losses
 from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, warn_of_half
-from gradscale.torch.saved import read_saved
-from gradscale.torch.step import apply
 from gradscale.torch.step.agree import Agreement
-from gradscale.torch.step.decide import Rule
+from gradscale.torch.step.apply import apply, multiply
+from gradscale.torch.step.decide import Decision, Rule
 from gradscale.torch.step.gradients import Names, collect, parameters_of
-from gradscale.torch.step.measure import measure
-from gradscale.torch.step.remember import Memory, OnStuck
+from gradscale.torch.step.measure import measure, measure_sizes
+from gradscale.torch.step.no_scaling import step_without_scaling
+from gradscale.torch.step.plan import StepPlan, plan_step
+from gradscale.torch.step.remember import Memory, result_of
 from gradscale.torch.step.result import StepResult
-from gradscale.torch.step.step import Step, decided, upper_share
-from gradscale.torch.step.unscaled_step import step_plainly
 
 Optimizer = torch.optim.Optimizer
 
@@ -44,12 +45,13 @@ class LossScaler:
             result = scaler.step(optimizer, clip_norm=1.0)
             optimizer.zero_grad()
 
-    Nothing here waits for the device, except `step` with an optimizer that has no fused kernel: that reads one flag.
+    Nothing here synchronizes with the device, except `step` with an optimizer that has no fused kernel: that reads one
+    flag.
 
     Args:
         model: the module, or modules, trained. Gives gradients their names; needed for `retries`.
         policy: the rule for the scale. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
-        device: where the scale lives; by default where the first loss does.
+        device: where the scale is kept; by default where the first loss is.
         group: process group whose ranks decide together; by default every rank of an initialised `torch.distributed`.
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
@@ -91,7 +93,7 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> Tensor:
-        """What the next loss will be multiplied by: for losses that other code injects. Does not wait."""
+        """What the next loss will be multiplied by: for losses that other code injects. Does not synchronize."""
         return self._rule.scale if self._windows.open is None else self._windows.open.scale
 
     @property
@@ -100,7 +102,7 @@ class LossScaler:
         return self._memory.last
 
     def scale(self, outputs: Any) -> Any:
-        """Returns a loss, or a nested structure of losses, times the scale. Does not wait for the device.
+        """Returns a loss, or a nested structure of losses, times the scale. Does not synchronize with the device.
 
         Every call until the next `step` uses the same scale. A loss narrower than float32 is widened first. One whose
         backward pass comes after that `step` is brought to the scale of its own.
@@ -122,7 +124,7 @@ class LossScaler:
             retries: how often the backward pass may be run again.
             **kwargs: passed on to `Tensor.backward`.
         """
-        check_retries(retries, kwargs)
+        check_backward(retries, kwargs)
         if retries and self.policy.needs:
             retry = self._retry(retriable_parameters(self._modules))
             retry.backward(loss, self._windows.get(loss.device), retries, kwargs)
@@ -140,12 +142,12 @@ class LossScaler:
 
         One read of the gradients; unscaling and clipping are one factor, folded into the kernel of a fused optimizer
         or multiplied in once. Afterwards `.grad` is unscaled and clipped; after a skipped step it is of no use and must
-        be cleared. Waits for the device only if an optimizer is not fused, and then once.
+        be cleared. Synchronizes with the device only if an optimizer is not fused, and then once.
 
         Args:
             *optimizers: all that share the backward passes since the last step.
-            clip_norm: bound on the norm of all their gradients together, in true units.
-            clip_value: bound on the magnitude of every element, in true units.
+            clip_norm: bound on the norm of all their gradients together, unscaled.
+            clip_value: bound on the magnitude of every element, unscaled.
             norm: measure the norm for the result even if nothing is clipped.
 
         Raises:
@@ -156,58 +158,68 @@ class LossScaler:
         check_optimizers(optimizers)
         check_clip("clip_norm", clip_norm)
         check_clip("clip_value", clip_value)
-        wants_norm = norm or clip_norm is not None
         if not self.policy.needs:
-            result = step_plainly(self._rule, optimizers, self._names, clip_norm, clip_value, norm=wants_norm)
+            wants_norm = norm or clip_norm is not None
+            result = step_without_scaling(self._rule, optimizers, self._names, clip_norm, clip_value, norm=wants_norm)
             self._memory.last = result
             return result
-        window, sizes = self._windows.ready(optimizers), self._memory.wants_amax
+        window = self._windows.ready(optimizers)
         if clip_value is not None:
             refuse_narrow("clip_value", optimizers, self._names)
-        divide = clip_value is None and not any(map(apply.folds, optimizers))
-        asked = {"norm": wants_norm, "sizes": sizes, "divide": divide}
+        samples = self._memory.samples
+        plan = plan_step(
+            self.policy,
+            optimizers,
+            window,
+            self._rule.steps,
+            norm=norm,
+            sample=samples,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+        )
         try:
-            step = decided(self._rule, self._agreement, optimizers, window, clip_norm, **asked)
-            if sizes and not self._warned_of_half:
-                self._warned_of_half = warn_of_half(step.gradients, self._names)
-            went = apply.apply_all(
-                optimizers, step.gradients, step.outcome.applied, step.outcome.factor, clip_value, divided=step.divided
-            )
+            measurement, decision = self._decided(plan)
+            if samples and not self._warned_of_half:
+                self._warned_of_half = warn_of_half(plan.gradients, self._names)
+            updated = apply(plan, decision.applied, decision.factor)
         except BaseException:
             # Some gradients may be divided by now: another step would divide them again.
             self._windows.close(optimizers)
             raise
-        return self._close(step.with_sizes() if step.divided and not went else step, norm=wants_norm)
+        if plan.divides and not updated:
+            # The kernel that checks and divides says that a gradient was not finite, but not which.
+            measurement = measure_sizes(plan.gradients.values, plan.divisor.device)._replace(amax=None)
+        return self._close(plan, measurement, decision)
 
     @contextmanager
     def unscaled(self, *optimizers: Optimizer) -> Iterator[None]:
-        """Makes the gradients of `optimizers` true, for edits of your own before `step`: noise, clips by layer, logs.
+        """Unscales the gradients of `optimizers` for edits of your own before `step`: noise, clips by layer, logs.
 
             with scaler.unscaled(optimizer):
                 add_noise(model.parameters())
             scaler.step(optimizer)
 
         The gradients are checked before the edits and again by `step`, and an overflow before them still skips it.
-        Does not wait for the device. All optimizers of the following `step` must be named.
+        Does not synchronize. All optimizers of the following `step` must be named.
         """
         check_optimizers(optimizers)
         if self.policy.needs:
             window = self._windows.ready(optimizers)
             refuse_narrow("unscaled", optimizers, self._names)
-            scaled = [optimizer for optimizer in optimizers if id(optimizer) not in window.true_units]
+            scaled = [optimizer for optimizer in optimizers if id(optimizer) not in window.unscaled_by]
             values = collect(scaled).values
-            measured = measure(values, window.scale.device, norm=False)
-            share = upper_share(self.policy, values, window.scale)
-            window.note_overflow(~measured.finite(window.scale))
-            apply.multiply(values, 1.0 / window.scale)
-            window.note_unscaled(scaled, measured.amax / window.scale, share, sum(map(Tensor.numel, values)))
+            found = measure_sizes(values, window.scale.device, edge=Plan.of(self.policy).edge, half=True)
+            share = torch.zeros_like(window.scale) if found.upper_share is None else found.upper_share
+            window.note_overflow(~found.finite(window.scale, torch))
+            multiply(values, 1.0 / window.scale)
+            window.note_unscaled(scaled, found.total / window.scale, share, sum(map(Tensor.numel, values)))
         yield
 
     def grad(self, loss: Tensor, inputs: Tensor | Sequence[Tensor], **kwargs: Any) -> tuple[Tensor | None, ...]:
-        """Returns the true gradients of `loss` by `inputs`, computed on the scaled loss: for gradient penalties.
+        """Returns the unscaled gradients of `loss` by `inputs`, computed on the scaled loss: for gradient penalties.
 
         Gradients narrower than float32 are widened before they are divided by the scale. If they overflow, the next
-        `step` is skipped and lowers the scale, whatever became of a loss made from them. Does not wait for the device.
+        `step` is skipped and lowers the scale, whatever the loss made from them was. Does not synchronize.
 
         Args:
             loss: what to differentiate.
@@ -218,20 +230,20 @@ class LossScaler:
             return torch.autograd.grad(loss, inputs, **kwargs)
         window = self._windows.get(loss.device)
         grads = torch.autograd.grad(window.scaled(loss), inputs, **kwargs)
-        true = tuple(None if grad is None else window.true(grad) for grad in grads)
-        present = [grad.detach() for grad in true if grad is not None]
-        window.note_overflow(~torch.isfinite(measure(present, window.scale.device, norm=False).total))
-        return true
+        unscaled = tuple(None if grad is None else window.unscale(grad) for grad in grads)
+        present = [grad.detach() for grad in unscaled if grad is not None]
+        window.note_overflow(~torch.isfinite(measure_sizes(present, window.scale.device).total))
+        return unscaled
 
     def closure(self, evaluate: Callable[[], Tensor], optimizer: Optimizer | None = None) -> Callable[[], Any]:
         """Returns a closure for optimizers that evaluate the loss themselves, such as LBFGS and SAM.
 
             optimizer.step(scaler.closure(lambda: loss_fn(model(x), y), optimizer))
 
-        Each call clears the gradients, runs `evaluate` and its backward pass, and leaves true gradients in `.grad`. An
-        overflow lowers the scale and runs the backward pass again; if no scale helps, the gradients are zero, and LBFGS
-        stays where it is (an optimizer with momentum does not). `scaler.last` tells. Waits for the device, as these
-        optimizers do.
+        Each call clears the gradients, runs `evaluate` and its backward pass, and leaves unscaled gradients in `.grad`.
+        An overflow lowers the scale and runs the backward pass again; if no scale helps, the gradients are zero, and
+        LBFGS stays where it is (an optimizer with momentum does not). `scaler.last` has the result. Synchronizes with
+        the device, as these optimizers do.
 
         Args:
             evaluate: runs the forward pass and returns the loss: neither scaled nor differentiated.
@@ -248,9 +260,11 @@ class LossScaler:
 
         def settle() -> StepResult:
             window = self._windows.get(parameters[0].device)
-            step = decided(self._rule, self._agreement, [owner], window, norm=True)
-            apply.multiply(step.gradients.values, torch.where(step.outcome.applied, step.outcome.factor, 1.0))
-            return self._close(step, norm=True)
+            samples = self._memory.samples
+            plan = plan_step(self.policy, [owner], window, self._rule.steps, norm=True, sample=samples, fold=False)
+            measurement, decision = self._decided(plan)
+            multiply(plan.gradients.values, torch.where(decision.applied, decision.factor, 1.0))
+            return self._close(plan, measurement, decision)
 
         return make_closure(evaluate, parameters, backward, settle)
 
@@ -258,7 +272,7 @@ class LossScaler:
         """Restores the buffers of `modules`, by default of the model, whenever a step is skipped.
 
         BatchNorm's running statistics are updated by the forward pass, before anyone knows that the step will be
-        skipped; an overflow would stay in them for good. Call it once. Does not wait for the device.
+        skipped; an overflow would stay in them for good. Call it once. Does not synchronize.
         """
         if not (modules or self._modules):
             raise ValueError("`protect_buffers` needs modules. Build the scaler as `LossScaler(model)` or pass them.")
@@ -269,21 +283,22 @@ class LossScaler:
 
         Args:
             *targets: schedulers (`step`), averages (`update`), or functions of no arguments.
-            on_skip: `"hold"` leaves them where they are on a skip, and waits for the device; `"advance"` does neither.
+            on_skip: `"hold"` leaves them where they are on a skip, and synchronizes with the device; `"advance"` does
+                neither.
         """
         return Guard(lambda: self.last, targets, on_skip)
 
     def metrics(self) -> dict[str, float]:
-        """Returns scale, counts, skip rate, true gradient norm and headroom. Never waits: values may be a step old.
+        """Returns scale, counts, skip rate, gradient norm and headroom. Never synchronizes: values may be a step old.
 
-        Empty where nothing has reached the host yet; NaN where a number is not known. `headroom_bits` is how often the
+        NaN where a number is not known, or has not reached the host yet. `headroom_bits` is how often the
         scale could double before the largest parameter gradient overflows FP16.
         """
         return self._memory.metrics(self._rule.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the policy and its state as plain values: all it takes to go on bit for bit. Waits for the device."""
-        return write_saved(self._rule.policy, self._rule.state)
+        """Returns the policy and its state as plain values: all it takes to continue bit-exactly. Synchronizes."""
+        return write_saved(self._rule.policy, self._rule.state, float(self._rule.amax_ratio))
 
     def load_state_dict(self, mapping: Mapping[str, Any], system: str | None = None) -> None:
         """Takes over a saved policy and state, and forgets gradients not yet stepped.
@@ -292,20 +307,37 @@ class LossScaler:
             mapping: what `state_dict` returned; or the dict of torch's `GradScaler`; or another system's.
             system: whose dict it is, as in `gradscale.import_state`, where it is neither of the first two.
         """
-        policy, state = read_saved(mapping, system)
-        self._rule.load(as_policy(policy), state)
+        saved = _read(mapping, system)
+        self._rule.load(as_policy(saved.policy), saved.state, saved.amax_ratio)
         self._memory.forget()
         self._windows.close()
 
     def _retry(self, parameters: Sequence[Tensor]) -> Retry:
         return Retry(parameters, self._rule, self._agreement.any_rank)
 
-    def _close(self, step: Step, *, norm: bool) -> StepResult:
-        """Ends the window: moves the scale, settles buffers, remembers what was left, and returns the result."""
-        self._rule.state = step.outcome.state
+    def _decided(self, plan: StepPlan) -> tuple[Measurement, Decision]:
+        """Returns what was measured, and what every rank agreed to do: stages one to three."""
+        measurement, seen = self._agreement.agree(plan, measure(plan), self._rule)
+        if not plan.gradients and self._agreement.ranks == 1:
+            return measurement, self._rule.hold(seen)
+        decision = self._rule.decide(
+            seen, plan.divisor, plan.clip_norm, follows_amax=plan.estimates_amax, measured=plan.amax
+        )
+        return measurement, decision
+
+    def _close(self, plan: StepPlan, measurement: Measurement, decision: Decision) -> StepResult:
+        """Ends the window: moves the scale, settles buffers, notes stale gradients, and returns the result."""
+        self._rule.commit(decision)
         for guard in self._buffers:
-            guard.settle(step.outcome.applied)
-        result = step.result(self._rule, self._names, norm=norm)
-        self._windows.close(step.optimizers)
-        self._memory.keep(result, step.outcome.state, step.seen.amax if step.measured.told_sizes else None)
+            guard.settle(decision.applied)
+        result = result_of(plan, measurement, decision, self._rule, self._names)
+        self._windows.close(plan.optimizers)
+        self._memory.keep(result, decision.state)
         return result
+
+
+def _read(mapping: Mapping[str, Any], system: str | None) -> Saved:
+    """Returns what a scaler of gradscale saved, or another system's; torch's `GradScaler` is known by its keys."""
+    if system is None and isinstance(mapping, Mapping) and "_growth_tracker" in mapping:
+        system = "torch"
+    return read_saved(mapping) if system is None else Saved(*import_state(system, mapping))

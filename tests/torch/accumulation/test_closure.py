@@ -97,7 +97,7 @@ def test_where_no_scale_helps_the_weights_stay_where_they_are(build: Any) -> Non
     scaler = LossScaler(model, Dynamic())
     optimizer.step(scaler.closure(lambda: loss_of(model) * NAN, optimizer))
     assert scaler.last is not None
-    assert scaler.last.status == "nonfinite_loss"
+    assert scaler.last.status() == "nonfinite_loss"
     assert same(weights(model), before)
 
 

@@ -75,7 +75,7 @@ def test_an_overflow_before_the_edits_skips_the_step_even_if_they_hide_it(bad: f
         for parameter in model.parameters():
             torch.nan_to_num_(parameter.grad)
     result = scaler.step(optimizer)
-    assert result.status == "overflow"
+    assert result.status() == "overflow"
     assert result.next_scale.item() == 512.0
     assert same(weights(model), before)
 
@@ -86,7 +86,7 @@ def test_a_loss_that_is_not_finite_is_still_to_blame_after_unscaled() -> None:
     with scaler.unscaled(optimizer):
         pass
     result = scaler.step(optimizer)
-    assert result.status == "nonfinite_loss"
+    assert result.status() == "nonfinite_loss"
     assert result.next_scale.item() == 1024.0
 
 
@@ -214,7 +214,7 @@ def test_an_overflow_in_the_gradients_of_a_penalty_lowers_the_scale_and_does_not
     assert torch.isinf(grad).all()
     scaler.backward(loss_of(model) + grad.sum())
     result = scaler.step(optimizer)
-    assert result.status == "overflow"
+    assert result.status() == "overflow"
     assert result.next_scale.item() == 2.0**19
     assert same(weights(model), before)
 
@@ -227,7 +227,7 @@ def test_a_bad_loss_inside_a_penalty_is_to_blame_itself(bad: float) -> None:
     assert grad is not None
     scaler.backward(loss_of(model) + grad.sum())
     result = scaler.step(optimizer)
-    assert result.status == "nonfinite_loss"
+    assert result.status() == "nonfinite_loss"
     assert result.next_scale.item() == 1024.0
 
 

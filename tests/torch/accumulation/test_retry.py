@@ -138,7 +138,7 @@ def test_there_is_no_retry_for_a_loss_that_is_not_finite(bad: float) -> None:
     model, optimizer, scaler = setup()
     scaler.backward(loss_of(model) * bad, retries=5)
     result = scaler.step(optimizer)
-    assert result.status == "nonfinite_loss"
+    assert result.status() == "nonfinite_loss"
     assert result.retries == 0
     assert result.next_scale.item() == 65536.0
 
@@ -148,7 +148,7 @@ def test_gradients_that_overflow_at_every_scale_back_off_once_from_the_first() -
     scaler.backward(narrow(loss_of(model), limit=-1.0), retries=3)
     assert scaler.loss_scale.item() == 8192.0
     result = scaler.step(optimizer)
-    assert result.status == "overflow"
+    assert result.status() == "overflow"
     assert result.retries == 3
     assert (result.scale.item(), result.next_scale.item()) == (8192.0, 32768.0)
     assert scaler.metrics()["skipped"] == 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradscale import Headroom
 from gradscale.policies.contract import Seen
 from gradscale.torch import GradScaler
-from gradscale.torch.step import host_copy as letter
+from gradscale.torch.step import host_copy
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
 
@@ -88,7 +88,7 @@ def test_flags_are_noted_for_every_device_that_holds_gradients() -> None:
 @pytest.fixture
 def _as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the check take the CPU for an accelerator, whose outcome it may not look at."""
-    monkeypatch.setattr(letter, "free_to_look", lambda _: False)
+    monkeypatch.setattr(host_copy, "in_host_memory", lambda _: False)
 
 
 @pytest.mark.usefixtures("_as_on_an_accelerator")

@@ -38,7 +38,7 @@ def test_applied_step_says_so_with_its_scale_and_the_next(fused: bool, explicit:
     assert result.next_scale.item() == 8.0
     scaler.update()
     assert (result.applied.item(), result.scale.item(), result.next_scale.item()) == (True, 8.0, 16.0)
-    assert (result.skipped(), result.poll(), result.status, result.culprits()) == (False, True, Status.APPLIED, [])
+    assert (result.skipped(), result.poll(), result.status(), result.culprits()) == (False, True, Status.APPLIED, [])
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -54,7 +54,7 @@ def test_skipped_step_names_its_culprits_even_after_the_gradients_are_gone(fused
     scaler.step(optimizer)
     scaler.update()
     result = last_of(scaler)
-    assert (result.skipped(), result.status, result.next_scale.item()) == (True, Status.OVERFLOW, 4.0)
+    assert (result.skipped(), result.status(), result.next_scale.item()) == (True, Status.OVERFLOW, 4.0)
     assert result.culprits() == [Culprit("layer1", "inf", 2), Culprit("layer2", "nan", 2)]
     optimizer.zero_grad()
     assert result.culprits() == [Culprit("layer1", "inf", None), Culprit("layer2", "nan", None)]
@@ -94,7 +94,7 @@ def test_gradient_that_only_overflows_once_divided_has_no_culprit_in_a_fused_ste
 def test_fused_optimizer_without_gradients_says_so() -> None:
     scaler = ready(GradScaler("cpu"))
     scaler.step(torch.optim.SGD([parameter()], lr=0.1, fused=True))
-    assert last_of(scaler).status is Status.NO_GRADS
+    assert last_of(scaler).status() is Status.NO_GRADS
 
 
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")

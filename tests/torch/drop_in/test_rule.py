@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from tests.torch.drop_in.helpers import TORCH, give, parameter, ready
 
 from gradscale import Dynamic, Headroom, Histogram, LogMax, NoScaling, Static
+from gradscale.engine.measurement import Measurement
 from gradscale.peers import preset
 from gradscale.policies.contract import Policy, Seen
 from gradscale.torch import GradScaler
-from gradscale.torch.drop_in.update import Sizes, seen_in
+from gradscale.torch.drop_in.update import seen_by
 
 FLAGS = st.lists(st.booleans(), min_size=1, max_size=40)
 
@@ -127,14 +128,15 @@ def test_histogram_is_shown_the_share_above_its_edge(fused: bool) -> None:
 
 
 def test_gradients_of_several_optimizers_are_seen_as_one() -> None:
-    def sizes(amax: float, share: float, elements: int) -> Sizes:
-        return Sizes(torch.tensor(amax), torch.tensor(share), elements)
+    def sizes(amax: float, share: float, elements: int) -> tuple[Measurement, int]:
+        peak = torch.tensor(amax)
+        return Measurement(None, peak, amax=peak, upper_share=torch.tensor(share)), elements
 
     both = [sizes(8.0, 0.0, 30), sizes(4.0, 1.0, 10)]
-    seen = seen_in(both, torch.tensor(False), torch.tensor(2.0))
+    seen = seen_by(both, torch.tensor(False), torch.tensor(2.0))
     assert (seen.finite.item(), seen.amax.item(), seen.upper_share.item()) == (True, 4.0, 0.25)
-    bad = seen_in([*both, sizes(torch.nan, 1.0, 1)], torch.tensor(True), torch.tensor(2.0))
-    assert (bad.finite.item(), bad.loss_finite.item(), bad.amax.item()) == (False, True, 0.0)
+    bad = seen_by([*both, sizes(torch.nan, 1.0, 1)], torch.tensor(True), torch.tensor(2.0))
+    assert (bad.finite.item(), bad.loss_finite.item(), bad.amax.item()) == (False, True, torch.inf)
 
 
 def test_policy_that_would_reach_zero_stops_at_the_floor() -> None:

@@ -10,8 +10,8 @@ from torch import nn
 
 from gradscale import Headroom
 from gradscale.torch import GradScaler
-from gradscale.torch.drop_in import scale_bound as known_scale_module
-from gradscale.torch.drop_in.scale_bound import ASK_BELOW, KnownScale
+from gradscale.torch.drop_in import scale_bound as scale_bound_module
+from gradscale.torch.drop_in.scale_bound import ASK_BELOW, ScaleBound
 
 
 def reads_per_step(scaler: Any, bad: bool = False, clip: bool = False, **kwargs: Any) -> int:
@@ -93,14 +93,14 @@ def test_several_devices_are_read_at_once() -> None:
     assert reads.count == 1
 
 
-class SlowLetter:
+class SlowCopy:
     """A letter that arrives when the test says so, as on an accelerator that is busy."""
 
-    sent: ClassVar[list["SlowLetter"]] = []
+    sent: ClassVar[list["SlowCopy"]] = []
 
     def __init__(self, scale: torch.Tensor) -> None:
         self.value, self.arrived = scale.item(), False
-        SlowLetter.sent.append(self)
+        SlowCopy.sent.append(self)
 
     def read(self) -> list[float]:
         assert self.arrived, "read before it arrived: that would wait"
@@ -108,47 +108,47 @@ class SlowLetter:
 
 
 @pytest.fixture
-def letters(monkeypatch: pytest.MonkeyPatch) -> list[SlowLetter]:
-    monkeypatch.setattr(known_scale_module, "Letter", SlowLetter)
-    SlowLetter.sent = []
-    return SlowLetter.sent
+def letters(monkeypatch: pytest.MonkeyPatch) -> list[SlowCopy]:
+    monkeypatch.setattr(scale_bound_module, "HostCopy", SlowCopy)
+    SlowCopy.sent = []
+    return SlowCopy.sent
 
 
-def halve(known: KnownScale, scale: torch.Tensor) -> None:
-    known.check(scale)
+def halve(known: ScaleBound, scale: torch.Tensor) -> None:
+    known.revalidate(scale)
     scale.mul_(0.5)
-    known.moved(scale, 0.5)
+    known.lowered(scale, 0.5)
 
 
-def test_large_scale_is_known_to_be_above_one_without_asking(letters: list[SlowLetter]) -> None:
-    known, scale = KnownScale(), torch.tensor(2.0**16)
-    known.know(scale, 2.0**16)
+def test_large_scale_is_known_to_be_above_one_without_asking(letters: list[SlowCopy]) -> None:
+    known, scale = ScaleBound(), torch.tensor(2.0**16)
+    known.set(scale, 2.0**16)
     for _ in range(8):
         halve(known, scale)
         assert not known.may_be_below_one(scale)
     assert letters == []
 
 
-def test_host_asks_early_and_is_careful_until_it_knows(letters: list[SlowLetter]) -> None:
-    known, scale = KnownScale(), torch.tensor(ASK_BELOW)
-    known.know(scale, ASK_BELOW)
+def test_host_asks_early_and_is_careful_until_it_knows(letters: list[SlowCopy]) -> None:
+    known, scale = ScaleBound(), torch.tensor(ASK_BELOW)
+    known.set(scale, ASK_BELOW)
     for _ in range(10):
-        known.check(scale)
+        known.revalidate(scale)
         scale.mul_(1.0)
-        known.moved(scale, 0.5)
+        known.lowered(scale, 0.5)
     assert len(letters) == 1
     assert known.may_be_below_one(scale)
     letters[0].arrived = True
     assert known.may_be_below_one(scale), "256 may have been halved nine times since the letter was sent"
-    known.check(scale)
-    known.moved(scale, 0.5)
+    known.revalidate(scale)
+    known.lowered(scale, 0.5)
     letters[1].arrived = True
     assert not known.may_be_below_one(scale)
 
 
-def test_scale_below_one_is_never_missed(letters: list[SlowLetter]) -> None:
-    known, scale = KnownScale(), torch.tensor(2.0**10)
-    known.know(scale, 2.0**10)
+def test_scale_below_one_is_never_missed(letters: list[SlowCopy]) -> None:
+    known, scale = ScaleBound(), torch.tensor(2.0**10)
+    known.set(scale, 2.0**10)
     for step in range(12):
         halve(known, scale)
         for letter in letters[::2] if step % 3 else letters:
@@ -156,23 +156,23 @@ def test_scale_below_one_is_never_missed(letters: list[SlowLetter]) -> None:
         assert known.may_be_below_one(scale) or scale.item() >= 1
 
 
-def test_scale_that_others_wrote_to_is_unknown_until_it_is_read(letters: list[SlowLetter]) -> None:
-    known, scale = KnownScale(), torch.tensor(2.0**16)
-    known.know(scale, 2.0**16)
+def test_scale_that_others_wrote_to_is_unknown_until_it_is_read(letters: list[SlowCopy]) -> None:
+    known, scale = ScaleBound(), torch.tensor(2.0**16)
+    known.set(scale, 2.0**16)
     scale.fill_(4.0)
     assert known.may_be_below_one(scale)
     letters[0].arrived = True
     assert not known.may_be_below_one(scale)
 
 
-def test_another_tensor_in_place_of_the_scale_is_unknown(letters: list[SlowLetter]) -> None:
-    known, scale, other = KnownScale(), torch.tensor(2.0**16), torch.tensor(0.5)
-    known.know(scale, 2.0**16)
+def test_another_tensor_in_place_of_the_scale_is_unknown(letters: list[SlowCopy]) -> None:
+    known, scale, other = ScaleBound(), torch.tensor(2.0**16), torch.tensor(0.5)
+    known.set(scale, 2.0**16)
     assert known.may_be_below_one(other)
     assert [letter.value for letter in letters] == [0.5]
 
 
 def test_scale_of_exactly_one_is_not_below_one() -> None:
-    known, scale = KnownScale(), torch.tensor(1.0)
-    known.know(scale, 1.0)
+    known, scale = ScaleBound(), torch.tensor(1.0)
+    known.set(scale, 1.0)
     assert not known.may_be_below_one(scale)

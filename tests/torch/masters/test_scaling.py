@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gradscale import Dynamic, NoScaling, Static
 from gradscale.torch import GradScaler, LossScaler, MasterWeights
 from gradscale.torch.masters import Kind
-from gradscale.torch.step.measure import measure
+from gradscale.torch.step.measure import measure_sizes
 
 SCALE = 1024.0
 
@@ -211,9 +211,9 @@ def test_fp16_gradients_are_read_once_where_their_division_cannot_overflow(monke
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         asked.append(kwargs["half"])
-        return measure(*args, **kwargs)
+        return measure_sizes(*args, **kwargs)
 
-    monkeypatch.setattr("gradscale.torch.step.step.measure", watched)
+    monkeypatch.setattr("gradscale.torch.step.measure.measure_sizes", watched)
     model = half_model()
     for optimizer, scale in ((wrapped(model), 0.5), (INSIDE["sgd fused"](model.parameters()), 2.0)):
         optimizer.zero_grad()
@@ -230,11 +230,11 @@ def test_fp16_gradients_are_read_once_where_their_division_cannot_overflow(monke
 def test_large_16_bit_gradients_are_measured_piece_by_piece(
     dtype: torch.dtype, bad: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradscale.torch.step.measure.CAST_AT_ONCE", 40_000)
+    monkeypatch.setattr("gradscale.kernels.torch.CAST_AT_ONCE", 40_000)
     gradients = [torch.randn(elements).to(dtype) for elements in (100_001, 33_000, 40_000, 7)]
     if bad is not None:
         gradients[0][-1] = bad
-    sizes = measure(gradients, torch.device("cpu"), norm=True, half=False).sizes
+    sizes = measure_sizes(gradients, torch.device("cpu"), norm=True, amax=False).sizes
     expected = torch.stack([gradient.double().norm() for gradient in gradients]).float()
     torch.testing.assert_close(sizes, expected, rtol=1e-5, atol=0.0, equal_nan=True)
 

@@ -10,7 +10,7 @@ from torch.func import functional_call, grad_and_value
 
 from gradscale import Dynamic
 from gradscale.torch import LossScaler
-from gradscale.torch.step.measure import measure
+from gradscale.torch.step.measure import measure_sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # of the compiler itself
 
@@ -29,8 +29,9 @@ def _compiled_afresh() -> Iterator[None]:
 def by_autograd(model: nn.Module, x: Tensor, y: Tensor, scale: Tensor, *, norm: bool) -> Found:
     loss = nn.functional.mse_loss(model(x), y)
     grads = torch.autograd.grad(loss * scale, list(model.parameters()))
-    measured = measure(grads, scale.device, norm=norm)
-    return loss.detach(), measured.sizes, measured.finite(scale)
+    measured = measure_sizes(grads, scale.device, norm=norm, amax=False, half=True)
+    assert measured.sizes is not None
+    return loss.detach(), measured.sizes, measured.finite(scale, torch)
 
 
 def by_transform(model: nn.Module, x: Tensor, y: Tensor, scale: Tensor, *, norm: bool) -> Found:
@@ -39,8 +40,9 @@ def by_transform(model: nn.Module, x: Tensor, y: Tensor, scale: Tensor, *, norm:
         return loss * scale, loss
 
     grads, (_, loss) = grad_and_value(scaled, has_aux=True)(dict(model.named_parameters()))
-    measured = measure(list(grads.values()), scale.device, norm=norm)
-    return loss.detach(), measured.sizes, measured.finite(scale)
+    measured = measure_sizes(list(grads.values()), scale.device, norm=norm, amax=False, half=True)
+    assert measured.sizes is not None
+    return loss.detach(), measured.sizes, measured.finite(scale, torch)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

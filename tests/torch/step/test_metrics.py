@@ -59,7 +59,7 @@ def test_counts_rate_norm_and_headroom_are_those_of_the_run() -> None:
         "skipped": 1.0,
         "skip_rate": 0.25,
         "grad_norm": 5.0,
-        "headroom_bits": math.log2(65504 / (5.0 * 512.0)),
+        "headroom_bits": math.log2(65504 / (4.0 * 512.0)),
     }
 
 

@@ -37,13 +37,13 @@ def run(rank: int, policy: Policy) -> list[Any]:
             poison(model.weight, INF)
         result = scaler.step(optimizer, clip_norm=1.0)
         optimizer.zero_grad()
-        found.append((str(result.status), result.next_scale.item()))
+        found.append((str(result.status()), result.next_scale.item()))
     with parallel.no_sync():
         scaler.backward(narrow(parallel(torch.ones(2, 4)).mean(), 16.0 if rank == 0 else INF), retries=20)
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     result = scaler.step(optimizer)
-    return [*found, str(result.status), result.scale.item(), result.retries, model.weight.tolist()]
+    return [*found, str(result.status()), result.scale.item(), result.retries, model.weight.tolist()]
 
 
 def work(rank: int, folder: str) -> None:

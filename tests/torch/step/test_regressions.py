@@ -197,10 +197,10 @@ def test_an_optimizer_without_gradients_says_so_instead_of_failing() -> None:
     scaler = LossScaler([trained, idle], Dynamic())
     for _ in range(2):
         scaler.backward(trained.weight.sum())
-        assert scaler.step(*optimizers).status == "applied"
+        assert scaler.step(*optimizers).status() == "applied"
         optimizers[0].zero_grad()
     scaler.backward(trained.weight.sum())
-    assert scaler.step(optimizers[1]).status == "no_grads"
+    assert scaler.step(optimizers[1]).status() == "no_grads"
 
 
 def test_batch_norms_statistics_survive_a_skipped_step() -> None:

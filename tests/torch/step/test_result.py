@@ -10,7 +10,7 @@ from torch import nn
 
 from gradscale import Dynamic, NoScaling, Static, Status
 from gradscale.torch import Culprit, LossScaler, StepResult
-from gradscale.torch.step.host_copy import Letter
+from gradscale.torch.step.host_copy import HostCopy
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -42,7 +42,7 @@ def test_the_result_says_what_became_of_the_step(
 ) -> None:
     _, result = stepped(bad=bad, loss=loss, fused=fused)
     applied = status is Status.APPLIED
-    assert result.status is status
+    assert result.status() is status
     assert result.applied.dtype == torch.bool
     assert result.applied.shape == ()
     assert (result.applied.item(), result.skipped(), result.poll()) == (applied, not applied, applied)
@@ -59,7 +59,7 @@ def test_a_loss_that_was_not_finite_in_any_micro_batch_is_to_blame() -> None:
         scaler = LossScaler(model, Dynamic())
         for micro_batch in range(3):
             scaler.backward(loss_of(model, micro_batch) * (NAN if micro_batch == bad_one else 1.0))
-        assert scaler.step(optimizer).status is Status.NONFINITE_LOSS
+        assert scaler.step(optimizer).status() is Status.NONFINITE_LOSS
 
 
 def test_the_scaler_keeps_the_last_result() -> None:
@@ -163,7 +163,7 @@ def test_without_scaling_every_step_counts_as_applied() -> None:
     scaler = LossScaler(model, NoScaling())
     scaler.backward(loss_of(model))
     result = scaler.step(torch.optim.SGD(model.parameters()), clip_norm=1.0)
-    assert result.status is Status.APPLIED
+    assert result.status() is Status.APPLIED
     assert result.scale.item() == 1.0
     assert result.grad_norm is not None
 
@@ -197,36 +197,36 @@ class OnAccelerator(torch.Tensor):
 
 
 @pytest.fixture
-def letter(monkeypatch: pytest.MonkeyPatch) -> Letter:
+def copy(monkeypatch: pytest.MonkeyPatch) -> HostCopy:
     monkeypatch.setattr(torch, "Event", Arrival)
     stack = torch.stack
     monkeypatch.setattr(torch, "stack", lambda values: stack(values).as_subclass(OnAccelerator))
-    return Letter(torch.tensor(2.0), torch.tensor(True))
+    return HostCopy(torch.tensor(2.0), torch.tensor(True))
 
 
-def test_a_letter_from_an_accelerator_says_when_it_has_arrived(letter: Letter) -> None:
-    event = letter._arrival
+def test_a_host_copy_from_an_accelerator_says_when_it_has_arrived(copy: HostCopy) -> None:
+    event = copy._arrival
     assert isinstance(event, Arrival)
     assert event.recorded
-    assert not letter.arrived
+    assert not copy.arrived
     event.arrived = True
-    assert letter.arrived
+    assert copy.arrived
     assert not event.waited
-    assert letter.read() == [2.0, 1.0]
+    assert copy.read() == [2.0, 1.0]
 
 
-def test_reading_a_letter_waits_for_it(letter: Letter) -> None:
-    event = letter._arrival
+def test_reading_a_host_copy_synchronizes(copy: HostCopy) -> None:
+    event = copy._arrival
     assert isinstance(event, Arrival)
-    assert letter.read() == [2.0, 1.0]
+    assert copy.read() == [2.0, 1.0]
     assert event.waited
 
 
 def test_polling_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     _, result = stepped()
-    result._letter = Letter(result.applied, result.loss_finite)
+    result._flags = HostCopy(result.applied, result.loss_finite)
     event = Arrival(torch.device("meta"))
-    monkeypatch.setattr(result._letter, "_arrival", event)
+    monkeypatch.setattr(result._flags, "_arrival", event)
     assert result.poll() is None
     assert not event.waited
     event.arrived = True

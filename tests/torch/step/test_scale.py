@@ -106,7 +106,7 @@ def test_a_late_loss_that_is_not_finite_is_still_known_at_its_step() -> None:
     scaler.step(torch.optim.SGD([a]))
     scaler.backward(a * 1.0)
     early.backward()
-    assert scaler.step(torch.optim.SGD([b])).status == "nonfinite_loss"
+    assert scaler.step(torch.optim.SGD([b])).status() == "nonfinite_loss"
 
 
 def test_scaling_makes_no_gradient_where_there_was_none() -> None:

@@ -39,7 +39,7 @@ def train(name: str, policy: Policy, clip: float | None, rank: int | None) -> li
             local(model[0].weight.grad)[0, 0] = INF  # type: ignore[index]
         result = scaler.step(optimizer, clip_norm=clip)
         norm = None if result.grad_norm is None or result.skipped() else result.grad_norm.item()
-        found.append((str(result.status), result.next_scale.item(), norm))
+        found.append((str(result.status()), result.next_scale.item(), norm))
         optimizer.zero_grad()
     return [found, [full(parameter.detach()) for parameter in model.parameters()]]
 

@@ -242,7 +242,7 @@ def test_a_step_without_any_gradient_says_so_and_counts_for_nothing() -> None:
     scaler = LossScaler(policy=Dynamic())
     scaler.backward(trained.sum())
     result = scaler.step(torch.optim.AdamW([frozen], fused=True))
-    assert result.status == "no_grads"
+    assert result.status() == "no_grads"
     assert result.skipped()
     assert result.culprits() == []
     assert scaler.metrics()["applied"] == scaler.metrics()["skipped"] == 0.0

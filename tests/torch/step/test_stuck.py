@@ -158,9 +158,21 @@ def test_raising_goes_on_and_the_state_stays_whole() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"max_consecutive_skips": 0}, ValueError, "`max_consecutive_skips` must be at least 1. Received: 0"),
-        ({"max_consecutive_skips": 1.5}, TypeError, "`max_consecutive_skips` must be an integer. Received: 1.5"),
-        ({"max_consecutive_skips": True}, TypeError, "`max_consecutive_skips` must be an integer. Received: True"),
+        (
+            {"max_consecutive_skips": 0},
+            ValueError,
+            "`max_consecutive_skips` must be between 1 and 2**31 - 1. Received: max_consecutive_skips=0",
+        ),
+        (
+            {"max_consecutive_skips": 1.5},
+            TypeError,
+            "`max_consecutive_skips` must be an integer. Received: max_consecutive_skips=1.5",
+        ),
+        (
+            {"max_consecutive_skips": True},
+            TypeError,
+            "`max_consecutive_skips` must be an integer. Received: max_consecutive_skips=True",
+        ),
         ({"on_stuck": "ignore"}, ValueError, "`on_stuck` must be 'raise', 'warn' or a function. Received: on_stuck="),
         (
             {"policy": "fast"},

@@ -10,8 +10,8 @@ from torch import Tensor
 from gradscale.engine.host import SCALARS
 from gradscale.keras.backends import Asked, Assign, Measured, Update
 from gradscale.keras.packing import on_host
+from gradscale.kernels.torch import share_above
 from gradscale.torch.step.measure import measure as read
-from gradscale.torch.step.measure import share_above
 
 T = TypeVar("T")
 

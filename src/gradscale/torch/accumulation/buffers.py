@@ -11,7 +11,8 @@ class BufferGuard:
     """Holds a copy of every buffer of some modules as the last applied step left it.
 
     A forward pass updates buffers before anyone knows that the step will be skipped. `settle` then puts the copy back
-    (or takes a new one) with a `where` on the device, so nothing waits. Costs one copy of the buffers in memory.
+    (or takes a new one) with a `where` on the device, which does not synchronize. Costs one copy of the buffers in
+    memory.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from gradscale.torch.step.result import StepResult
 
 RETRIES = 8
-"""Lower scales tried per evaluation. These optimizers wait for the loss anyway, and need the gradient of this batch."""
+"""Lower scales tried per evaluation. These optimizers synchronize for the loss anyway, and need a gradient."""
 
 
 def holder_of(modules: Sequence[nn.Module]) -> torch.optim.Optimizer:
@@ -25,10 +25,10 @@ def make_closure(
     backward: Callable[[Tensor], None],
     settle: Callable[[], StepResult],
 ) -> Callable[[], Tensor]:
-    """Returns a closure that computes the loss and leaves true gradients in `.grad`.
+    """Returns a closure that computes the loss and leaves unscaled gradients in `.grad`.
 
     Each call clears the gradients, runs `evaluate`, the backward pass (at lower scales while it overflows), and divides
-    by the scale. Where no scale helps, the gradients are zeroed: the optimizer then sees a flat spot.
+    by the scale. Where no scale helps, the gradients are zeroed: the optimizer then sees a stationary point.
 
     Args:
         evaluate: runs the forward pass and returns the loss, unscaled.

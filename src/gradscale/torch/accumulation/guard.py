@@ -12,8 +12,8 @@ OnSkip = Literal["hold", "advance"]
 class Guard:
     """Steps schedulers and averages together with the scaler, holding or advancing them when a step was skipped.
 
-    Made by `LossScaler.guard`. A scheduler lives on the host, so holding one has to know the outcome: `step` then
-    waits for the device. Advancing does not.
+    Made by `LossScaler.guard`. A scheduler is on the host, so holding one has to know the outcome: `step` then
+    synchronizes with the device. Advancing does not.
     """
 
     def __init__(self, latest: Callable[[], StepResult | None], targets: tuple[Any, ...], on_skip: OnSkip) -> None:
@@ -66,6 +66,6 @@ def _wants_arguments(function: Callable[..., Any]) -> bool:
         inspect.signature(function).bind()
     except TypeError:
         return True
-    except ValueError:  # a builtin that does not tell
+    except ValueError:  # a builtin without a signature
         return False
     return False

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradscale.engine.retries import check_retries
 from gradscale.torch.accumulation.window import Window
 from gradscale.torch.step.decide import Rule
-from gradscale.torch.step.measure import measure
+from gradscale.torch.step.measure import measure_sizes
 
 
 class Stash:
@@ -30,7 +31,7 @@ class Stash:
         """Returns whether the pass under trial has made a gradient that is not finite, a 0-d bool on `device`."""
         grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         dense = [grad.coalesce()._values() if grad.is_sparse else grad for grad in grads]
-        return ~torch.isfinite(measure(dense, device, norm=False).total)
+        return ~torch.isfinite(measure_sizes(dense, device).total)
 
     @torch.no_grad()
     def merge(self, ratio: Tensor | None) -> None:
@@ -73,9 +74,10 @@ class Retry:
     def backward(self, loss: Tensor, window: Window, retries: int, kwargs: dict[str, Any]) -> None:
         """Runs the backward pass of `loss`, again at lower scales while it overflows, at most `retries` times more.
 
-        Waits for the device after every attempt. If the last attempt overflows too, the rule is put back where it was,
-        so that the step that follows backs off once: gradients that are NaN at any scale would otherwise drain it. The
-        gradients keep the scale they were made with. If the backward pass raises, everything is as it was before.
+        Synchronizes with the device after every attempt. If the last attempt overflows too, the rule is put back where
+        it was, so that the step that follows backs off once: gradients that are NaN at any scale would otherwise lower
+        it to the floor. The gradients keep the scale they were made with. If the backward pass raises, everything is as
+        it was before.
         """
         window.begin_backward()
         before, scale, earlier_retries = self.rule.state, window.scale, window.retries
@@ -94,10 +96,10 @@ class Retry:
 
     def _try(self, loss: Tensor, window: Window, stash: Stash, retries: int, kwargs: dict[str, Any]) -> bool:
         """Runs the backward pass until it does not overflow or nothing is left to try; returns whether it still did."""
-        mendable = not self.any_rank(~window.note_loss(loss))
+        scale_can_help = not self.any_rank(~window.note_loss(loss))
         keep_graph = bool(kwargs.pop("retain_graph", None))
         for tried in range(retries + 1):
-            again = mendable and tried < retries
+            again = scale_can_help and tried < retries
             window.product(loss).backward(retain_graph=keep_graph or again, **kwargs)
             overflowed = self.any_rank(stash.overflowed(window.scale.device))
             if not (overflowed and again and self._lowered(window)):
@@ -116,12 +118,9 @@ class Retry:
         return True
 
 
-def check_retries(retries: int, kwargs: dict[str, Any]) -> None:
+def check_backward(retries: int, kwargs: dict[str, Any]) -> None:
     """Raises unless `retries` is a count, and nothing keeps the backward pass from being run again."""
-    if isinstance(retries, bool) or not isinstance(retries, int):
-        raise TypeError(f"`retries` must be an integer. Received: retries={retries!r} ({type(retries).__name__}).")
-    if retries < 0:
-        raise ValueError(f"`retries` must not be negative. Received: retries={retries!r}.")
+    check_retries(retries)
     if retries and kwargs.get("create_graph"):
         raise ValueError(
             "`retries` puts gradients aside and adds them up later, which `create_graph=True` cannot differentiate. "

@@ -1,4 +1,4 @@
-"""Gradients that an earlier step left behind, told apart from those that somebody has cleared since."""
+"""Stale gradients: those of an earlier step that nobody has cleared since."""
 
 import weakref
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from gradscale.torch.step.gradients import parameters_of
 Optimizer = torch.optim.Optimizer
 
 
-class Leftovers:
+class StaleGradients:
     """Remembers the gradients that are there when a step ends, to see later if they are still there.
 
     Not only those of the step: a generator's backward pass fills the gradients of the discriminator. A gradient is
@@ -27,9 +27,9 @@ class Leftovers:
         self._grads: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
 
-    def __reduce__(self) -> tuple[type["Leftovers"], tuple[Sequence[nn.Module]]]:
+    def __reduce__(self) -> tuple[type["StaleGradients"], tuple[Sequence[nn.Module]]]:
         """A copy starts afresh: it has seen no gradients."""
-        return Leftovers, (self._modules,)
+        return StaleGradients, (self._modules,)
 
     def remember(self, optimizers: Sequence[Optimizer]) -> None:
         """Notes the gradients held now by `optimizers`, by those noted before, and by the modules.

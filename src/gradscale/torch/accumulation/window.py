@@ -1,4 +1,4 @@
-"""The stretch between two steps: one scale, any number of losses and backward passes, and the order they must keep."""
+"""The accumulation window: one scale, and any number of losses and backward passes, between two steps."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -9,11 +9,16 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_map
 
-from gradscale.torch.step.gradients import parameters_of
+from gradscale.torch.accumulation.stale import StaleGradients
+from gradscale.torch.checks import check_order, refuse_some_unscaled, refuse_stale, refuse_unknown_parameters
+from gradscale.torch.step.decide import Rule
+from gradscale.torch.step.gradients import Names, parameters_of
+
+Optimizer = torch.optim.Optimizer
 
 
 class Window:
-    """What happened since the last step: losses scaled, backward passes begun, gradients found lying about.
+    """What happened since the last step: losses scaled, backward passes begun, stale gradients found.
 
     Attributes:
         scale: what the gradients of this window are multiplied by, however many micro-batches it holds. Only a backward
@@ -24,8 +29,8 @@ class Window:
         stale: parameters that held gradients of an earlier window when the first backward pass of this one began.
         retries: how often a backward pass was run again.
         rescaled: ids of the parameters whose gradients a retry has brought to its scale; None where all kept theirs.
-        true_units: ids of the optimizers whose gradients are unscaled already.
-        unscaled_amax: largest of those gradients, in true units, before anyone edited them.
+        unscaled_by: ids of the optimizers whose gradients are unscaled already.
+        unscaled_amax: largest of those gradients, unscaled, before anyone edited them.
         unscaled_share: share of their elements above the policy's edge, before anyone edited them.
     """
 
@@ -45,7 +50,7 @@ class Window:
         self.stale: list[Tensor] = []
         self.retries = 0
         self.rescaled: set[int] | None = None
-        self.true_units: set[int] = set()
+        self.unscaled_by: set[int] = set()
         self.unscaled_amax = torch.zeros_like(scale)
         self.unscaled_share = torch.zeros_like(scale)
         self._unscaled_elements = 0
@@ -66,46 +71,46 @@ class Window:
         wide = output.float() if output.dtype.itemsize < 4 else output
         return wide * self.scale.to(output.device, wide.dtype, non_blocking=True)
 
-    def true(self, grad: Tensor) -> Tensor:
+    def unscale(self, grad: Tensor) -> Tensor:
         """Returns a gradient divided by the scale, in float32 if it was narrower; differentiable."""
         wide = grad.float() if grad.dtype.itemsize < 4 else grad
         return wide * (1.0 / self.scale).to(grad.device, wide.dtype, non_blocking=True)
 
     def note_loss(self, output: Tensor) -> Tensor:
-        """Returns whether `output` is finite, a 0-d bool on the scaler's device, and keeps it in mind."""
+        """Returns whether `output` is finite, a 0-d bool on the scaler's device, and remembers it for the window."""
         # Zero unless the loss is inf or NaN. `isfinite` takes twice as many kernels.
         finite = (output.detach() * 0 == 0).all().to(self.scale.device)
         self.loss_finite = self.loss_finite & finite
         return finite
 
     def note_overflow(self, overflowed: Tensor) -> None:
-        """Notes that gradients taken outside of `step` overflowed, so that a loss made from them is not to blame.
+        """Notes that gradients taken outside of `step` overflowed, so that a loss made from them is not the cause.
 
-        A loss that was not finite before them is.
+        A loss that was not finite before them takes precedence.
         """
         self.overflowed = self.overflowed | (overflowed.to(self.scale.device) & self.loss_finite)
 
     def note_unscaled(
         self, optimizers: Sequence[torch.optim.Optimizer], amax: Tensor, upper_share: Tensor, elements: int
     ) -> None:
-        """Notes that the gradients of `optimizers` are true from now on, and how large they are.
+        """Notes that the gradients of `optimizers` are unscaled from now on, and how large they are.
 
         Args:
             optimizers: whose gradients they are.
-            amax: the largest of them, in true units.
+            amax: the largest of them, unscaled.
             upper_share: share of their elements above the policy's edge.
             elements: how many elements they have.
         """
-        self.true_units.update(id(optimizer) for optimizer in optimizers)
+        self.unscaled_by.update(id(optimizer) for optimizer in optimizers)
         self._unscaled += parameters_of(optimizers)
         self.unscaled_amax = torch.maximum(self.unscaled_amax, amax)
         above = self.unscaled_share * self._unscaled_elements + upper_share * elements
         self._unscaled_elements += elements
         self.unscaled_share = above / max(1, self._unscaled_elements)
 
-    def unit(self, optimizers: Iterable[torch.optim.Optimizer]) -> Tensor:
+    def divisor(self, optimizers: Iterable[torch.optim.Optimizer]) -> Tensor:
         """Returns what the gradients of `optimizers` must be divided by: the scale, or 1 where `unscaled` has been."""
-        done = all(id(optimizer) in self.true_units for optimizer in optimizers)
+        done = all(id(optimizer) in self.unscaled_by for optimizer in optimizers)
         return torch.ones_like(self.scale) if done else self.scale
 
     def begin_backward(self) -> None:
@@ -113,10 +118,10 @@ class Window:
         if any(parameter.grad is not None for parameter in self._unscaled):
             raise RuntimeError(
                 "A backward pass of a scaled loss was begun after `scaler.unscaled(...)`, and would add scaled "
-                "gradients to true ones. Run all backward passes first, then `unscaled`, then `scaler.step(...)`; to "
-                "give up what was unscaled, call `optimizer.zero_grad()`."
+                "gradients to unscaled ones. Run all backward passes first, then `unscaled`, then `scaler.step(...)`; "
+                "to give up what was unscaled, call `optimizer.zero_grad()`."
             )
-        self.true_units.clear()
+        self.unscaled_by.clear()
         self._unscaled.clear()
         if self.backward_begun:
             self.stale = [parameter for parameter in self.stale if parameter.grad is not None]
@@ -133,6 +138,48 @@ class Window:
         if window.scale is made_with:
             return None
         return grad * (window.scale / made_with).to(grad.device, grad.dtype)
+
+
+class Windows:
+    """Opens windows at the scale of the rule, and makes sure that no gradient gets from one into another.
+
+    Attributes:
+        open: the window that is open; None between a step and the next loss.
+    """
+
+    def __init__(self, rule: Rule, names: Names) -> None:
+        self.open: Window | None = None
+        self._rule = rule
+        self._names = names
+        self._stale = StaleGradients(names.modules)
+
+    def get(self, device: torch.device) -> Window:
+        """Returns the open window; opens one, on `device` if the scale is kept nowhere yet, where there is none."""
+        if self.open is None:
+            self._rule.settle(device)
+            self.open = Window(self._rule.scale, self._stale.uncleared, current=lambda: self.get(device))
+        return self.open
+
+    def ready(self, optimizers: Sequence[Optimizer]) -> Window:
+        """Returns the window whose gradients are to be used, or raises if the order of calls is wrong."""
+        window = check_order(self.open)
+        refuse_some_unscaled(window, optimizers)
+        try:
+            refuse_stale(window, optimizers, self._names)
+            refuse_unknown_parameters(window, optimizers, self._names)
+        except RuntimeError:
+            self.close(optimizers)
+            raise
+        return window
+
+    def close(self, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Ends the window, if one is open. Gradients that are there now must be cleared before the next one begins.
+
+        Args:
+            optimizers: those whose step ends it.
+        """
+        self.open = None
+        self._stale.remember(optimizers)
 
 
 def map_losses(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`GradScaler`: a drop-in for torch's own, with its mistakes mended and its outcome told."""
+"""`GradScaler`: a drop-in for torch's own, with its faults fixed and a result for every step."""
 
 import warnings
 from collections import defaultdict
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
+from gradscale.engine.measurement import Measurement
 from gradscale.policies.contract import Policy, check_policy
 from gradscale.policies.dynamic import Dynamic
 from gradscale.torch.drop_in.saved import read_scaler, write_extra
-from gradscale.torch.drop_in.scale_bound import KnownScale
+from gradscale.torch.drop_in.scale_bound import ScaleBound
 from gradscale.torch.drop_in.settings import (
     Bounds,
     changed,
@@ -23,25 +24,20 @@ from gradscale.torch.drop_in.settings import (
     settings_of,
 )
 from gradscale.torch.drop_in.unscale import (
-    any_overflow,
     gradients_of,
-    multiply_and_check,
     refuse_divided,
     refuse_half,
     sizes_of,
     unchecked_gradients,
 )
-from gradscale.torch.drop_in.update import move_by_kernel, move_by_policy, seen_in, sizes_for
+from gradscale.torch.drop_in.update import measure_for, seen_by, update_by_kernel, update_by_policy
 from gradscale.torch.step import apply
 from gradscale.torch.step.decide import Rule
-from gradscale.torch.step.finite_check import check
-from gradscale.torch.step.gradients import Names, collect
-from gradscale.torch.step.measure import Measured
-from gradscale.torch.step.result import StepResult
+from gradscale.torch.step.gradients import collect
+from gradscale.torch.step.measure import any_overflow, check, multiply_and_check
+from gradscale.torch.step.result import StepResult, Traces
 
 Optimizer = torch.optim.Optimizer
-
-NO_SIZES = torch.zeros(0)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -105,7 +101,7 @@ class GradScaler(torch.amp.GradScaler):
         self.last: StepResult | None = None
         self._bounds = Bounds()
         self._rule: Rule | None = None
-        self._known = KnownScale()
+        self._bound = ScaleBound()
         self._divided: list[Optimizer] = []
         if self._enabled:
             given = settings_from(numbers, min_scale, max_scale, hysteresis) if policy is None else settings_of(policy)
@@ -117,7 +113,7 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Returns `outputs` times the scale: a tensor, or an iterable of tensors and further iterables.
 
-        An FP16 tensor comes back in float32, where the product cannot overflow. Does not wait for the device.
+        An FP16 tensor comes back in float32, where the product cannot overflow. Does not synchronize with the device.
         """
         if not self._enabled:
             return outputs
@@ -141,16 +137,16 @@ class GradScaler(torch.amp.GradScaler):
         self._settle()
 
     def _settle(self) -> None:
-        """Brings what goes with the scale to where it lives, and up to date with its value."""
+        """Brings what goes with the scale to where it is kept, and up to date with its value."""
         scale, _ = self._check_scale_growth_tracker("scale")
-        self._known.know(scale, float(self._init_scale))
+        self._bound.set(scale, float(self._init_scale))
         if self._rule is not None:
             self._rule.settle(scale.device)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, once, and notes whether they were finite and still are.
 
-        One read and one write of the gradients; one read more while the scale is below 1. Does not wait.
+        One read and one write of the gradients; one read more while the scale is below 1. Does not synchronize.
         """
         if not self._enabled:
             return
@@ -166,13 +162,13 @@ class GradScaler(torch.amp.GradScaler):
         refuse_divided(optimizer, self._divided)
         state = self._per_optimizer_states[id(optimizer)]
         if (policy := self._sizing_policy) is not None:
-            state["sizes"] = sizes_for(policy, gradients_of(optimizer), scale, None)
+            self._note_sizes(optimizer, measure_for(policy, gradients_of(optimizer), scale, None))
         # In float32, for devices without float64: correctly rounded all the same, and exact for powers of two.
         factor, no = scale.reciprocal(), torch.zeros((), dtype=torch.float32, device=scale.device)
         flags = self._unscale_grads_(optimizer, factor, no, allow_fp16)
-        if flags and self._known.may_be_below_one(scale):
+        if flags and self._bound.may_be_below_one(scale):
             # The kernel looks at the values before it multiplies them.
-            overflow, _ = check(gradients_of(optimizer), torch.ones_like(scale), divided=True)
+            overflow, _ = check(gradients_of(optimizer), torch.ones_like(scale), grows=True)
             flags = {device: torch.maximum(flag, overflow.to(flag)) for device, flag in flags.items()}
         state["found_inf_per_device"] = flags
         state["stage"] = OptState.UNSCALED
@@ -186,10 +182,15 @@ class GradScaler(torch.amp.GradScaler):
             refuse_half(optimizer, gradients)
         return multiply_and_check(gradients, inv_scale, found_inf)
 
+    def _note_sizes(self, optimizer: Optimizer, measured: Measurement) -> None:
+        """Keeps what the policy needs to know of the optimizer's scaled gradients until `update`."""
+        elements = sum(grad.numel() for grad in gradients_of(optimizer))
+        self._per_optimizer_states[id(optimizer)]["sizes"] = (measured, elements)
+
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         """Notes and returns, per device, whether the gradients are finite now and would be once divided by the scale.
 
-        Reads the gradients once and changes none. Does not wait for the device.
+        Reads the gradients once and changes none. Does not synchronize with the device.
         """
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
@@ -198,10 +199,10 @@ class GradScaler(torch.amp.GradScaler):
         state, gradients = self._per_optimizer_states[id(optimizer)], gradients_of(optimizer)
         own, policy = getattr(optimizer, "grad_scale", None), self._sizing_policy
         divisor = scale if own is None else scale * own
-        divided = own is not None or self._known.may_be_below_one(scale)
-        overflow, measured = check(gradients, divisor, divided=divided, amax=policy is not None)
+        grows = own is not None or self._bound.may_be_below_one(scale)
+        overflow, measured = check(gradients, divisor, grows=grows, amax=policy is not None)
         if policy is not None:
-            state["sizes"] = sizes_for(policy, gradients, scale, measured)
+            self._note_sizes(optimizer, measure_for(policy, gradients, scale, measured))
         state["measured"] = measured
         devices = {grad.device for grad in gradients}
         state["found_inf_per_device"] = {device: overflow.to(device, torch.float32) for device in devices}
@@ -210,8 +211,8 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Returns what `optimizer.step(*args, **kwargs)` does with unscaled gradients; None if one of them overflowed.
 
-        The step is not made then. Unscales the gradients first where `unscale_` has not. Waits for the device, once,
-        unless the optimizer is fused. `last` says what happened.
+        The step is not made then. Unscales the gradients first where `unscale_` has not. Synchronizes with the device,
+        once, unless the optimizer is fused. `last` is the result.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -226,7 +227,7 @@ class GradScaler(torch.amp.GradScaler):
         elif apply.folds(optimizer):
             returned = self._step_folded(optimizer, scale, *args, **kwargs)
         else:
-            returned = self._step_waiting(optimizer, scale, *args, **kwargs)
+            returned = self._step_gated(optimizer, scale, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return returned
 
@@ -258,7 +259,7 @@ class GradScaler(torch.amp.GradScaler):
         self._remember(optimizer, scale, overflow, measured)
         return returned
 
-    def _step_waiting(self, optimizer: Optimizer, scale: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _step_gated(self, optimizer: Optimizer, scale: Tensor, *args: Any, **kwargs: Any) -> Any:
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
             self._unscale(optimizer, scale, allow_fp16=apply.takes_gate(optimizer))
@@ -278,7 +279,7 @@ class GradScaler(torch.amp.GradScaler):
         self._remember(optimizer, scale, overflow, measured)
         return returned
 
-    def _remember(self, optimizer: Optimizer, scale: Tensor, overflow: Tensor, measured: Measured | None) -> None:
+    def _remember(self, optimizer: Optimizer, scale: Tensor, overflow: Tensor, measured: Measurement | None) -> None:
         present = scale.clone()
         self.last = StepResult(
             applied=~overflow,
@@ -286,15 +287,14 @@ class GradScaler(torch.amp.GradScaler):
             next_scale=present,
             loss_finite=torch.ones_like(overflow),
             attempted=bool(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]),
-            sizes=NO_SIZES if measured is None else measured.sizes,
-            gradients=None if measured is None else collect([optimizer]),
-            names=Names(()),
+            sizes=None if measured is None else measured.sizes,
+            traces=None if measured is None else Traces(collect([optimizer])),
         )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scale after a step, or sets it to `new_scale`.
+        """Updates the scale after a step, or sets it to `new_scale`: only now the state of the step is committed.
 
-        Does not wait for the device, except to check a `new_scale` that is a tensor there.
+        Does not synchronize with the device, except to check a `new_scale` that is a tensor there.
         """
         if not self._enabled:
             return
@@ -304,7 +304,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             number = number_from_tensor(new_scale, self._device) if isinstance(new_scale, Tensor) else new_scale
             number = self._bounds.checked("new_scale", number)
-            self._known.know(scale.fill_(number), number)
+            self._bound.set(scale.fill_(number), number)
         if self.last is not None:
             self.last.next_scale = scale.clone()
         self._divided.clear()
@@ -316,15 +316,15 @@ class GradScaler(torch.amp.GradScaler):
         if not flags:
             raise AssertionError("No inf checks were recorded prior to update.")
         overflow = any_overflow(flags, scale.device)
-        self._known.check(scale)
+        self._bound.revalidate(scale)
         if self._rule is None:
             numbers = (self._growth_factor, self._backoff_factor, int(self._growth_interval))
-            move_by_kernel(scale, tracker, overflow, *numbers, self._bounds)
+            update_by_kernel(scale, tracker, overflow, *numbers, self._bounds)
         else:
-            seen = seen_in([state["sizes"] for state in states if "sizes" in state], overflow, scale)
-            move_by_policy(self._rule, scale, tracker, seen, self._bounds)
+            seen = seen_by([state["sizes"] for state in states if "sizes" in state], overflow, scale)
+            update_by_policy(self._rule, scale, tracker, seen, self._bounds)
         backs_off = self._rule is None or isinstance(self._rule.policy, Dynamic)
-        self._known.moved(scale, fell_to=self._backoff_factor if backs_off else 0.0)
+        self._bound.lowered(scale, by=self._backoff_factor if backs_off else 0.0)
 
     @property
     def _sizing_policy(self) -> Policy | None:
@@ -356,7 +356,7 @@ class GradScaler(torch.amp.GradScaler):
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's five entries, and one that torch ignores where a policy, hysteresis or bounds were given.
 
-        Waits for the device.
+        Synchronizes with the device.
         """
         saved = super().state_dict()
         if self._enabled:
@@ -374,7 +374,7 @@ class GradScaler(torch.amp.GradScaler):
             self._settle()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__() | {"last": None, "_known": KnownScale(), "_divided": []}
+        state = super().__getstate__() | {"last": None, "_bound": ScaleBound(), "_divided": []}
         # torch has made sure that it is empty; a shallow copy must not share it.
         state["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
         if self._rule is not None:

@@ -56,7 +56,8 @@ def read_scaler(saved: Mapping[str, Any], policy: Policy | None, bounds: Bounds)
     _check_scale(numbers["scale"])
     extra = saved.get(EXTRA, {})
     if "policy" in extra:
-        rule, bounds = Rule(*read_saved(extra)), Bounds()
+        saved_rule = read_saved(extra)
+        rule, bounds = Rule(saved_rule.policy, saved_rule.state), Bounds()
     else:
         _check_numbers(numbers)
         rule = None if policy is None else Rule(_adapted(policy, numbers))

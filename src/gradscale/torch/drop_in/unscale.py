@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from gradscale.engine.measurement import Measurement
 from gradscale.torch.checks import some
 from gradscale.torch.step.gradients import Names, parameters_of, values_of
-from gradscale.torch.step.groups import alike
-from gradscale.torch.step.measure import Measured, measure
+from gradscale.torch.step.measure import measure_sizes
 
 Optimizer = torch.optim.Optimizer
 
@@ -72,36 +72,7 @@ def unchecked_gradients(optimizer: Optimizer) -> AssertionError:
     return error
 
 
-@torch.no_grad()
-def multiply_and_check(gradients: Sequence[Tensor], factor: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
-    """Multiplies `gradients` in place and returns, per device, whether one was not finite before: torch's own kernel.
-
-    One read and one write of the gradients. Does not wait for the device.
-
-    Args:
-        gradients: dense tensors of any floating or complex type.
-        factor: what to multiply by, one float32.
-        found_inf: one float32, to be copied to every device and set to 1 there if something was not finite.
-    """
-    flags: dict[torch.device, Tensor] = {}
-    for group in alike(gradients):
-        if group.device not in flags:
-            # A copy even where it is on that device already, as torch's callers expect.
-            flags[group.device] = found_inf.to(group.device, non_blocking=True, copy=True)
-        local = factor.to(group.device, non_blocking=True)
-        torch._amp_foreach_non_finite_check_and_unscale_(group.tensors, flags[group.device], local)  # type: ignore[attr-defined]
-    return flags
-
-
-def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns one 0-d bool on `device`: whether any flag is set, be it to 1, to 2 or to NaN."""
-    found = [flag.to(device, non_blocking=True).reshape(()) for flag in flags]
-    if len(found) == 1:
-        return found[0].ne(0)
-    return torch.stack(found).ne(0).any() if found else torch.zeros((), dtype=torch.bool, device=device)
-
-
-def sizes_of(gradients: Sequence[Tensor], device: torch.device) -> Measured:
+def sizes_of(gradients: Sequence[Tensor], device: torch.device) -> Measurement:
     """Returns how large the gradients are, each by itself: of a distributed one, the shard that this rank holds."""
     held = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]  # type: ignore[attr-defined]
-    return measure(held, device, norm=False)
+    return measure_sizes(held, device)

@@ -1,20 +1,23 @@
-"""The scale of `GradScaler`, moved in place after a step: by torch's own kernel, or by any policy."""
+"""The scale of `GradScaler`, updated in place after a step: by torch's own kernel, or by any policy."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from gradscale.engine.measurement import Measurement
+from gradscale.engine.plan import Plan
+from gradscale.kernels.torch import share_above
 from gradscale.policies.contract import Policy, Seen
 from gradscale.torch.drop_in.settings import Bounds
 from gradscale.torch.step.decide import Rule
-from gradscale.torch.step.measure import Measured, measure, share_above
+from gradscale.torch.step.measure import measure_sizes
 
 LARGEST_TRACKER = 2**31 - 1
 
 
-def move_by_kernel(
+def update_by_kernel(
     scale: Tensor,
     tracker: Tensor,
     overflow: Tensor,
@@ -23,7 +26,7 @@ def move_by_kernel(
     growth_interval: int,
     bounds: Bounds,
 ) -> None:
-    """Moves `scale` and `tracker` as `Dynamic` with hysteresis 1 does, in a few tiny kernels. Nothing waits.
+    """Updates `scale` and `tracker` as `Dynamic` with hysteresis 1 does, in a few tiny kernels. Does not synchronize.
 
     torch's kernel grows the scale when the tracker meets the interval exactly, so one that is past it is brought back
     to the step before; and it would back off to zero.
@@ -34,8 +37,8 @@ def move_by_kernel(
     scale.clamp_(bounds.min_scale, bounds.max_scale)
 
 
-def move_by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bounds: Bounds) -> None:
-    """Moves `rule`, and with it `scale` and `tracker`. Does not wait for the device."""
+def update_by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bounds: Bounds) -> None:
+    """Updates `rule`, and with it `scale` and `tracker`. Does not synchronize with the device."""
     # These two count: others may have set them since the state was made.
     present = replace(rule.state, scale=rule.leaf(scale.clone()), clean_steps=rule.leaf(tracker.clone()))
     rule.state = rule.after(present, rule.leaves(seen))
@@ -43,46 +46,30 @@ def move_by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bound
     tracker.copy_(rule.tensor(rule.state.clean_steps))
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How large one optimizer's gradients were, in scaled units.
+def measure_for(policy: Policy, gradients: Sequence[Tensor], scale: Tensor, known: Measurement | None) -> Measurement:
+    """Returns what `policy` needs to know of one optimizer's scaled gradients, part of which may be `known` already."""
+    edge = Plan.of(policy).edge
+    if known is None or known.amax is None:
+        return measure_sizes(gradients, scale.device, edge=edge)
+    share = None if edge is None else share_above(gradients, torch.full_like(scale, edge), scale.device)
+    return known._replace(upper_share=share)
 
-    Attributes:
-        amax: largest magnitude.
-        upper_share: share of the elements above the policy's edge; zero where it has none.
-        elements: how many elements there are.
+
+def seen_by(measured: Sequence[tuple[Measurement, int]], overflow: Tensor, scale: Tensor) -> Seen:
+    """Returns what the policy is shown of a step: all optimizers together, unscaled.
+
+    torch's scaler does not check the loss, so every overflow is put down to the scale.
+
+    Args:
+        measured: what was measured of each optimizer's gradients, and how many elements they have.
+        overflow: whether one of the gradients is not finite, a 0-d bool.
+        scale: the scale that made them.
     """
-
-    amax: Tensor
-    upper_share: Tensor
-    elements: int
-
-
-def sizes_for(policy: Policy, gradients: Sequence[Tensor], scale: Tensor, measured: Measured | None) -> Sizes:
-    """Returns what `policy` needs to know of `gradients`, whose largest magnitudes may have been `measured` already."""
-    read = measure(gradients, scale.device, norm=False) if measured is None else measured
-    share = torch.zeros_like(scale)
-    if "upper_share" in policy.needs:
-        edge = torch.full_like(scale, policy.edge_magnitude)  # type: ignore[attr-defined]
-        share = share_above(gradients, edge, scale.device)
-    return Sizes(read.amax, share, sum(grad.numel() for grad in gradients))
-
-
-def seen_in(sizes: Sequence[Sizes], overflow: Tensor, scale: Tensor) -> Seen:
-    """Returns what the policy is shown of a step: all optimizers together, in true units.
-
-    torch's scaler does not look at the loss, so every overflow is put down to the scale.
-    """
-    zero = torch.zeros_like(scale)
-    amax, share = zero, zero
-    if sizes:
-        amax = torch.stack([each.amax for each in sizes]).amax() / scale
-        above = torch.stack([each.upper_share * each.elements for each in sizes]).sum()
-        share = above / max(1, sum(each.elements for each in sizes))
-    return Seen(
-        finite=~overflow,
-        loss_finite=torch.ones_like(overflow),
-        amax=torch.where(overflow, zero, amax),
-        norm=zero,
-        upper_share=share,
-    )
+    amax = share = torch.zeros_like(scale)
+    if measured:
+        elements = max(1, sum(size for _, size in measured))
+        amax = torch.stack([found.amax for found, _ in measured if found.amax is not None]).amax()
+        counted = [found.upper_share * size for found, size in measured if found.upper_share is not None]
+        share = torch.stack(counted).sum() / elements if counted else share
+    together = Measurement(None, torch.where(overflow, torch.inf, 0.0).to(scale), amax=amax, upper_share=share)
+    return together.seen(scale, torch.ones_like(overflow), torch)

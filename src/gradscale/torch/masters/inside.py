@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradscale.kernels.torch import tensor_groups
 from gradscale.torch.step import apply
 from gradscale.torch.step.gradients import values_of
-from gradscale.torch.step.groups import alike
-from gradscale.torch.step.host_copy import on_host
+from gradscale.torch.step.host_copy import host_value
 
 Optimizer = torch.optim.Optimizer
 
@@ -57,7 +57,7 @@ class Gate:
         self._skip = skip
         self._closed: bool | None = False
         if skip is not None:
-            known = on_host(skip)
+            known = host_value(skip)
             self._closed = None if known is None else known != 0.0
 
     @property
@@ -94,5 +94,5 @@ class Gate:
 def _divide(parameters: Sequence[Tensor], divisor: Tensor) -> None:
     """Divides the gradients in place, as fused kernels do: by a division, not by a product with the inverse."""
     values = [values_of(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    for group in alike(values):
+    for group in tensor_groups(values):
         torch._foreach_div_(group.tensors, divisor.to(group.device, non_blocking=True))  # pyright: ignore[reportPrivateImportUsage]

@@ -1,16 +1,19 @@
-"""Room four, apply: hands the decided factor and gate to the optimizers, inside their own kernels where they can."""
+"""Stage four, apply: hands the decided factor and gate to the optimizers, inside their own kernels where they can."""
 
 import inspect
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gradscale.torch.step.gradients import Gradients, keeps_masters, share_parameters
-from gradscale.torch.step.groups import alike
-from gradscale.torch.step.host_copy import on_host
+from gradscale.kernels.torch import tensor_groups
+from gradscale.torch.step.gradients import keeps_masters, share_parameters
+from gradscale.torch.step.host_copy import host_value
+
+if TYPE_CHECKING:
+    from gradscale.torch.step.plan import StepPlan
 
 Optimizer = torch.optim.Optimizer
 
@@ -59,7 +62,7 @@ def _has_argument(kind: type[Optimizer], name: str) -> bool:
 def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Runs the optimizer's step with `divisor` and `skip` folded into its kernel, and returns what it does.
 
-    Does not wait for the device.
+    Does not synchronize with the device.
 
     Args:
         optimizer: one for which `folds` holds.
@@ -73,7 +76,7 @@ def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor, *arg
     if users_own is not None:
         divisor = users_own if divisor is None else divisor * users_own
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-    optimizer.found_inf = None if _known_to_go_ahead(optimizer, skip) else skip  # type: ignore[attr-defined]
+    optimizer.found_inf = None if _known_to_apply(optimizer, skip) else skip  # type: ignore[attr-defined]
     try:
         return optimizer.step(*args, **kwargs)
     finally:
@@ -81,85 +84,47 @@ def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor, *arg
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def _known_to_go_ahead(optimizer: Optimizer, skip: Tensor) -> bool:
-    """Returns whether the kernel needs no gate, because the host knows already, on the CPU, that it is open.
+def _known_to_apply(optimizer: Optimizer, skip: Tensor) -> bool:
+    """Returns whether the kernel needs no gate, because the gate is in host memory, and open.
 
     A gate makes Adam and Adagrad take back the step they have counted, for every parameter: with many small ones that
     costs as much as to read the gradients. Only torch's own classes are known to do without one.
     """
-    return type(optimizer) in UNGATED and on_host(skip) == 0.0
+    return type(optimizer) in UNGATED and host_value(skip) == 0.0
 
 
-def apply_all(
-    optimizers: Sequence[Optimizer],
-    gradients: Gradients,
-    applied: Tensor,
-    factor: Tensor,
-    clip_value: float | None = None,
-    *,
-    divided: bool = False,
-) -> bool | None:
-    """Updates every optimizer with its gradients times `factor`, or none, as `applied` says.
+def apply(plan: "StepPlan", applied: Tensor, factor: Tensor) -> bool | None:
+    """Updates every optimizer of the plan with its gradients times `factor`, or none, as `applied` says.
 
-    Waits for the device only if one of the optimizers does not fold, and then once for all of them. Returns whether
-    they were updated where that is known by then, and else None.
+    Synchronizes with the device only if one of the optimizers does not fold, and then once for all of them. Returns
+    whether they were updated where that is known by then, and else None.
 
     Args:
-        optimizers: those to update.
-        gradients: all their gradients.
+        plan: has the optimizers, their gradients and the bound on every element, which costs a pass of its own.
         applied: the gate, a 0-d bool.
-        factor: what unscales and clips, a 0-d float32.
-        clip_value: bound on every element once multiplied; costs a pass of its own.
-        divided: whether the gradients have been multiplied by `factor` already.
+        factor: what unscales and clips, a 0-d float32. The gradients of a plan that divides have it already.
     """
-    divisor = None if divided else torch.where(applied, 1.0 / factor, 1.0)
+    optimizers, gradients, clip_value = plan.optimizers, plan.gradients, plan.clip_value
+    divisor = None if plan.divides else torch.where(applied, 1.0 / factor, 1.0)
     if divisor is not None and (clip_value is not None or share_parameters(optimizers)):
         # Two kernels that share a parameter would each divide its gradient.
         multiply(gradients.values, torch.where(applied, factor, 1.0))
         divisor = None
     if clip_value is not None:
         clamp(gradients.values, torch.where(applied, torch.full_like(factor, clip_value), torch.inf))
-    waiting = [optimizer for optimizer in optimizers if not folds(optimizer)]
+    waiting = [optimizer for optimizer in optimizers if optimizer not in plan.folding]
     go = bool(applied) if waiting else None
     if go and divisor is not None:
         multiply(gradients.owned_by(waiting).values, factor)
     skip = (~applied).float()
     for optimizer in optimizers:
-        if optimizer not in waiting:
+        if optimizer in plan.folding:
             step_folded(optimizer, divisor, skip)
         elif go:
             optimizer.step()
         else:
             hold(optimizer)
     return go
-
-
-def apply_plainly(
-    optimizers: Sequence[Optimizer],
-    gradients: Gradients,
-    factor: Tensor | None = None,
-    clip_value: float | None = None,
-) -> None:
-    """Updates every optimizer with its gradients times `factor`, whatever they hold. Does not wait for the device.
-
-    One that keeps masters is given the factor, so that 16-bit gradients are not rounded once more.
-
-    Args:
-        optimizers: those to update.
-        gradients: all their gradients; none are needed where neither bound is given.
-        factor: what clips, a 0-d float32.
-        clip_value: bound on every element once multiplied.
-    """
-    if factor is not None:
-        folding = [optimizer for optimizer in optimizers if clip_value is None and keeps_masters(optimizer)]
-        optimizers = [optimizer for optimizer in optimizers if optimizer not in folding]
-        multiply(gradients.owned_by(optimizers).values if folding else gradients.values, factor)
-        for optimizer in folding:
-            step_folded(optimizer, 1.0 / factor, torch.zeros_like(factor))
-    if clip_value is not None:
-        clamp(gradients.values, torch.tensor(clip_value, dtype=torch.float32, device="cpu"))
-    for optimizer in optimizers:
-        optimizer.step()
 
 
 def hold(optimizer: Optimizer) -> None:
@@ -170,7 +135,7 @@ def hold(optimizer: Optimizer) -> None:
 @torch.no_grad()
 def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies every gradient in place by `factor`: one pass. FP16 gradients go through float32 arithmetic."""
-    for group in alike(gradients):
+    for group in tensor_groups(gradients):
         local = factor.to(group.device, non_blocking=True)
         torch._foreach_mul_(group.tensors, local)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -178,7 +143,7 @@ def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
 @torch.no_grad()
 def clamp(gradients: Sequence[Tensor], bound: Tensor) -> None:
     """Clamps every gradient element in place to [-bound, bound]; the two parts of a complex one each for itself."""
-    for group in alike(gradients):
+    for group in tensor_groups(gradients):
         local = bound.to(group.device, group.dtype, non_blocking=True)
         for grad in group.tensors:
             grad.clamp_(-local, local)

@@ -1,45 +1,65 @@
-"""Room three, decide: the core's decision, run where the scale lives."""
+"""Stage three, decide: the engine's decision, run where the scale is kept."""
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gradscale.engine.decide import Outcome, decide
+from gradscale.engine.decide import decide
 from gradscale.engine.host import EXACT, SCALARS
+from gradscale.engine.measurement import UNKNOWN_RATIO, Measurement, with_amax
 from gradscale.policies.contract import Policy, ScaleState, Seen, backed_off
 from gradscale.record import place
-from gradscale.torch.step import host_copy as letter
-from gradscale.torch.step.host_copy import peek
+from gradscale.torch.step import host_copy
+from gradscale.torch.step.host_copy import read_now
+
+
+class Decision(NamedTuple):
+    """What a step shall do, decided for every device, rank and optimizer that shares the scale.
+
+    Attributes:
+        state: the state of the next step.
+        applied: the gate, a 0-d bool tensor.
+        factor: what every gradient is multiplied by, a 0-d float32 tensor: unscaling and clipping in one number.
+        seen: the facts it was made from, in leaves.
+        amax_ratio: the ratio of amax to norm for the next steps, a leaf.
+    """
+
+    state: Any
+    applied: Tensor
+    factor: Tensor
+    seen: Seen
+    amax_ratio: Any
 
 
 class Rule:
-    """A policy and its present state: in the host's memory if the scale lives on the CPU, else on the device.
+    """A policy and its present state: in host memory if the scale is kept on the CPU, else on the device.
 
-    There the rule runs on 0-d tensors, for nothing may wait. Here it runs on numpy scalars, ten times as fast: a small
-    model's step is over sooner than fifty tiny tensor operations. Both give the same bits. The state is replaced, never
-    changed.
+    On a device the rule runs on 0-d tensors, so that nothing synchronizes. In host memory it runs on numpy scalars, ten
+    times as fast: a small model's step is over sooner than fifty tiny tensor operations. Both give the same bits. The
+    state is replaced, never changed.
 
     Attributes:
         policy: the rule for the scale.
         state: the state before the next step.
+        amax_ratio: last ratio of the largest magnitude to the norm, a leaf.
+        steps: steps decided so far. Known on the host, where it chooses the steps that read the largest magnitude.
     """
 
-    __slots__ = ("_device", "_hosted", "policy", "state")
+    __slots__ = ("_device", "_hosted", "amax_ratio", "policy", "state", "steps")
 
     def __init__(self, policy: Policy, state: ScaleState | None = None, device: torch.device | None = None) -> None:
-        self.policy = policy
-        self.state = policy.start() if state is None else state
         self._device: torch.device | None = None
         self._hosted = False
+        self.load(policy, policy.start() if state is None else state)
         if device is not None:
             self.settle(device)
 
     @property
     def device(self) -> torch.device | None:
-        """Where the scale lives; None until the first loss has shown which device it is."""
+        """Where the scale is kept; None until the first loss has shown which device it is."""
         return self._device
 
     @property
@@ -52,15 +72,22 @@ class Rule:
         """The namespace for leaves of the state."""
         return SCALARS if self._hosted else torch
 
-    def leaf(self, value: Tensor) -> Any:
-        """Returns a 0-d tensor on the device as a leaf of the state. Does not copy it where tensors are leaves."""
-        return _NUMPY[value.dtype](peek(value)) if self._hosted else value
+    def leaf(self, value: Any) -> Any:
+        """Returns a 0-d tensor on the device as a leaf of the state. Does not copy it where tensors are leaves.
+
+        A number of numpy's, which stands for what was not measured, is returned as it is.
+        """
+        return _NUMPY[value.dtype](read_now(value)) if self._hosted and isinstance(value, Tensor) else value
 
     def tensor(self, leaf: Any) -> Tensor:
         """Returns a leaf of the state as a 0-d tensor on the device."""
         if self._hosted:
             return torch.tensor(leaf.item(), dtype=_TORCH[type(leaf)], device=self._device)
         return torch.as_tensor(leaf, device=self._device)
+
+    def measurement(self, measurement: Measurement) -> Measurement:
+        """Returns a measurement with leaves in place of tensors, without its sizes, which no decision needs."""
+        return Measurement(None, *(None if found is None else self.leaf(found) for found in measurement[1:]))
 
     def leaves(self, seen: Seen) -> Seen:
         """Returns what was seen with leaves in place of tensors."""
@@ -71,46 +98,59 @@ class Rule:
         return Seen(*(self.tensor(getattr(seen, field.name)) for field in fields(Seen)))
 
     def settle(self, device: torch.device) -> torch.device:
-        """Moves the state to `device` unless it lives somewhere already, and returns where it lives."""
+        """Moves the state to `device` unless it is kept somewhere already, and returns where it is kept."""
         if self._device is None:
             self._device = device
-            self._hosted = EXACT and letter.free_to_look(device)
+            self._hosted = EXACT and host_copy.in_host_memory(device)
             self.state = place(self.state, self._put)
+            self.amax_ratio = self._put(self.amax_ratio)
         return self._device
 
     def _put(self, array: Any) -> Any:
         return array[()] if self._hosted else torch.as_tensor(array, device=self._device)
 
-    def load(self, policy: Policy, state: ScaleState) -> None:
-        """Takes over another policy and its state, to where the present one lives."""
-        self.policy, self.state = policy, state
+    def load(self, policy: Policy, state: ScaleState, amax_ratio: float = UNKNOWN_RATIO) -> None:
+        """Takes over another policy and its state, in numpy's numbers, to where the present one is kept."""
+        self.policy, self.state, self.amax_ratio = policy, state, np.float32(amax_ratio)
+        self.steps = int(state.applied) + int(state.skipped)
         device, self._device = self._device, None
         if device is not None:
             self.settle(device)
 
     @np.errstate(all="ignore")
-    def decide(self, seen: Seen, unit: Tensor, clip_norm: float | None) -> Outcome:
-        """Returns what follows from `seen`. Does not wait for the device, and changes nothing: `state` is yours to set.
+    def decide(
+        self, seen: Seen, divisor: Tensor, clip_norm: float | None, *, follows_amax: bool = False, measured: bool = True
+    ) -> Decision:
+        """Returns what follows from `seen`. Changes nothing: `commit` does. Does not synchronize with the device.
 
         Args:
-            seen: what the gradients looked like, in true units and in leaves.
-            unit: what the gradients are to be divided by. That is the scale, unless they are in true units already, or
+            seen: what was measured, unscaled, in leaves.
+            divisor: what the gradients are to be divided by. That is the scale, unless they are unscaled already, or
                 a backward pass was run again at a lower scale and overflowed there too.
             clip_norm: bound on the norm of all gradients together.
+            follows_amax: whether the policy needs the largest magnitude where a norm is read at every step.
+            measured: whether this step has measured it. It is estimated from the norm otherwise.
         """
-        outcome = decide(self.policy, self.state, seen, self.xp, clip_norm)
-        factor = outcome.factor * (self.state.scale / self.leaf(unit))
-        return Outcome(outcome.state, self.tensor(outcome.applied), self.tensor(factor))
+        ratio = self.amax_ratio
+        if follows_amax:
+            seen, ratio = with_amax(seen, ratio, self.xp, measured=measured)
+        outcome = decide(self.policy, self.state, seen, self.xp, clip_norm, self.leaf(divisor))
+        return Decision(outcome.state, self.tensor(outcome.applied), self.tensor(outcome.factor), seen, ratio)
+
+    def commit(self, decision: Decision) -> None:
+        """Makes the state that was decided the present one."""
+        self.steps += decision.state is not self.state
+        self.state, self.amax_ratio = decision.state, decision.amax_ratio
 
     @np.errstate(all="ignore")
     def after(self, state: ScaleState, seen: Seen) -> ScaleState:
-        """Returns the state that follows `state` once `seen`, in leaves, was seen. Does not wait for the device."""
+        """Returns the state that follows `state` once `seen`, in leaves, was seen. Does not synchronize."""
         return self.policy.next(state, seen, self.xp)
 
-    def hold(self) -> Outcome:
+    def hold(self, seen: Seen) -> Decision:
         """Returns the decision to do nothing at all: neither step nor count."""
         no = torch.zeros((), dtype=torch.bool, device=self._device)
-        return Outcome(self.state, no, torch.ones_like(self.scale))
+        return Decision(self.state, no, torch.ones_like(self.scale), seen, self.amax_ratio)
 
     @np.errstate(all="ignore")
     def lower(self) -> Tensor:

@@ -92,7 +92,7 @@ def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
 class Names:
     """What parameters are called: as in their module, else as in their optimizer, else by their place in it.
 
-    Looked up when somebody asks, which is seldom, so that modules whose parameters were replaced are no trouble.
+    Looked up when somebody asks, which is seldom, so that replaced parameters are found too.
 
     Attributes:
         modules: those that give the names.

@@ -1,13 +1,13 @@
-"""Numbers on their way from the device to the host, so that nobody has to wait for them."""
+"""Numbers on their way from the device to the host, so that nothing has to synchronize for them."""
 
 import torch
 from torch import Tensor
 
 
-class Letter:
-    """A few device numbers, sent to the host without waiting.
+class HostCopy:
+    """A copy of a few device numbers in host memory, made without synchronizing.
 
-    On the CPU they are there at once. On an accelerator the copy runs behind the work already queued, and an event
+    On the CPU it is there at once. On an accelerator the copy runs behind the work already queued, and an event
     says when it has arrived.
     """
 
@@ -28,22 +28,22 @@ class Letter:
         return self._arrival is None or self._arrival.query()
 
     def read(self) -> list[float]:
-        """Returns the numbers. Waits for the device until they have arrived."""
+        """Returns the numbers. Synchronizes with the device until they have arrived."""
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._host.tolist()
 
 
-def free_to_look(device: torch.device) -> bool:
-    """Returns whether what is on `device` is in the host's memory, so that to look at it waits for nothing."""
+def in_host_memory(device: torch.device) -> bool:
+    """Returns whether what is on `device` is in host memory, so that reading it does not synchronize."""
     return device.type == "cpu"
 
 
-def on_host(value: Tensor) -> float | None:
-    """Returns a number that is in the host's memory already, or None for one on another device. Never waits."""
-    return peek(value) if free_to_look(value.device) else None
+def host_value(value: Tensor) -> float | None:
+    """Returns a number that is in host memory, or None for one on another device. Never synchronizes."""
+    return read_now(value) if in_host_memory(value.device) else None
 
 
-def peek(value: Tensor) -> float:
-    """Returns a number that is in the host's memory. Only for where `free_to_look` holds."""
+def read_now(value: Tensor) -> float:
+    """Returns a number that is in host memory. Only for where `in_host_memory` holds."""
     return value.tolist()  # type: ignore[return-value]

@@ -1,159 +1,166 @@
-"""Room one, measure: a single read of the gradients that says whether they are finite, how large, and which are not."""
+"""Stage one, measure: one read of the gradients that says whether they are finite, how large, and which are not."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from gradscale.formats import FP16
-from gradscale.record import Array
-from gradscale.torch.step.groups import Alike, alike
+from gradscale.engine.measurement import Measurement
+from gradscale.kernels.torch import DOT_FROM, all_on_cpu, largest, norms, share_above, tensor_groups
+from gradscale.torch.step import host_copy
+from gradscale.torch.step.host_copy import host_value
+from gradscale.torch.step.plan import StepPlan
 
-DOT_FROM = 32_768
-"""Elements from which `dot` beats the multi-tensor norm on CPU: below, its call costs more than its loop saves."""
-
-CAST_AT_ONCE = 262_144
-"""Elements of a 16-bit gradient that are cast to float32 together: they stay in the cache until they are multiplied."""
+HALF = (torch.float16, torch.complex32)
+"""Types that are divided in FP16."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What one read of the gradients found, still in the units it found them in, on the scaler's device.
+def measure(plan: StepPlan) -> Measurement:
+    """Returns what one read of the gradients finds; divides them while they are read if the plan says so.
 
-    Attributes:
-        sizes: one number per gradient, its norm or its largest magnitude; inf or NaN where the gradient holds one.
-        total: the same over all gradients.
-        half: largest magnitude in any FP16 gradient; None where there is no such gradient.
+    The largest magnitude beside the norm, and a count of elements above an edge, each take a read of their own.
+    Does not synchronize with the device.
     """
-
-    sizes: Tensor
-    total: Tensor
-    half: Tensor | None
-
-    @property
-    def told_sizes(self) -> bool:
-        """Whether the sizes are known, and not only that every gradient is finite."""
-        return self.sizes.numel() > 0
-
-    @property
-    def amax(self) -> Tensor:
-        """Largest magnitude of any gradient; where only norms were read, a bound: the largest norm of a tensor."""
-        return self.sizes.amax() if self.sizes.numel() else self.total
-
-    def finite(self, unit: Tensor) -> Tensor:
-        """Returns whether every gradient is finite, now and once it is divided by `unit`, in its own type too."""
-        return all_finite(self.total, self.half, unit, torch)
-
-
-def all_finite(total: Array, half: Array | None, unit: Array, xp: Any) -> Array:
-    """Returns whether gradients of these sizes are finite, now and once they are divided by `unit`.
-
-    Args:
-        total: size of all of them together.
-        half: largest magnitude in any FP16 gradient; None where there is no such gradient.
-        unit: what they will be divided by.
-        xp: the namespace of these numbers.
-    """
-    finite = xp.isfinite(total / unit)
-    return finite if half is None else xp.logical_and(finite, half / unit <= FP16.max)
+    values, divisor = plan.gradients.values, plan.divisor
+    if plan.divides:
+        return divide_and_check(values, divisor)
+    if not plan.sizes:
+        return measure_if_overflowed(values, divisor, grows=plan.grows, half=plan.half)
+    return measure_sizes(values, divisor.device, norm=plan.norm, amax=plan.amax, edge=plan.edge, half=plan.half)
 
 
 @torch.no_grad()
-def measure(gradients: Sequence[Tensor], device: torch.device, *, norm: bool, half: bool = True) -> Measured:
-    """Returns the sizes of `gradients` on `device` after reading each once. Does not wait for the device.
+def measure_sizes(
+    gradients: Sequence[Tensor],
+    device: torch.device,
+    *,
+    norm: bool = False,
+    amax: bool = True,
+    edge: float | None = None,
+    half: bool = False,
+) -> Measurement:
+    """Returns the sizes of `gradients` on `device`. Does not synchronize with the device.
 
-    A NaN anywhere makes a size NaN; an inf makes it inf. A finite float32 gradient above 1.8e19 squares to inf and so
-    counts as an overflow when norms are read. FP16 and BF16 gradients accumulate in float32. Makes no temporary larger
-    than one number per gradient, and `CAST_AT_ONCE` of them.
+    Sizes are norms if `norm` is asked for, else largest magnitudes. A NaN anywhere makes a size NaN; an inf makes it
+    inf. A finite float32 gradient above 1.8e19 squares to inf and so counts as an overflow when norms are read.
 
     Args:
         gradients: dense tensors of any floating or complex type, on any device.
         device: where the results go.
-        norm: read norms; otherwise largest magnitudes.
-        half: read the largest magnitude of FP16 gradients, too: one that is divided in FP16, by a scale below 1, may
+        norm: read norms.
+        amax: read largest magnitudes; those are read without `norm` in any case.
+        edge: count the elements above this magnitude.
+        half: read the largest magnitude of FP16 gradients too: one that is divided in FP16, by a scale below 1, may
             leave its range.
     """
-    if not gradients:
-        nothing = torch.zeros(0, dtype=torch.float32, device=device)
-        return Measured(nothing, nothing.sum(), None)
-    groups = alike(gradients)
-    sizes = _in_order(groups, [(_norms if norm else _largest)(group).to(device, torch.float32) for group in groups])
-    total = torch.linalg.vector_norm(sizes) if norm else sizes.amax()
-    halves = [_largest(group).amax().to(device) for group in groups if half and group.dtype is torch.float16]
-    return Measured(sizes, total, torch.stack(halves).amax().float() if halves else None)
+    sizes = norms(gradients, device) if norm else largest(gradients, device)
+    # An empty vector has no maximum.
+    total = torch.linalg.vector_norm(sizes) if norm or not gradients else sizes.amax()
+    halves = [grad for grad in gradients if grad.dtype in HALF] if half else []
+    peak = total if not norm or not gradients else largest(gradients, device).amax() if amax else None
+    return Measurement(
+        sizes,
+        total,
+        amax=peak,
+        norm=total if norm else None,
+        upper_share=None if edge is None else share_above(gradients, torch.full_like(total, edge), device),
+        half_amax=largest(halves, device).amax() if halves else None,
+    )
+
+
+def check(
+    gradients: Sequence[Tensor], divisor: Tensor, *, grows: bool, half: bool = True, amax: bool = False
+) -> tuple[Tensor, Measurement | None]:
+    """Returns whether a gradient is not finite, as a 0-d bool, and the sizes of the gradients if they were read.
+
+    Changes no gradient and does not synchronize with the device. On the CPU, where the outcome is in host memory, sizes
+    are read only if they must be, and the largest finite number is no overflow. Elsewhere norms are read, by one
+    multi-tensor kernel where largest magnitudes would take a launch for each gradient.
+
+    Args:
+        gradients: dense tensors.
+        divisor: what the gradients will be divided by, one float32, on the device of the outcome.
+        grows: whether a gradient that would not be finite once divided counts too. It can only be so where the
+            divisor is below 1.
+        half: whether FP16 gradients are divided in FP16, whose range they then may leave.
+        amax: whether the sizes are needed, as largest magnitudes.
+    """
+    if any(hasattr(kind, "to_local") for kind in set(map(type, gradients))):
+        # Distributed tensors: torch's kernel knows how to agree on the flag, and norms of shards are only partial.
+        return _flagged(gradients, divisor), None
+    on_cpu = host_copy.in_host_memory(divisor.device) and all_on_cpu(gradients)
+    if on_cpu and not (grows or amax):
+        overflow = _quick_check(gradients, divisor)
+        if not host_value(overflow):
+            return overflow, None
+    measurement = measure_sizes(gradients, divisor.device, norm=not (on_cpu or amax), amax=False, half=grows and half)
+    return ~measurement.finite(divisor, torch), measurement
+
+
+def measure_if_overflowed(gradients: Sequence[Tensor], divisor: Tensor, *, grows: bool, half: bool) -> Measurement:
+    """Returns the sizes of the gradients; on the CPU only if one of them is not finite, and otherwise none.
+
+    Args:
+        gradients: dense tensors.
+        divisor: what they will be divided by, one float32.
+        grows: whether `divisor` may be below 1, so that a gradient may not be finite once divided.
+        half: whether FP16 gradients are divided in FP16.
+    """
+    overflow, measurement = check(gradients, divisor, grows=grows, half=half)
+    return _without_sizes(overflow) if measurement is None else measurement
+
+
+def divide_and_check(gradients: Sequence[Tensor], divisor: Tensor) -> Measurement:
+    """Divides every gradient in place and returns whether all were finite before, without their sizes.
+
+    One read and one write. Does not synchronize with the device.
+    """
+    flags = multiply_and_check(gradients, divisor.reciprocal(), torch.zeros_like(divisor))
+    return _without_sizes(any_overflow(flags.values(), divisor.device))
 
 
 @torch.no_grad()
-def share_above(gradients: Sequence[Tensor], edge: Tensor, device: torch.device) -> Tensor:
-    """Returns the share of all gradient elements whose magnitude is above `edge`; inf and NaN are.
+def multiply_and_check(gradients: Sequence[Tensor], factor: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
+    """Multiplies `gradients` in place and returns, per device, whether one was not finite before: torch's own kernel.
 
-    Complex elements count as two. Reads each gradient once and makes temporaries as large as the largest of them.
+    One read and one write of the gradients. Does not synchronize with the device.
+
+    Args:
+        gradients: dense tensors of any floating or complex type.
+        factor: what to multiply by, one float32.
+        found_inf: one float32, to be copied to every device and set to 1 there if something was not finite.
     """
-    real = [tensor for group in alike(gradients) for tensor in group.tensors]
-    # Compared in float32: a narrower type would round the edge.
-    wide = (grad.float() if grad.dtype.itemsize < 4 else grad for grad in real)
-    above = [(~(grad.abs() <= edge.to(grad.device))).sum().to(device, torch.float32) for grad in wide]
-    elements = sum(grad.numel() for grad in real)
-    return torch.stack(above).sum() / max(1, elements) if above else torch.zeros_like(edge)
+    flags: dict[torch.device, Tensor] = {}
+    for group in tensor_groups(gradients):
+        if group.device not in flags:
+            # A copy even where it is on that device already, as torch's callers expect.
+            flags[group.device] = found_inf.to(group.device, non_blocking=True, copy=True)
+        local = factor.to(group.device, non_blocking=True)
+        torch._amp_foreach_non_finite_check_and_unscale_(group.tensors, flags[group.device], local)  # type: ignore[attr-defined]
+    return flags
 
 
-def _in_order(groups: Sequence[Alike], sizes: Sequence[Tensor]) -> Tensor:
-    """Returns the sizes of all groups as one vector, in the order in which the gradients were given."""
-    if len(groups) == 1:
-        return sizes[0]
-    placed = {
-        position: size
-        for group, vector in zip(groups, sizes, strict=True)
-        for position, size in zip(group.positions, vector.unbind(), strict=True)
-    }
-    return torch.stack([placed[position] for position in range(len(placed))])
+def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns one 0-d bool on `device`: whether any flag is set, be it to 1, to 2 or to NaN."""
+    found = [flag.to(device, non_blocking=True).reshape(()) for flag in flags]
+    if len(found) == 1:
+        return found[0].ne(0)
+    return torch.stack(found).ne(0).any() if found else torch.zeros((), dtype=torch.bool, device=device)
 
 
-def _norms(group: Alike) -> Tensor:
-    """Returns the norm of each gradient: a `dot` for a large flat tensor, a multi-tensor norm for the rest."""
-    if group.device.type == "cpu" and group.dtype is not torch.float64:
-        large = [grad.numel() >= DOT_FROM for grad in group.tensors]
-        if any(large):
-            return _norms_by_size(group.tensors, large)
-    wide = torch.float64 if group.dtype is torch.float64 else torch.float32
-    return torch.stack(torch._foreach_norm(group.tensors, 2, dtype=wide))  # pyright: ignore[reportPrivateImportUsage]
+def _without_sizes(overflow: Tensor) -> Measurement:
+    # In float32 whatever torch's default type is: the rule takes no other.
+    return Measurement(None, torch.where(overflow, torch.inf, 0.0).to(torch.float32))
 
 
-def _norms_by_size(gradients: Sequence[Tensor], large: Sequence[bool]) -> Tensor:
-    dotted = [is_large and grad.is_contiguous() for grad, is_large in zip(gradients, large, strict=True)]
-    flat = [grad.view(-1) for grad, is_dotted in zip(gradients, dotted, strict=True) if is_dotted]
-    norms = torch.stack(_squared(flat)).sqrt_() if flat else torch.zeros(0)
-    if len(flat) == len(gradients):
-        return norms
-    rest = [grad for grad, is_dotted in zip(gradients, dotted, strict=True) if not is_dotted]
-    by_dot, together = iter(norms.unbind()), iter(torch._foreach_norm(rest, 2, dtype=torch.float32))  # pyright: ignore[reportPrivateImportUsage]
-    return torch.stack([next(by_dot if is_dotted else together) for is_dotted in dotted])
+def _quick_check(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
+    """Returns whether a gradient is not finite, or so large that its square is not: the fastest read on the CPU."""
+    if sum([grad.numel() for grad in gradients]) < DOT_FROM * len(gradients):
+        return _flagged(gradients, divisor)
+    return ~torch.isfinite(torch.linalg.vector_norm(norms(gradients, divisor.device)) / divisor)
 
 
-def _squared(flat: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the sum of squares of each flat gradient, all of one type, in float32."""
-    if flat[0].dtype is torch.float32:
-        return [torch.dot(grad, grad) for grad in flat]
-    most = min(CAST_AT_ONCE, max(grad.numel() for grad in flat))
-    room = torch.empty(most, dtype=torch.float32, device=flat[0].device)
-    return [_squared_in(room, grad) for grad in flat]
-
-
-def _squared_in(room: Tensor, grad: Tensor) -> Tensor:
-    """Returns the sum of squares of a flat 16-bit gradient, which is cast to float32 in `room`, piece by piece."""
-    if grad.numel() > room.numel():
-        return torch.stack([_squared_in(room, piece) for piece in grad.split(room.numel())]).sum()
-    cast = room[: grad.numel()].copy_(grad)
-    return torch.dot(cast, cast)
-
-
-def _largest(group: Alike) -> Tensor:
-    """Returns the largest magnitude in each gradient; NaN where there is one."""
-    extremes = [extreme for grad in group.tensors for extreme in _extremes(grad)]
-    return torch.stack(extremes).abs_().view(-1, 2).amax(1)
-
-
-def _extremes(grad: Tensor) -> Sequence[Tensor]:
-    return torch.aminmax(grad) if grad.numel() else (grad.new_zeros(()), grad.new_zeros(()))
+def _flagged(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
+    """Returns whether a gradient is not finite, by torch's kernel: the fastest on the CPU for many small tensors."""
+    one = torch.ones((), dtype=torch.float32, device=divisor.device)
+    return any_overflow(multiply_and_check(gradients, one, torch.zeros_like(one)).values(), divisor.device)

@@ -1,23 +1,47 @@
-"""Room five, remember: the last result, the metrics, and the watch for a run that skips every step."""
+"""Stage five, remember: the last result, the metrics, and the check for a run that skips every step."""
 
 import math
-import warnings
-from collections.abc import Callable
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gradscale.engine.stuck import ScaleStuck, likely_cause
-from gradscale.formats import FP16
+from gradscale.engine.measurement import Measurement
+from gradscale.engine.metrics import metrics_of
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, StuckCheck
 from gradscale.policies.contract import ScaleState
-from gradscale.torch.step.host_copy import Letter
-from gradscale.torch.step.result import StepResult
+from gradscale.torch.step.decide import Decision, Rule
+from gradscale.torch.step.gradients import Names
+from gradscale.torch.step.host_copy import HostCopy, host_value
+from gradscale.torch.step.plan import StepPlan
+from gradscale.torch.step.result import StepResult, Traces
 
-OnStuck = Literal["raise", "warn"] | Callable[[ScaleStuck], None]
+SAMPLE_EVERY = 16
+"""Steps between two host copies of what nobody synchronizes for, the skip counter and the headroom: seldom enough to
+cost nothing."""
 
-LOOK_EVERY = 16
-"""Steps between two looks at what nobody waits for, the skip counter or the headroom: seldom enough to cost nothing."""
+
+def result_of(plan: StepPlan, measurement: Measurement, decision: Decision, rule: Rule, names: Names) -> StepResult:
+    """Returns the result of a step, whose decision `rule` has taken over."""
+    seen = decision.seen
+    # In host memory the outcome is known, and gradients that are all finite need not be traced.
+    total = host_value(measurement.total)
+    all_finite = total is not None and math.isfinite(total)
+    return StepResult(
+        applied=decision.applied,
+        scale=plan.window.scale,
+        next_scale=rule.scale,
+        loss_finite=rule.tensor(seen.loss_finite),
+        grad_norm=rule.tensor(seen.norm) if plan.norm else None,
+        amax=rule.tensor(seen.amax) if plan.edited or measurement.amax is not None else None,
+        retries=plan.window.retries,
+        attempted=bool(plan.gradients),
+        sizes=None if all_finite else measurement.sizes,
+        traces=None if all_finite else Traces(plan.gradients),
+        parameter_names=names,
+    )
 
 
 class Memory:
@@ -27,111 +51,70 @@ class Memory:
         last: the result of the last step.
     """
 
-    def __init__(self, max_consecutive_skips: int, on_stuck: OnStuck) -> None:
-        if isinstance(max_consecutive_skips, bool) or not isinstance(max_consecutive_skips, int):
-            raise TypeError(f"`max_consecutive_skips` must be an integer. Received: {max_consecutive_skips!r}.")
-        if max_consecutive_skips < 1:
-            raise ValueError(f"`max_consecutive_skips` must be at least 1. Received: {max_consecutive_skips!r}.")
-        if on_stuck not in ("raise", "warn") and not callable(on_stuck):
-            raise ValueError(f"`on_stuck` must be 'raise', 'warn' or a function. Received: on_stuck={on_stuck!r}.")
-        self._max_consecutive_skips = max_consecutive_skips
-        self._on_stuck = on_stuck
+    def __init__(self, max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS, on_stuck: OnStuck = "raise") -> None:
+        self._stuck_check = StuckCheck(max_consecutive_skips, on_stuck)
         self.forget()
 
     def __reduce__(self) -> tuple[type["Memory"], tuple[Any, ...]]:
         """A copy starts afresh: results are about gradients of the original."""
-        return Memory, (self._max_consecutive_skips, self._on_stuck)
+        return Memory, (self._stuck_check.max_consecutive_skips, self._stuck_check.on_stuck)
 
     def forget(self) -> None:
         """Forgets every step, as at the start."""
         self.last: StepResult | None = None
         self._amax: Tensor | None = None
         self._steps = 0
-        self._sent: Letter | None = None
-        self._told = False
-        self._sent_metrics: Letter | None = None
-        self._metrics: dict[str, float] = {}
+        self._counters: HostCopy | None = None
+        self._numbers: HostCopy | None = None
+        self._metrics = _as_metrics([math.nan] * 5)
 
     @property
-    def wants_amax(self) -> bool:
-        """Whether the next step shall measure its largest gradient for the metrics."""
-        return self._steps % LOOK_EVERY == 0
+    def samples(self) -> bool:
+        """Whether the next step shall read its largest gradient for the metrics."""
+        return self._steps % SAMPLE_EVERY == 0
 
-    def keep(self, result: StepResult, state: ScaleState, amax: Tensor | None) -> None:
-        """Keeps the result, and raises or warns if the run has been stuck for too long. Does not wait.
+    def keep(self, result: StepResult, state: ScaleState) -> None:
+        """Keeps the result, and raises or warns if the run has been stuck for too long. Does not synchronize.
 
-        On an accelerator the counters are looked at a few steps late. Where `amax` is None, the last one is kept.
+        On an accelerator the counters are read a few steps late. Where the result has no amax, the last one is kept.
         """
         self.last = result
-        self._amax = self._amax if amax is None else amax
+        self._amax = self._amax if result.amax is None else result.amax
         self._steps += 1
         if not isinstance(state.scale, Tensor):
-            self._watch(result, int(state.consecutive_skips), lambda: state.stuck or not result.loss_finite)
+            loss_finite = bool(result.loss_finite)
+            self._stuck_check.check(int(state.consecutive_skips), bool(state.stuck), loss_finite, result)
             return
-        if self._sent is None and self._steps % LOOK_EVERY == 0:
-            self._sent = Letter(state.consecutive_skips, state.stuck, result.loss_finite)
-        if self._sent is not None and self._sent.arrived:
-            skips, stuck, loss_finite = self._sent.read()
-            self._sent = None
-            self._watch(result, int(skips), lambda: stuck or not loss_finite)
-
-    def _watch(self, result: StepResult, skips: int, is_stuck: Callable[[], Any]) -> None:
-        if skips < self._max_consecutive_skips:
-            self._told = False
-        elif is_stuck():
-            self._report(result, skips)
+        if self._counters is None and self._steps % SAMPLE_EVERY == 0:
+            self._counters = HostCopy(state.consecutive_skips, state.stuck, result.loss_finite)
+        if self._counters is not None and self._counters.arrived:
+            skips, stuck, loss_finite = self._counters.read()
+            self._counters = None
+            self._stuck_check.check(int(skips), bool(stuck), bool(loss_finite), result)
 
     def metrics(self, state: ScaleState) -> dict[str, float]:
-        """Returns the newest numbers known on the host, and sends for newer ones. Does not wait for the device."""
-        self._receive_metrics()
-        if self._sent_metrics is None:
-            self._sent_metrics = self._metrics_of(state)
-            self._receive_metrics()
+        """Returns the newest numbers known on the host, and starts a copy of newer ones. Does not synchronize."""
+        self._receive()
+        if self._numbers is None:
+            self._numbers = self._copied(state)
+            self._receive()
         return dict(self._metrics)
 
-    def _metrics_of(self, state: ScaleState) -> Letter:
+    def _copied(self, state: ScaleState) -> HostCopy:
         # The host's numbers stay there, whatever torch's default device is.
         device = state.scale.device if isinstance(state.scale, Tensor) else "cpu"
-        scale, applied, skipped = (
-            torch.as_tensor(leaf, device=device) for leaf in (state.scale, state.applied, state.skipped)
-        )
-        unknown = torch.full_like(scale, math.nan)
-        norm = unknown if self.last is None or self.last.grad_norm is None else self.last.grad_norm
-        amax = unknown if self._amax is None else self._amax
-        return Letter(scale, applied, skipped, norm, torch.as_tensor(amax, device=device))
+        norm = None if self.last is None else self.last.grad_norm
+        sizes = [math.nan if size is None else size for size in (norm, self._amax)]
+        numbers = (state.scale, state.applied, state.skipped, *sizes)
+        return HostCopy(*(torch.as_tensor(number, device=device) for number in numbers))
 
-    def _receive_metrics(self) -> None:
-        if self._sent_metrics is not None and self._sent_metrics.arrived:
-            self._metrics = _as_metrics(self._sent_metrics)
-            self._sent_metrics = None
-
-    def _report(self, result: StepResult, skips: int) -> None:
-        """Tells of a stuck run: by an error at every step, otherwise once until a step is applied again."""
-        if self._on_stuck == "raise":
-            raise _diagnosis(result, skips)
-        if self._told:
-            return
-        self._told = True
-        if self._on_stuck == "warn":
-            warnings.warn(str(_diagnosis(result, skips)), stacklevel=6)
-        elif callable(self._on_stuck):
-            self._on_stuck(_diagnosis(result, skips))
+    def _receive(self) -> None:
+        if self._numbers is not None and self._numbers.arrived:
+            self._metrics = _as_metrics(self._numbers.read())
+            self._numbers = None
 
 
-def _diagnosis(result: StepResult, skips: int) -> ScaleStuck:
-    """Returns the error that describes a stuck run from its last step. Waits for the device."""
-    culprits = result.culprits()
-    cause = likely_cause(result.status, culprits, result.parameters)
-    return ScaleStuck(skips, float(result.next_scale), culprits, cause)
-
-
-def _as_metrics(letter: Letter) -> dict[str, float]:
-    scale, applied, skipped, norm, amax = letter.read()
-    return {
-        "scale": scale,
-        "applied": applied,
-        "skipped": skipped,
-        "skip_rate": skipped / max(1.0, applied + skipped),
-        "grad_norm": norm,
-        "headroom_bits": math.log2(FP16.max / (amax * scale)) if 0 < amax * scale < math.inf else math.nan,
-    }
+def _as_metrics(numbers: list[float]) -> dict[str, float]:
+    scale, applied, skipped, norm, amax = map(np.float64, numbers)
+    state: Any = SimpleNamespace(scale=scale, applied=applied, skipped=skipped)
+    return {name: float(value) for name, value in metrics_of(state, norm, amax, np).items()}

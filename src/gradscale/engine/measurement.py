@@ -1,0 +1,94 @@
+"""Measure: what one read of the gradients found, and the only place where that becomes a `Seen`."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from gradscale.formats import FP16
+from gradscale.policies.arithmetic import Namespace, smaller
+from gradscale.policies.contract import Seen
+from gradscale.record import Array
+
+
+class Measurement(NamedTuple):
+    """What one read of the gradients found, before they are divided by anything.
+
+    Attributes:
+        sizes: one number per gradient, such as its norm or its largest magnitude; inf or NaN where the gradient holds
+            one. None, or empty, where only the flag in `total` is known.
+        total: one number for all gradients, which is not finite if one of them is not.
+        amax: largest magnitude of any gradient; None where it was not read.
+        norm: Euclidean norm over all gradients; None where it was not read.
+        upper_share: share of gradient elements above the edge that a policy watches; None where it was not counted.
+        half_amax: largest magnitude of the gradients that are divided in FP16, whose range they then may leave; None
+            where there are none.
+    """
+
+    sizes: Array | None
+    total: Array
+    amax: Array | None = None
+    norm: Array | None = None
+    upper_share: Array | None = None
+    half_amax: Array | None = None
+
+    def finite(self, divisor: Array, xp: Namespace) -> Array:
+        """Returns whether every gradient is finite, now and once it is divided by `divisor`, in its own type too."""
+        finite = xp.isfinite(self.total / divisor)
+        return finite if self.half_amax is None else xp.logical_and(finite, self.half_amax / divisor <= FP16.max)
+
+    def seen(self, divisor: Array, loss_finite: Array, xp: Namespace, overflowed: Array | None = None) -> Seen:
+        """Returns the facts that the decision is made from, unscaled.
+
+        After an overflow `amax` and `norm` are inf: the finite elements say nothing about those that are not, and a
+        rule that took a number here would learn a peak that never was. What was not read keeps `Seen`'s default, which
+        no policy that did not ask for it looks at.
+
+        Args:
+            divisor: what the gradients are to be divided by: the scale that made them, or 1 if they are unscaled.
+            loss_finite: whether every loss was finite.
+            xp: the namespace of the arrays.
+            overflowed: whether gradients that are not measured here were not finite.
+        """
+        finite = self.finite(divisor, xp)
+        if overflowed is not None:
+            finite = xp.logical_and(finite, xp.logical_not(overflowed))
+        sizes = {"amax": self.amax, "norm": self.norm}
+        known = {name: xp.where(finite, size / divisor, np.inf) for name, size in sizes.items() if size is not None}
+        if self.upper_share is not None:
+            known["upper_share"] = self.upper_share
+        return Seen(finite=finite, loss_finite=loss_finite, **known)
+
+
+NOTHING_READ = Measurement(sizes=None, total=np.float32(0))
+"""The measurement of a step that reads no gradient."""
+
+AMAX_EVERY = 16
+"""Steps between two reads of the largest magnitude where the norm is read at every step. The first 16 steps read both,
+so that a policy finds its scale from measured gradients only."""
+
+UNKNOWN_RATIO = 1.0
+"""Ratio of amax to norm before one was measured: the bound, as no element is larger than the norm."""
+
+
+def reads_amax(step: int) -> bool:
+    """Returns whether the step with this number, from 0 on, reads the largest magnitude beside the norm."""
+    return step < AMAX_EVERY or step % AMAX_EVERY == 0
+
+
+def with_amax(seen: Seen, ratio: Array, xp: Namespace, *, measured: bool) -> tuple[Seen, Array]:
+    """Returns `seen` with the largest magnitude, measured or estimated from the norm, and the ratio for later steps.
+
+    Reading both sizes at every step would cost a second pass over the gradients. Their ratio changes slowly, and is
+    never above 1. A step that cannot tell it (overflow, or gradients that are all zero) keeps the one before.
+
+    Args:
+        seen: with the norm; with `amax` too if it was measured.
+        ratio: the last ratio of `amax` to `norm`.
+        xp: the namespace of the arrays.
+        measured: whether this step read `amax`.
+    """
+    if not measured:
+        return replace(seen, amax=seen.norm * ratio), ratio
+    found = seen.amax / seen.norm
+    return seen, xp.where(xp.isfinite(found), smaller(found, 1.0, xp), ratio)

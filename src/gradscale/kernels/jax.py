@@ -1,0 +1,58 @@
+"""Sizes of one JAX array: its largest magnitude, sums of magnitudes and squares, and elements above an edge."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+
+def peak(gradient: Array) -> Array:
+    """Returns the largest magnitude; inf or NaN where there is one.
+
+    Numbers are compared by their bits, which as integers have the order of the magnitudes, NaN above inf. Compared as
+    floating-point numbers, a NaN is lost: in XLA's kernel for the CPU from 4,096 elements on.
+    """
+    parts = [_peak_by_bits(part) for part in real_parts(gradient)]
+    return parts[0] if len(parts) == 1 else jnp.max(jnp.stack(parts))
+
+
+def total(gradient: Array) -> Array:
+    """Returns the sum of the magnitudes."""
+    return jnp.sum(jnp.stack([jnp.sum(jnp.abs(part)) for part in _wide_parts(gradient)]))
+
+
+def square(gradient: Array) -> Array:
+    """Returns the sum of the squares."""
+    return jnp.sum(jnp.stack([jnp.sum(jnp.square(part)) for part in _wide_parts(gradient)]))
+
+
+def share_above(gradients: Sequence[Array], edge: float) -> Array:
+    """Returns the share of all elements whose magnitude is above `edge`; inf and NaN are. Complex ones count as two."""
+    parts = [part for gradient in gradients for part in _wide_parts(gradient)]
+    # Counted as integers: a float32 sum of ones stops at 2**24.
+    counts = [jnp.sum(~(jnp.abs(part) <= edge), dtype=jnp.uint32).astype(jnp.float32) for part in parts]
+    return jnp.sum(jnp.stack([jnp.float32(0), *counts])) / max(1, sum(part.size for part in parts))
+
+
+def real_parts(gradient: Array) -> tuple[Array, ...]:
+    """Returns the array, or its real and imaginary parts where it is complex."""
+    return (gradient.real, gradient.imag) if jnp.iscomplexobj(gradient) else (gradient,)
+
+
+def wide_type(gradient: Array) -> Any:
+    """Returns the type of an unscaled gradient: its own, or float32 where that is narrower, so that nothing is lost."""
+    return gradient.dtype if gradient.dtype.itemsize >= 4 else jnp.dtype("float32")
+
+
+def _wide_parts(gradient: Array) -> list[Array]:
+    """Returns the real parts in the type in which sizes are added up: float32, or float64 where the array is."""
+    return [part.astype(wide_type(part)) for part in real_parts(gradient)]
+
+
+def _peak_by_bits(part: Array) -> Array:
+    known = part.astype(wide_type(part)) if part.itemsize == 1 else part  # FP8 types differ in which bits stand for NaN
+    width = 8 * known.itemsize
+    bits = lax.bitcast_convert_type(known, f"int{width}") & np.array(2 ** (width - 1) - 1, f"int{width}")
+    return lax.bitcast_convert_type(jnp.max(bits, initial=0), known.dtype).astype(wide_type(part))

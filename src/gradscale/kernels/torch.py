@@ -1,0 +1,162 @@
+"""Kernels on lists of dense torch tensors: groups for multi-tensor kernels, norms, largest magnitudes, shares."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+DOT_FROM = 32_768
+"""Elements from which `dot` beats the multi-tensor norm on CPU: below, its call costs more than its loop saves."""
+
+CAST_AT_ONCE = 262_144
+"""Elements of a 16-bit gradient that are cast to float32 together: they stay in the cache until they are multiplied."""
+
+
+class TensorGroup(NamedTuple):
+    """Tensors of one device and type.
+
+    Attributes:
+        device: where they are.
+        dtype: their type, a real one.
+        positions: which of all the tensors they are.
+        tensors: the tensors; of complex ones, the two parts as one real view.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    positions: Sequence[int]
+    tensors: list[Tensor]
+
+
+def tensor_groups(tensors: Sequence[Tensor]) -> list[TensorGroup]:
+    """Returns the tensors by device and type. Nearly always all have the same, and that is quick to see."""
+    devices = {CPU} if all_on_cpu(tensors) else {tensor.device for tensor in tensors}
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(devices) == len(dtypes) == 1 and not (dtype := dtypes.pop()).is_complex:
+        return [TensorGroup(devices.pop(), dtype, range(len(tensors)), list(tensors))]
+    return list(_sorted([as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]))
+
+
+def _sorted(tensors: Sequence[Tensor]) -> Iterator[TensorGroup]:
+    found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        found.setdefault((tensor.device, tensor.dtype), []).append(position)
+    for (device, dtype), positions in found.items():
+        yield TensorGroup(device, dtype, positions, [tensors[position] for position in positions])
+
+
+def all_on_cpu(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether every tensor is in the host's memory."""
+    return all([tensor.is_cpu for tensor in tensors])  # a list: a generator takes twice as long
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Returns the two parts of a complex tensor as one real view; of a conjugate, the parts of what it is a view of.
+
+    Size, finiteness, clamping and multiplying by a real number are the same for both.
+    """
+    return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
+
+
+@torch.no_grad()
+def norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns the norm of each tensor, in order, in float32 on `device`. Does not synchronize with the device.
+
+    A NaN makes a norm NaN; an inf makes it inf, and so does a finite float32 element above 1.8e19, whose square is inf.
+    FP16 and BF16 tensors accumulate in float32. Reads each tensor once, and makes no temporary larger than one number
+    per tensor, and `CAST_AT_ONCE` of them.
+    """
+    return _by_group(_group_norms, tensors, device)
+
+
+@torch.no_grad()
+def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns the largest magnitude in each tensor, in order, in float32 on `device`: NaN where there is one, else inf.
+
+    An empty tensor has 0. Reads each tensor once, and does not synchronize with the device.
+    """
+    return _by_group(_group_largest, tensors, device)
+
+
+@torch.no_grad()
+def share_above(gradients: Sequence[Tensor], edge: Tensor, device: torch.device) -> Tensor:
+    """Returns the share of all gradient elements whose magnitude is above `edge`; inf and NaN are.
+
+    Complex elements count as two. Reads each gradient once and makes temporaries as large as the largest of them.
+    """
+    real = [tensor for group in tensor_groups(gradients) for tensor in group.tensors]
+    # Compared in float32: a narrower type would round the edge.
+    wide = (grad.float() if grad.dtype.itemsize < 4 else grad for grad in real)
+    above = [(~(grad.abs() <= edge.to(grad.device))).sum().to(device, torch.float32) for grad in wide]
+    elements = sum(grad.numel() for grad in real)
+    return torch.stack(above).sum() / max(1, elements) if above else torch.zeros_like(edge)
+
+
+def _by_group(kernel: Callable[[TensorGroup], Tensor], tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float32, device=device)
+    groups = tensor_groups(tensors)
+    return _in_order(groups, [kernel(group).to(device, torch.float32) for group in groups])
+
+
+def _in_order(groups: Sequence[TensorGroup], sizes: Sequence[Tensor]) -> Tensor:
+    """Returns the sizes of all groups as one vector, in the order in which the gradients were given."""
+    if len(groups) == 1:
+        return sizes[0]
+    placed = {
+        position: size
+        for group, vector in zip(groups, sizes, strict=True)
+        for position, size in zip(group.positions, vector.unbind(), strict=True)
+    }
+    return torch.stack([placed[position] for position in range(len(placed))])
+
+
+def _group_norms(group: TensorGroup) -> Tensor:
+    """Returns the norm of each gradient: a `dot` for a large flat tensor, a multi-tensor norm for the rest."""
+    if group.device.type == "cpu" and group.dtype is not torch.float64:
+        large = [grad.numel() >= DOT_FROM for grad in group.tensors]
+        if any(large):
+            return _norms_by_size(group.tensors, large)
+    wide = torch.float64 if group.dtype is torch.float64 else torch.float32
+    return torch.stack(torch._foreach_norm(group.tensors, 2, dtype=wide))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _norms_by_size(gradients: Sequence[Tensor], large: Sequence[bool]) -> Tensor:
+    dotted = [is_large and grad.is_contiguous() for grad, is_large in zip(gradients, large, strict=True)]
+    flat = [grad.view(-1) for grad, is_dotted in zip(gradients, dotted, strict=True) if is_dotted]
+    norms = torch.stack(_squared(flat)).sqrt_() if flat else torch.zeros(0)
+    if len(flat) == len(gradients):
+        return norms
+    rest = [grad for grad, is_dotted in zip(gradients, dotted, strict=True) if not is_dotted]
+    by_dot, multi_tensor = iter(norms.unbind()), iter(torch._foreach_norm(rest, 2, dtype=torch.float32))  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack([next(by_dot if is_dotted else multi_tensor) for is_dotted in dotted])
+
+
+def _squared(flat: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the sum of squares of each flat gradient, all of one type, in float32."""
+    if flat[0].dtype is torch.float32:
+        return [torch.dot(grad, grad) for grad in flat]
+    most = min(CAST_AT_ONCE, max(grad.numel() for grad in flat))
+    buffer = torch.empty(most, dtype=torch.float32, device=flat[0].device)
+    return [_squared_in(buffer, grad) for grad in flat]
+
+
+def _squared_in(buffer: Tensor, grad: Tensor) -> Tensor:
+    """Returns the sum of squares of a flat 16-bit gradient, which is cast to float32 in `buffer`, piece by piece."""
+    if grad.numel() > buffer.numel():
+        return torch.stack([_squared_in(buffer, piece) for piece in grad.split(buffer.numel())]).sum()
+    cast = buffer[: grad.numel()].copy_(grad)
+    return torch.dot(cast, cast)
+
+
+def _group_largest(group: TensorGroup) -> Tensor:
+    """Returns the largest magnitude in each gradient; NaN where there is one."""
+    extremes = [extreme for grad in group.tensors for extreme in _extremes(grad)]
+    return torch.stack(extremes).abs_().view(-1, 2).amax(1)
+
+
+def _extremes(grad: Tensor) -> Sequence[Tensor]:
+    return torch.aminmax(grad) if grad.numel() else (grad.new_zeros(()), grad.new_zeros(()))

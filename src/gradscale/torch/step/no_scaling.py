@@ -1,0 +1,75 @@
+"""A step without a scale, for `NoScaling`: what `optimizer.step()` does, with clipping if it was asked for."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradscale.policies.contract import Seen
+from gradscale.torch.step.apply import clamp, multiply, step_folded
+from gradscale.torch.step.decide import Rule
+from gradscale.torch.step.gradients import Gradients, Names, collect, keeps_masters, parameters_of
+from gradscale.torch.step.measure import measure_sizes
+from gradscale.torch.step.result import StepResult, Traces
+
+Optimizer = torch.optim.Optimizer
+
+
+def step_without_scaling(
+    rule: Rule,
+    optimizers: Sequence[Optimizer],
+    names: Names,
+    clip_norm: float | None,
+    clip_value: float | None,
+    *,
+    norm: bool,
+) -> StepResult:
+    """Updates the optimizers and counts the step. Nothing is checked; gradients are read only for a norm or a bound.
+
+    Does not synchronize with the device.
+
+    Args:
+        rule: has the counter.
+        optimizers: those to update.
+        names: what their parameters are called.
+        clip_norm: bound on the norm of all gradients together.
+        clip_value: bound on the magnitude of every element.
+        norm: whether to measure the norm; needed for `clip_norm`.
+    """
+    gradients = collect(optimizers if norm or clip_value is not None else ())
+    device = rule.settle(next(parameters_of(optimizers)).device)
+    measured = measure_sizes(gradients.values if norm else (), device, norm=True, amax=False)
+    yes, scale = torch.ones((), dtype=torch.bool, device=device), rule.scale
+    seen = Seen(finite=rule.leaf(yes), loss_finite=rule.leaf(yes), norm=rule.leaf(measured.total))
+    decision = rule.decide(seen, scale, clip_norm)
+    _apply(optimizers, gradients, None if clip_norm is None else decision.factor, clip_value)
+    rule.commit(decision)
+    return StepResult(
+        applied=yes,
+        scale=scale,
+        next_scale=scale,
+        loss_finite=yes,
+        grad_norm=measured.total if norm else None,
+        sizes=measured.sizes,
+        traces=Traces(gradients) if norm else None,
+        parameter_names=names,
+    )
+
+
+def _apply(
+    optimizers: Sequence[Optimizer], gradients: Gradients, factor: Tensor | None, clip_value: float | None
+) -> None:
+    """Updates every optimizer with its gradients times `factor`, whatever they hold.
+
+    One that keeps masters is given the factor, so that 16-bit gradients are not rounded once more.
+    """
+    if factor is not None:
+        folding = [optimizer for optimizer in optimizers if clip_value is None and keeps_masters(optimizer)]
+        optimizers = [optimizer for optimizer in optimizers if optimizer not in folding]
+        multiply(gradients.owned_by(optimizers).values if folding else gradients.values, factor)
+        for optimizer in folding:
+            step_folded(optimizer, 1.0 / factor, torch.zeros_like(factor))
+    if clip_value is not None:
+        clamp(gradients.values, torch.tensor(clip_value, dtype=torch.float32, device="cpu"))
+    for optimizer in optimizers:
+        optimizer.step()

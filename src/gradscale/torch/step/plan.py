@@ -1,0 +1,125 @@
+"""The plan of a step, made before anything is measured: what to read, whether to divide in place, and what to fold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradscale.engine.measurement import reads_amax
+from gradscale.engine.plan import Plan
+from gradscale.policies.contract import Policy
+from gradscale.torch.accumulation.window import Window
+from gradscale.torch.step.apply import folds
+from gradscale.torch.step.gradients import Gradients, collect, keeps_masters
+from gradscale.torch.step.host_copy import host_value
+
+Optimizer = torch.optim.Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What a step works on, and how.
+
+    Attributes:
+        optimizers: all that are updated together, or not at all.
+        window: the accumulation window that the step ends.
+        gradients: all gradients of the optimizers.
+        divisor: what they must be divided by: the scale that made them, or 1 where `unscaled` has divided them.
+        norm: whether their norm is read.
+        amax: whether their largest magnitude is read.
+        edge: magnitude above which their elements are counted; None where no policy asks.
+        estimates_amax: whether the policy follows the largest magnitude, which a norm that is read at every step
+            replaces at most steps.
+        divides: whether they are divided in the pass that checks them. Only where nobody asks for a size, no optimizer
+            folds the division into its own kernel, and no finite gradient can overflow by it.
+        grows: whether the divisor may be below 1, so that a finite gradient may not be finite once divided.
+        half: whether FP16 gradients are divided in FP16 by a divisor that may be below 1.
+        folding: the optimizers whose kernels divide the gradients and skip the update themselves.
+        clip_norm: bound on the norm of all gradients together, unscaled.
+        clip_value: bound on the magnitude of every element, unscaled.
+    """
+
+    optimizers: Sequence[Optimizer]
+    window: Window
+    gradients: Gradients
+    divisor: Tensor
+    norm: bool
+    amax: bool
+    edge: float | None
+    estimates_amax: bool
+    divides: bool
+    grows: bool
+    half: bool
+    folding: Sequence[Optimizer]
+    clip_norm: float | None = None
+    clip_value: float | None = None
+
+    @property
+    def sizes(self) -> bool:
+        """Whether a size of the gradients is read, and not only whether all of them are finite."""
+        return self.norm or self.amax or self.edge is not None
+
+    @property
+    def edited(self) -> bool:
+        """Whether `unscaled` has divided the gradients, for edits by the user."""
+        return self.divisor is not self.window.scale
+
+
+def plan_step(
+    policy: Policy,
+    optimizers: Sequence[Optimizer],
+    window: Window,
+    step: int,
+    *,
+    norm: bool,
+    sample: bool,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    fold: bool = True,
+) -> StepPlan:
+    """Returns the plan of the step that ends `window`. Reads no gradient and does not synchronize.
+
+    Args:
+        policy: names what it reads in its `needs`.
+        optimizers: those that the step updates.
+        window: the accumulation window.
+        step: how many steps came before: amax is read at some and estimated at others where a norm is read at all.
+        norm: whether the caller wants the norm.
+        sample: whether this step reads the largest magnitude for the metrics.
+        clip_norm: bound on the norm of all gradients together.
+        clip_value: bound on every element.
+        fold: whether the optimizers' own kernels may divide. Not where they are not stepped by the scaler.
+    """
+    reads = Plan.of(policy, norm=norm, clip_norm=clip_norm)
+    gradients, divisor = collect(optimizers), window.divisor(optimizers)
+    as_made = divisor is window.scale
+    follows = reads.amax and reads.norm and as_made
+    # By the number of the step alone where later estimates depend on it, so that a resumed run is bit-exact.
+    amax = as_made and (reads_amax(step) if follows else sample or reads.amax)
+    edge = reads.edge if as_made else None
+    grows = not _at_least_one(divisor, policy)
+    folding = [optimizer for optimizer in optimizers if fold and folds(optimizer)]
+    any_size = reads.norm or amax or edge is not None
+    return StepPlan(
+        optimizers=optimizers,
+        window=window,
+        gradients=gradients,
+        divisor=divisor,
+        norm=reads.norm,
+        amax=amax,
+        edge=edge,
+        estimates_amax=follows,
+        divides=fold and as_made and not (any_size or grows or folding or clip_value is not None),
+        grows=grows,
+        half=grows and not all(map(keeps_masters, optimizers)),
+        folding=folding,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+    )
+
+
+def _at_least_one(divisor: Tensor, policy: Policy) -> bool:
+    """Returns whether `divisor` is surely not below 1, so that no finite gradient divided by it is infinite."""
+    known = host_value(divisor)
+    return getattr(policy, "min_scale", 0.0) >= 1.0 if known is None else known >= 1.0

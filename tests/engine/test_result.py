@@ -1,0 +1,40 @@
+"""The result contract: status, skips and non-finite parameters from the fields that every adapter fills."""
+
+import numpy as np
+import pytest
+
+from gradscale import Status
+from gradscale.engine.culprits import Culprit
+from gradscale.engine.result import StepResult
+
+
+@pytest.mark.parametrize(
+    ("applied", "loss_finite", "attempted", "status"),
+    [
+        (True, True, True, Status.APPLIED),
+        (False, True, True, Status.OVERFLOW),
+        (False, False, True, Status.NONFINITE_LOSS),
+        (False, True, False, Status.NO_GRADS),
+    ],
+)
+def test_the_status_follows_from_the_flags(applied: bool, loss_finite: bool, attempted: bool, status: Status) -> None:
+    result = StepResult(applied=applied, scale=8.0, next_scale=8.0, loss_finite=loss_finite, attempted=attempted)
+    assert result.status() is status
+    assert result.skipped() is not applied
+
+
+def test_what_was_not_measured_is_none() -> None:
+    result = StepResult(applied=True, scale=8.0, next_scale=8.0)
+    assert (result.grad_norm, result.amax, result.retries, result.culprits()) == (None, None, 0, [])
+
+
+def test_non_finite_parameters_are_named_with_their_kind_and_count() -> None:
+    sizes = np.array([1.0, np.inf, np.nan])
+    result = StepResult(applied=False, scale=8.0, next_scale=4.0, sizes=sizes, counts=(0, 3, 1), names=("a", "b", "c"))
+    assert result.culprits() == [Culprit("b", "inf", 3), Culprit("c", "nan", 1)]
+    assert result.parameters == 3
+
+
+def test_counts_are_none_where_nobody_counted() -> None:
+    result = StepResult(applied=False, scale=8.0, next_scale=4.0, sizes=np.array([np.inf]), names=("a",))
+    assert result.culprits() == [Culprit("a", "inf", None)]
