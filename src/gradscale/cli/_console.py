@@ -1,8 +1,8 @@
-"""The border to the user: tables that fit a terminal, and mistakes told in a line instead of a traceback."""
+"""Output to the terminal: tables that fit it, and usage errors in one line instead of a traceback."""
 
 import math
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 USAGE_ERROR = 2
-"""Exit code for a mistake of the user's, as for an unknown option."""
+"""Exit code for invalid input, as for an unknown option."""
 
 
 def console() -> Console:
@@ -30,7 +30,7 @@ def table(*columns: str, prose: int = 0) -> Table:
 
 
 def number(value: float) -> str:
-    """Returns a scale as a person reads it: large and small powers of two by their exponent.
+    """Returns a scale as text, with large and small powers of two by their exponent.
 
     >>> number(65536.0), number(2.0**40), number(0.1), number(float("inf"))
     ('65536', '2^40', '0.1', 'inf')
@@ -42,10 +42,10 @@ def number(value: float) -> str:
 
 
 @contextmanager
-def mistakes_told() -> Generator[None]:
-    """Ends the program with a line on standard error when what the user gave is refused.
+def usage_errors() -> Generator[None]:
+    """Ends the program with a line on standard error when the user's input is invalid.
 
-    Only around the calls that take the user's input: elsewhere such an error is a bug, and shall show its traceback.
+    Only for the calls that take the user's input: elsewhere such an error is a bug, and must show its traceback.
     """
     try:
         yield
@@ -53,6 +53,15 @@ def mistakes_told() -> Generator[None]:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (ValueError, TypeError) as error:
         fail(str(error))
+
+
+def chosen_models(model: str, known: Iterable[str]) -> list[str]:
+    """Returns the models that `--model` names: one, or all of them."""
+    if model == "all":
+        return list(known)
+    if model not in known:
+        raise ValueError(f"`--model` must be one of {', '.join(('all', *known))}. Received: {model}.")
+    return [model]
 
 
 def fail(message: str) -> NoReturn:
