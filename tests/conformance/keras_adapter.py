@@ -2,18 +2,19 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import keras  # noqa: TID253
 import numpy as np
-from tests.conformance.adapters import Array, Step
+from tests.conformance.adapters import Array, Difference, Step
+from tests.conformance.reported import reported
 
 from gradscale import Policy
 from gradscale.keras import LossScaleOptimizer
 
 
 class KerasSession:
-    def __init__(self, policy: Policy, params: Mapping[str, Array], lr: float) -> None:
+    def __init__(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> None:
         self._lr = lr
         self._optimizer = LossScaleOptimizer(keras.optimizers.SGD(lr), policy=policy)
         self._variables = {
@@ -34,11 +35,14 @@ class KerasSession:
         # What was applied shows only in what it did.
         present = [name for name, grad in grads.items() if grad is not None]
         applied = {name: (before[name] - after[name]) / self._lr for name in present}
-        norm = None if result.grad_norm is None else float(result.grad_norm)
-        return Step(result.status, after, applied if result.status == "applied" else None, norm)
+        told = reported(result)
+        return Step(after, applied if told.applied else None, told)
 
     def state(self) -> dict[str, Any]:
         return self._optimizer.state.to_dict()
+
+    def metrics(self) -> dict[str, Any]:
+        return {name: np.asarray(value).tolist() for name, value in self._optimizer.scale_metrics().items()}
 
     def _params(self) -> dict[str, Array]:
         return {
@@ -47,8 +51,14 @@ class KerasSession:
 
 
 class KerasAdapter:
-    def open(self, policy: Policy, params: Mapping[str, Array], lr: float) -> KerasSession:
+    sampled = False
+    differs: Mapping[Difference, str] = {}
+
+    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> KerasSession:
         return KerasSession(policy, params, lr)
+
+    def default(self) -> Policy:
+        return LossScaleOptimizer(keras.optimizers.SGD()).policy
 
 
 ADAPTER = KerasAdapter()
