@@ -57,6 +57,8 @@ LONG = {"first": 1, "second": 40_000}
 CLEAN = {"first": [1.5], "second": [0.0], "third": [-2.0]}
 SMALL = {"first": [2.0**-10], "second": [0.0], "third": [0.0]}
 
+FINITE = (Report(CLEAN, APPLIED, 2.0, 2.5), Report(SMALL, APPLIED, 2.0**-10, 2.0**-10))
+
 STEPS = (
     Report(CLEAN, APPLIED, 2.0, 2.5),
     Report(CLEAN | {"first": [inf]}, OVERFLOW, inf, inf, (Culprit("first", "inf", 1),)),
@@ -75,6 +77,19 @@ STEPS = (
     # Norms of tensors are 24 and 32, and that of both is 40: the largest magnitude is none of them.
     Report({"first": [-3.0] * 64, "second": [2.0] * 256, "third": [0.0]}, APPLIED, 3.0, 40.0),
     Report({"first": [0.0], "second": [-0.0], "third": [0.0]}, APPLIED, 0.0, 0.0),
+)
+
+# Its product with a scale of 2**-20 is 2**112, which float32 holds.
+DIVIDED = (Report(CLEAN | {"first": [2.0**132]}, OVERFLOW, inf, inf, None),)
+
+ONES = [1.0] * 39_999
+
+LONG_STEPS = (
+    Report({"first": [0.0], "second": [0.5] * 16_384 + [0.0] * 23_615 + [-48.0]}, APPLIED, 48.0, 80.0),
+    Report({"first": [1.0], "second": [*ONES, inf]}, OVERFLOW, inf, inf, (Culprit("second", "inf", 1),)),
+    Report({"first": [1.0], "second": [*ONES, -inf]}, OVERFLOW, inf, inf, (Culprit("second", "inf", 1),)),
+    Report({"first": [1.0], "second": [nan, *ONES]}, OVERFLOW, inf, inf, (Culprit("second", "nan", 1),)),
+    Report({"first": [1.0], "second": [*ONES, nan]}, OVERFLOW, inf, inf, (Culprit("second", "nan", 1),)),
 )
 
 LOSSES = (
@@ -112,13 +127,7 @@ RESULT_CASES = (
     *(
         case
         for policy in (Headroom(init_scale=BELOW_ONE), LogMax(init_scale=BELOW_ONE), Static(BELOW_ONE))
-        # Their product with the scale is 2**112, which float32 holds.
-        for case in cases(
-            "finite only while scaled",
-            policy,
-            (Report(CLEAN | {"first": [2.0**132]}, OVERFLOW, inf, inf, None),),
-            ELEMENTS,
-        )
+        for case in cases("finite only while scaled", policy, DIVIDED, ELEMENTS)
     ),
     *cases(
         "no gradients",
@@ -135,30 +144,6 @@ RESULT_CASES = (
         ),
         ELEMENTS,
     ),
-    *cases(
-        "no scaling",
-        NoScaling(),
-        (Report(CLEAN, APPLIED, 2.0, 2.5), Report(SMALL, APPLIED, 2.0**-10, 2.0**-10)),
-        ELEMENTS,
-    ),
-    *cases(
-        "a long tensor",
-        Headroom(init_scale=SCALE),
-        (
-            Report({"first": [0.0], "second": [0.5] * 16_384 + [0.0] * 23_615 + [-48.0]}, APPLIED, 48.0, 80.0),
-            Report(
-                {"first": [1.0], "second": [1.0] * 39_999 + [inf]}, OVERFLOW, inf, inf, (Culprit("second", "inf", 1),)
-            ),
-            Report(
-                {"first": [1.0], "second": [1.0] * 39_999 + [-inf]}, OVERFLOW, inf, inf, (Culprit("second", "inf", 1),)
-            ),
-            Report(
-                {"first": [1.0], "second": [nan] + [1.0] * 39_999}, OVERFLOW, inf, inf, (Culprit("second", "nan", 1),)
-            ),
-            Report(
-                {"first": [1.0], "second": [1.0] * 39_999 + [nan]}, OVERFLOW, inf, inf, (Culprit("second", "nan", 1),)
-            ),
-        ),
-        LONG,
-    ),
+    *cases("no scaling", NoScaling(), FINITE, ELEMENTS),
+    *cases("a long tensor", Headroom(init_scale=SCALE), LONG_STEPS, LONG),
 )

@@ -1,7 +1,8 @@
 """The table of scales for the policies that measure the gradients: unscaled gradients in, the scale out.
 
 Written by hand. Each number of a row is a tensor of `ELEMENTS` elements of that value, whose norm is 3 bits above its
-largest magnitude: a policy that is given the one in place of the other ends up at another scale. With FP16 and a margin of 2 bits the peak may reach 16376, so that a peak of 2**-10 aims at 2**23.
+largest magnitude: a policy that is given the one in place of the other ends up at another scale. With FP16 and a
+margin of 2 bits the peak may reach 16376, so that a peak of 2**-10 aims at 2**23.
 """
 
 import math
