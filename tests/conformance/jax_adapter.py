@@ -12,7 +12,7 @@ from tests.conformance.adapters import Array, Difference, Step
 from tests.conformance.reported import reported
 
 from gradscale import Policy
-from gradscale.jax import Scaler, apply
+from gradscale.jax import Scaler, StepResult, apply
 
 
 class Stepped(NamedTuple):
@@ -58,6 +58,7 @@ class JaxSession:
         self._step: StepFunction = make(step, *settings)
         self._carry = carry
         self._params: dict[str, Any] = dict(params)
+        self._last: StepResult | None = None
 
     @property
     def _scaler(self) -> Scaler:
@@ -70,17 +71,18 @@ class JaxSession:
         # JAX makes float32 of float64 unless it is told not to.
         wide = any(param.dtype == np.float64 for param in self._params.values())
         with jax.enable_x64(True) if wide else contextlib.nullcontext():
-            after, unscaled, self._carry, result = self._step(self._carry, params, present, np.float32(loss), clip_norm)
+            stepped = self._step(self._carry, params, present, np.float32(loss), clip_norm)
+        after, unscaled, self._carry, self._last = stepped
         self._params |= {name: np.asarray(param) for name, param in after.items()}
         applied = int(self._scaler.state.applied) > applied_before
         held = {name: np.asarray(grad) for name, grad in unscaled.items()} if applied else None
-        return Step(self._params, held, None if result is None else reported(result))
+        return Step(self._params, held, None if self._last is None else reported(self._last))
 
     def state(self) -> dict[str, Any]:
         return self._scaler.to_dict()["state"]
 
     def metrics(self) -> dict[str, Any]:
-        return {name: np.asarray(value).tolist() for name, value in self._scaler.metrics().items()}
+        return {name: np.asarray(value).tolist() for name, value in self._scaler.metrics(self._last).items()}
 
 
 class JaxAdapter:

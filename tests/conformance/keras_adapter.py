@@ -10,7 +10,7 @@ from tests.conformance.adapters import Array, Difference, Step
 from tests.conformance.reported import reported
 
 from gradscale import Policy
-from gradscale.keras import LossScaleOptimizer
+from gradscale.keras import LossScaleOptimizer, StepResult
 
 
 class KerasSession:
@@ -21,6 +21,7 @@ class KerasSession:
             name: keras.Variable(param, dtype=param.dtype.name, name=name) for name, param in params.items()
         }
         self._optimizer.build(list(self._variables.values()))
+        self._last: StepResult | None = None
 
     def step(self, grads: Mapping[str, Array | None], *, clip_norm: float | None = None, loss: float = 1.0) -> Step:
         before = self._params()
@@ -28,7 +29,7 @@ class KerasSession:
         tensors = [None if grad is None else keras.ops.convert_to_tensor(grad) for grad in grads.values()]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Gradients do not exist for variables")
-            result = self._optimizer.apply_if_finite(
+            result = self._last = self._optimizer.apply_if_finite(
                 tensors, list(self._variables.values()), loss=np.float32(loss), norm=clip_norm is not None
             )
         after = self._params()
@@ -42,7 +43,7 @@ class KerasSession:
         return self._optimizer.state.to_dict()
 
     def metrics(self) -> dict[str, Any]:
-        return {name: np.asarray(value).tolist() for name, value in self._optimizer.scale_metrics().items()}
+        return self._optimizer.metrics(self._last)
 
     def _params(self) -> dict[str, Array]:
         return {
