@@ -57,9 +57,10 @@ test-slow: $(VENV)/.stage-test $(MXNET)/.stage-test-mxnet ## run the slow tests
 	@$(if $(ARGS),,$(MXNET_PYTEST) -m slow)
 
 .PHONY: lint
-lint: $(VENV)/.stage-lint ## check style (ruff), formatting (ruff format) and types (pyright)
+lint: $(VENV)/.stage-lint ## check style (ruff), formatting (ruff format), imports (import-linter) and types (pyright)
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
+	@$(VENV)/bin/lint-imports
 	@$(PY) -m pyright
 
 .PHONY: format

@@ -51,7 +51,7 @@ for _ in range(STEPS):
         found = [criterion(net(x).astype("float32"), y) for x, y in zip(xs, ys, strict=True)]
         with scale_loss(found, trainer) as scaled:
             autograd.backward(scaled)
-    trainer.step(BATCH)  # adds up, checks, unscales, clips, and updates or skips
+    trainer.step(BATCH)  # sums, checks, unscales, clips, and updates or skips
     losses.append(np.mean([loss.mean().asscalar() for loss in found]))
 
 metrics = scaler.metrics()

@@ -2,7 +2,9 @@
 
 import math
 
-from gradscale.engine.culprits import Culprit, culprits_of
+import numpy as np
+
+from gradscale.engine.culprits import Culprit, count_nonfinite, culprits_of
 
 
 def test_gradients_that_are_not_finite_are_named_in_their_order() -> None:
@@ -12,3 +14,10 @@ def test_gradients_that_are_not_finite_are_named_in_their_order() -> None:
 
 def test_nobody_is_to_blame_where_nothing_was_checked() -> None:
     assert culprits_of(["a", "b"], []) == []
+
+
+def test_elements_are_counted_that_are_not_finite_or_not_once_they_are_multiplied() -> None:
+    array = np.array([[1.0, np.inf], [np.nan, 1e30]], np.float32)
+    assert (count_nonfinite(array, 1.0), count_nonfinite(array, 2.0**100)) == (2, 3)
+    assert count_nonfinite(array, 2.0**100, np.float64) == 2
+    assert count_nonfinite(np.array([60000.0, np.inf], np.float16), 2.0) == 1

@@ -60,7 +60,7 @@ def losses(trainer: Any, *slopes: Any, value: float = 1.0) -> list[Any]:
 
 
 def backward(trainer: Any, *slopes: Any, value: float = 1.0) -> None:
-    """Makes gradients of scaled losses: on each context those that are given, in true units."""
+    """Makes gradients of scaled losses: on each context those that are given, unscaled."""
     with autograd.record(), scale_loss(losses(trainer, *slopes, value=value), trainer) as scaled:
         autograd.backward(scaled)
 

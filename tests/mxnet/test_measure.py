@@ -9,31 +9,42 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mxnet import nd
 
-from gradscale import Dynamic, Headroom, Histogram
-from gradscale.mxnet.measure import ARRAYS, PIECE, Measured, agree, measure
+from gradscale import Dynamic, Headroom, Histogram, Seen
+from gradscale.engine.plan import Plan
+from gradscale.mxnet.agree import agree
+from gradscale.mxnet.measure import ARRAYS, PIECE, ContextMeasurement, measure
 from gradscale.numpy.measure import measure as reference
+
+EVERYTHING = Plan(checks=True, amax=True, norm=True, edge=2.0)
 
 Numbers = st.one_of(
     st.floats(width=32, allow_nan=True, allow_infinity=True), st.sampled_from([0.0, 3e38, -3e38, 1e-45, 2e19, 65504.0])
 )
 
 
-def measured(*arrays: Any, policy: Any = None) -> Measured:
-    (found,) = measure([[nd.array(array, dtype=array.dtype) for array in arrays]], policy or Dynamic())
+def measured(*arrays: Any, policy: Any = None) -> ContextMeasurement:
+    contexts = [[nd.array(array, dtype=array.dtype) for array in arrays]]
+    (found,) = measure(contexts, Plan.of(policy or Dynamic()))
     return found
+
+
+def seen(contexts: list[ContextMeasurement], *, divisor: float, rescale: float) -> Seen:
+    measurement = agree(contexts, EVERYTHING, divisor=divisor, rescale=rescale)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return measurement.seen(np.float32(divisor), np.bool_(True), np)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(Numbers, min_size=1, max_size=4), min_size=1, max_size=3))
 def test_sizes_and_what_is_finite_are_those_of_the_reference(values: list[list[float]]) -> None:
     arrays = [np.array(value, np.float32) for value in values]
-    expected = [reference(array, 1.0, norm=True) for array in arrays]
+    expected = [reference(array, 1.0, EVERYTHING) for array in arrays]
     found = measured(*arrays, policy=Headroom())
-    assert np.isfinite(found.sizes).tolist() == [one.finite for one in expected]
+    assert np.isfinite(found.sizes).tolist() == [math.isfinite(one.amax) for one in expected]
     for size, one in zip(found.sizes, expected, strict=True):
-        if one.finite:
+        if math.isfinite(one.amax):
             assert size == pytest.approx(one.norm, rel=1e-6, abs=0)
-    if all(one.finite for one in expected):
+    if all(math.isfinite(one.amax) for one in expected):
         assert found.amax == max(one.amax for one in expected)
 
 
@@ -73,15 +84,24 @@ def test_the_share_above_an_edge_counts_what_is_not_finite() -> None:
     policy = Histogram()
     edge = policy.edge_magnitude
     array = np.array([0.0, edge, edge * 2, math.inf, math.nan, -edge * 2, 1.0, 0.0], np.float32)
-    assert measured(array, policy=policy).share == 0.5
+    assert measured(array, policy=policy).above == 0.5
 
 
 def test_the_largest_norm_and_magnitude_of_any_context_count() -> None:
-    contexts = [Measured(np.array([3.0, 4.0]), 2.0, 0.0), Measured(np.array([6.0, 8.0]), 1.0, 0.5)]
-    seen = agree(contexts, unit=2.0, rescale=0.5)
-    assert (seen.finite, seen.norm, seen.amax, seen.upper_share) == (True, 2.5, 1.0, 0.5)
-    assert not agree([*contexts, Measured(np.array([math.nan]), 0.0, 0.0)], unit=2.0, rescale=0.5).finite
+    contexts = [ContextMeasurement(np.array([3.0, 4.0]), 2.0, 0.0), ContextMeasurement(np.array([6.0, 8.0]), 1.0, 0.5)]
+    found = seen(contexts, divisor=2.0, rescale=0.5)
+    assert (found.finite, found.norm, found.amax, found.upper_share) == (True, 2.5, 1.0, 0.5)
+    contexts = [*contexts, ContextMeasurement(np.array([math.nan]), 0.0, 0.0)]
+    found = seen(contexts, divisor=2.0, rescale=0.5)
+    assert (found.finite, found.norm, found.amax) == (False, math.inf, math.inf)
+
+
+def test_a_gradient_that_leaves_float32_when_it_is_divided_is_not_finite() -> None:
+    context = ContextMeasurement(np.array([1.0, 1e30]), 1e30, 0.0)
+    measurement = agree([context], EVERYTHING, divisor=2.0**-100, rescale=0.5)
+    assert np.asarray(measurement.sizes).tolist() == [0.5, math.inf]
+    assert seen([context], divisor=1.0, rescale=0.5).finite
 
 
 def test_a_scale_of_zero_is_never_finite() -> None:
-    assert not agree([Measured(np.array([0.0]), 0.0, 0.0)], unit=0.0, rescale=1.0).finite
+    assert not seen([ContextMeasurement(np.array([0.0]), 0.0, 0.0)], divisor=0.0, rescale=1.0).finite

@@ -37,7 +37,7 @@ def test_a_loss_that_is_not_recorded_is_refused() -> None:
     ("loss", "text"),
     [
         (1.0, r"must be an MXNet array, or a list or tuple of them\. Received: 1\.0 \(float\)"),
-        (nd.ones(1, dtype="float16"), r"must be float32 or wider.*Received: float16\. Cast what the model puts out"),
+        (nd.ones(1, dtype="float16"), r"must be float32 or wider.*Received: float16\. Cast the model's outputs"),
         (nd.ones(1, dtype="int32"), r"must be float32 or wider.*Received: int32"),
         (nd.amp_cast(nd.ones(1), dtype="bfloat16"), r"must be float32 or wider.*Received: bfloat16"),
     ],

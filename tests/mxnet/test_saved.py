@@ -1,4 +1,4 @@
-"""A trainer and its scaler go on from files as if nothing had been."""
+"""A trainer and its scaler continue from files as if they had not stopped."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def weights(trainer: Any) -> list[Any]:
     [None, Dynamic(growth_interval=2, hysteresis=2), Headroom(), preset("megatron")],
     ids=["mxnet", "dynamic", "headroom", "megatron"],
 )
-def test_a_run_resumes_bit_for_bit(policy: Policy | None, tmp_path: Path) -> None:
+def test_a_run_resumes_bit_exactly(policy: Policy | None, tmp_path: Path) -> None:
     whole, whole_scaler = begin(policy)
     walk(whole, SLOPES)
 

@@ -1,4 +1,4 @@
-"""`ScaleStuck`: a run that skips every step says so, names who is to blame, and guesses why."""
+"""`ScaleStuck`: a run that skips every step says so, names the parameters, and the likely cause."""
 
 import math
 from typing import Any
@@ -35,7 +35,7 @@ def test_the_trainer_goes_on_after_the_error() -> None:
     backward(trainer, INF, CLEAN)
     with pytest.raises(ScaleStuck):
         trainer.step(1)
-    assert (int(scaler.state.skipped), scaler.last.skipped(), scaler.waits_for_loss) == (1, True, True)
+    assert (int(scaler.state.skipped), scaler.last.skipped(), scaler.needs_loss) == (1, True, True)
     assert not any(data._fresh_grad for data in trainer._params[0].list_data())
     backward(trainer, CLEAN, CLEAN)
     trainer.step(2)
@@ -62,7 +62,7 @@ def test_a_scale_that_can_still_fall_is_not_stuck_nor_is_a_step_without_gradient
     with pytest.raises(ScaleStuck):
         overflow(trainer)
     trainer.step(1, ignore_stale_grad=True)
-    assert (scaler.last.status, int(scaler.state.consecutive_skips)) == ("no_grads", 3)
+    assert (scaler.last.status(), int(scaler.state.consecutive_skips)) == ("no_grads", 3)
 
 
 @pytest.mark.parametrize(("limit", "error"), [(0, ValueError), (2.5, TypeError)])

@@ -27,7 +27,7 @@ def test_a_clean_step_divides_by_the_scale_and_by_the_batch_size() -> None:
     trainer.step(2)
     assert weights(trainer) == [[0.75, 1.125, 1.0]]
     result = scaler.last
-    assert (result.status, result.applied, result.skipped()) == (Status.APPLIED, True, False)
+    assert (result.status(), result.applied, result.skipped()) == (Status.APPLIED, True, False)
     assert (result.scale, result.next_scale, result.culprits()) == (1024.0, 1024.0, [])
     assert result.grad_norm == pytest.approx(math.hypot(0.25, 0.125), rel=1e-6)
 
@@ -41,7 +41,7 @@ def test_the_factor_of_the_optimizer_is_its_own_again_after_the_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slope", "culprit"), [(INF, Culprit("weight", 1, 0)), (NAN, Culprit("weight", 1, 1))], ids=["inf", "nan"]
+    ("slope", "culprit"), [(INF, Culprit("weight", "inf", 1)), (NAN, Culprit("weight", "nan", 2))], ids=["inf", "nan"]
 )
 def test_an_overflow_leaves_the_weights_and_moves_the_scale_at_once(slope: Any, culprit: Culprit) -> None:
     trainer = make_trainer(make_parameter())
@@ -49,7 +49,7 @@ def test_an_overflow_leaves_the_weights_and_moves_the_scale_at_once(slope: Any, 
     backward(trainer, slope)
     trainer.step(1)
     assert weights(trainer) == [[1.0, 1.0, 1.0]]
-    assert (scaler.last.status, scaler.last.skipped()) == (Status.OVERFLOW, True)
+    assert (scaler.last.status(), scaler.last.skipped()) == (Status.OVERFLOW, True)
     assert (scaler.last.scale, scaler.last.next_scale, scaler.loss_scale) == (65536.0, 32768.0, 32768.0)
     assert scaler.last.culprits() == [culprit]
 
@@ -73,7 +73,7 @@ def test_only_the_parameters_that_overflowed_are_culprits() -> None:
     scaler = init_trainer(trainer, Static(65536.0))
     backward(trainer, (2.0, 0.0, 3.0))  # at this scale too large for float16
     trainer.step(1)
-    assert scaler.last.culprits() == [Culprit("second", 2, 0)]
+    assert scaler.last.culprits() == [Culprit("second", "inf", 2)]
     assert weights(trainer) == [[1.0, 1.0, 1.0]]
 
 
@@ -148,13 +148,13 @@ def test_parameters_may_be_initialised_after_the_trainer_is_made() -> None:
     assert (scaler.last.applied, weights(trainer)) == (True, [[[0.0, 0.0, 0.0]]])
 
 
-def test_a_policy_that_looks_at_sizes_is_told_what_the_backward_pass_made() -> None:
+def test_a_policy_that_needs_amax_is_given_that_of_the_backward_pass() -> None:
     trainer = make_trainer(make_parameter())
     scaler = init_trainer(trainer, Headroom())
     backward(trainer, (2.0**-10, 0.0, -(2.0**-20)))
     trainer.step(64)
     assert (scaler.last.amax, scaler.last.next_scale) == (2.0**-10, 2.0**19)
-    assert scaler.metrics()["headroom_bits"] == pytest.approx(math.log2(65504) + 10 - 16)
+    assert scaler.metrics()["headroom_bits"] == pytest.approx(math.log2(65504) + 10 - 19)
 
 
 def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_scale() -> None:
@@ -163,7 +163,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_scale() -> None
     backward(trainer, CLEAN, value=math.nan)
     backward(trainer, CLEAN)
     trainer.step(1)
-    assert (scaler.last.status, scaler.loss_scale) == (Status.NONFINITE_LOSS, 65536.0)
+    assert (scaler.last.status(), scaler.loss_scale) == (Status.NONFINITE_LOSS, 65536.0)
     assert weights(trainer) == [[1.0, 1.0, 1.0]]
     backward(trainer, CLEAN)
     trainer.step(1)
@@ -205,7 +205,7 @@ def test_gradients_of_several_losses_add_up() -> None:
     assert weights(trainer) == [[0.5, -1.0, -1.0]]
 
 
-def test_a_stale_gradient_is_told_by_mxnet_and_nothing_has_changed() -> None:
+def test_a_stale_gradient_is_reported_by_mxnet_and_nothing_has_changed() -> None:
     first, second = make_parameter(name="first"), make_parameter(name="second")
     trainer = make_trainer(first, second)
     scaler = init_trainer(trainer)
@@ -259,7 +259,7 @@ def test_a_step_without_gradients_changes_nothing() -> None:
     scaler = init_trainer(trainer)
     before = scaler.state
     trainer.step(1, ignore_stale_grad=True)
-    assert (scaler.last.status, scaler.last.skipped(), scaler.state) == (Status.NO_GRADS, True, before)
+    assert (scaler.last.status(), scaler.last.skipped(), scaler.state) == (Status.NO_GRADS, True, before)
 
 
 def test_frozen_parameters_are_left_alone() -> None:
@@ -314,7 +314,7 @@ def test_sparse_gradients_are_measured_by_the_rows_they_hold() -> None:
         with autograd.record(), scale_loss(embedding(nd.array([1])).sum(), trainer) as scaled:
             scaled.backward(nd.array([factor]))
         trainer.step(1)
-        assert scaler.last.status is status
+        assert scaler.last.status() is status
     assert embedding.weight.data().asnumpy().tolist() == [[1, 1], [0, 0], [1, 1], [1, 1]]
 
 

@@ -18,7 +18,7 @@ MODES = {"imperative": None, "hybrid": {}, "static": {"static_alloc": True, "sta
 
 
 class Trained(NamedTuple):
-    """What became of a run. Of every parameter, `weights` has the values on each context."""
+    """The result of a run. Of every parameter, `weights` has the values on each context."""
 
     losses: list[float]
     skips: list[bool]

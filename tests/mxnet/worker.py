@@ -1,4 +1,4 @@
-"""One of the processes of a distributed run, as its environment says: prints what becomes of every step."""
+"""One of the processes of a distributed run, as its environment says: prints the status of every step."""
 
 import json
 import math
@@ -30,12 +30,12 @@ def main() -> None:
     for slope, loss in ((CLEAN, 1.0), (INF if is_second else CLEAN, 1.0), (CLEAN, math.nan if is_second else 1.0)):
         backward(trainer, slope, value=loss)
         trainer.step(2)
-        print(json.dumps([scaler.last.status, scaler.loss_scale, weights(trainer)]))
+        print(json.dumps([scaler.last.status(), scaler.loss_scale, weights(trainer)]))
     backward(trainer, INF if is_second else CLEAN)
     unscale(trainer)
     trainer._params[0].grad()[:] = 0.25
     trainer.step(2)
-    print(json.dumps([scaler.last.status, scaler.loss_scale, weights(trainer)]))
+    print(json.dumps([scaler.last.status(), scaler.loss_scale, weights(trainer)]))
 
 
 if __name__ == "__main__" and os.environ["DMLC_ROLE"] == "worker":

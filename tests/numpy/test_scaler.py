@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscale import Dynamic, NoScaling, ScaleState, Static, Status
-from gradscale.numpy import Culprit, LossScaler
+from gradscale.numpy import Culprit, LossScaler, ScaleStuck
 from gradscale.peers import preset
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
+from gradscale.record import numbers
 
 
 def f32(*values: float) -> np.ndarray[Any, Any]:
@@ -26,9 +27,9 @@ def f16(*values: float) -> np.ndarray[Any, Any]:
     return np.array(values, np.float16)
 
 
-def test_the_default_policy_is_dynamic_at_65536() -> None:
-    scaler = LossScaler()
-    assert scaler.policy == Dynamic()
+@pytest.mark.parametrize("scaler", [LossScaler(), LossScaler("auto")], ids=["default", "auto"])
+def test_the_default_policy_is_headroom_from_65536(scaler: LossScaler) -> None:
+    assert scaler.policy == Headroom()
     assert scaler.loss_scale == 65536.0
 
 
@@ -49,11 +50,11 @@ def test_a_float64_loss_stays_float64() -> None:
 def test_a_clean_step_returns_the_gradients_unscaled() -> None:
     result = LossScaler(Static(8.0)).step([f32(8, -16)])
     assert result.applied
-    assert result.status is Status.APPLIED
+    assert result.status() is Status.APPLIED
     assert result.grads[0].tolist() == [1.0, -2.0]
     assert (result.factor, result.scale, result.next_scale, result.amax) == (0.125, 8.0, 8.0, 2.0)
     assert result.grad_norm is None
-    assert result.culprits == ()
+    assert result.culprits() == []
 
 
 def test_the_gradients_given_are_left_as_they_are() -> None:
@@ -66,7 +67,7 @@ def test_an_overflow_skips_the_step_and_backs_off() -> None:
     scaler = LossScaler(Dynamic(init_scale=8.0))
     result = scaler.step([f32(1, math.inf)])
     assert not result.applied
-    assert result.status is Status.OVERFLOW
+    assert result.status() is Status.OVERFLOW
     assert result.grads is None
     assert (result.factor, result.scale, result.next_scale) == (0.0, 8.0, 4.0)
     assert scaler.loss_scale == 4.0
@@ -74,18 +75,18 @@ def test_an_overflow_skips_the_step_and_backs_off() -> None:
 
 def test_culprits_name_the_arrays_and_count_what_was_wrong_with_each() -> None:
     grads = {"encoder": [f16(1), f16(math.inf, -math.inf, 1)], "head": {"weight": f32(math.nan, math.inf)}}
-    assert LossScaler().step(grads).culprits == (Culprit("encoder.1", 2, 0), Culprit("head.weight", 1, 1))
+    assert LossScaler().step(grads).culprits() == [Culprit("encoder.1", "inf", 2), Culprit("head.weight", "nan", 2)]
 
 
 def test_a_culprit_with_a_nan_is_a_nan() -> None:
-    assert (Culprit("w", 3, 1).kind, Culprit("w", 3, 1).count) == ("nan", 4)
-    assert (Culprit("w", 3, 0).kind, Culprit("w", 3, 0).count) == ("inf", 3)
+    result = LossScaler().step([f32(math.inf, math.inf, math.nan, -math.inf), f32(math.inf, 1.0, -math.inf, math.inf)])
+    assert [(culprit.kind, culprit.count) for culprit in result.culprits()] == [("nan", 4), ("inf", 3)]
 
 
 def test_a_gradient_that_is_finite_only_while_scaled_skips_the_step() -> None:
     result = LossScaler(Static(2.0**-100)).step({"w": f32(1.0, 1e20)})
-    assert result.status is Status.OVERFLOW
-    assert result.culprits == (Culprit("w", 1, 0),)
+    assert result.status() is Status.OVERFLOW
+    assert result.culprits() == [Culprit("w", "inf", 1)]
 
 
 def test_a_float64_gradient_may_be_larger_than_float32_holds() -> None:
@@ -98,7 +99,7 @@ def test_a_float64_gradient_may_be_larger_than_float32_holds() -> None:
 def test_a_nonfinite_loss_given_to_step_skips_it_and_leaves_the_scale() -> None:
     scaler = LossScaler(Dynamic(init_scale=8.0))
     result = scaler.step([f32(math.nan)], loss=math.nan)
-    assert result.status is Status.NONFINITE_LOSS
+    assert result.status() is Status.NONFINITE_LOSS
     assert scaler.loss_scale == 8.0
     assert int(scaler.state.skipped) == 1
 
@@ -107,12 +108,12 @@ def test_a_nonfinite_loss_seen_by_scale_counts_until_the_next_step_and_no_longer
     scaler = LossScaler(Static(8.0))
     scaler.scale(np.float32(math.inf))
     scaler.scale(1.0)
-    assert scaler.step([f32(1)]).status is Status.NONFINITE_LOSS
-    assert scaler.step([f32(1)]).status is Status.APPLIED
+    assert scaler.step([f32(1)]).status() is Status.NONFINITE_LOSS
+    assert scaler.step([f32(1)]).status() is Status.APPLIED
 
 
 def test_one_nonfinite_loss_of_several_is_enough() -> None:
-    assert LossScaler().step([f32(1)], loss=[1.0, math.nan]).status is Status.NONFINITE_LOSS
+    assert LossScaler().step([f32(1)], loss=[1.0, math.nan]).status() is Status.NONFINITE_LOSS
 
 
 @pytest.mark.parametrize("grads", [[], {}, (), None, [None, {"w": None}]], ids=repr)
@@ -120,7 +121,7 @@ def test_no_gradients_at_all_change_nothing(grads: Any) -> None:
     scaler = LossScaler()
     before = scaler.state
     result = scaler.step(grads)
-    assert result.status is Status.NO_GRADS
+    assert result.status() is Status.NO_GRADS
     assert (result.grads, result.factor, result.scale, result.next_scale) == (None, 0.0, 65536.0, 65536.0)
     assert scaler.state is before
 
@@ -148,15 +149,25 @@ def test_the_norm_can_be_had_without_clipping() -> None:
     assert LossScaler(Static(2.0)).step([f32(6, 8)], norm=True).grad_norm == 5.0
 
 
-def test_the_norm_of_a_step_that_overflows_is_not_finite() -> None:
-    assert LossScaler().step([f32(1, math.inf)], norm=True).grad_norm == math.inf
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_norm_and_amax_of_a_step_that_overflows_are_infinite(bad: float) -> None:
+    result = LossScaler().step([f32(1), f32(1, bad)], norm=True)
+    assert (result.grad_norm, result.amax) == (math.inf, math.inf)
+
+
+def test_a_rule_is_given_float32_even_of_gradients_that_only_float64_holds() -> None:
+    scaler = LossScaler(Headroom())
+    result = scaler.step([np.array([1e200])])
+    assert result.applied
+    assert numbers(scaler.state)["peak"] == np.finfo(np.float32).max
+    assert numbers(scaler.state)["peak"].dtype == np.float32
 
 
 def test_no_scaling_looks_at_nothing_and_applies_everything() -> None:
     result = LossScaler(NoScaling()).step([f32(math.nan)], loss=math.nan)
     assert result.applied
     assert math.isnan(result.grads[0][0])
-    assert (result.amax, result.culprits) == (None, ())
+    assert (result.amax, result.culprits()) == (None, [])
 
 
 def test_no_scaling_clips_where_it_is_asked_to() -> None:
@@ -164,7 +175,7 @@ def test_no_scaling_clips_where_it_is_asked_to() -> None:
     assert result.grads[0].tolist() == pytest.approx([0.6, 0.8], rel=1e-6)
 
 
-def test_headroom_is_given_the_true_amax() -> None:
+def test_headroom_is_given_the_unscaled_amax() -> None:
     scaler = LossScaler(Headroom())
     scaler.step([f32(-65536 * 2.0**-10, 1)])
     assert scaler.state.to_dict()["peak"] == 2.0**-10
@@ -195,7 +206,7 @@ def test_another_systems_rule_runs_even_where_its_scale_reaches_zero() -> None:
     for _ in range(40):
         scaler.step([f32(math.inf)])
     assert scaler.loss_scale == 0.0
-    assert scaler.step([f32(0.0, 1.0)]).status is Status.OVERFLOW
+    assert scaler.step([f32(0.0, 1.0)]).status() is Status.OVERFLOW
 
 
 def test_metrics_are_numbers_and_nan_where_there_is_none_yet() -> None:
@@ -252,10 +263,9 @@ def run(scaler: LossScaler, flags: list[str]) -> list[dict[str, Any]]:
 )
 @settings(max_examples=30)
 @given(before=step_flags, after=step_flags)
-def test_a_saved_scaler_goes_on_bit_for_bit(policy: Any, before: list[str], after: list[str]) -> None:
-    original = LossScaler(policy)
+def test_a_saved_scaler_continues_bit_exactly(policy: Any, before: list[str], after: list[str]) -> None:
+    original, resumed = (LossScaler(policy, max_consecutive_skips=1000) for policy in (policy, "auto"))
     run(original, before)
-    resumed = LossScaler()
     resumed.load_state_dict(json.loads(json.dumps(original.state_dict())))
     assert resumed.policy == original.policy
     assert run(resumed, after) == run(original, after)
@@ -269,6 +279,50 @@ def test_loading_forgets_losses_and_results_of_before() -> None:
     scaler.load_state_dict(saved)
     assert math.isnan(scaler.metrics()["grad_norm"])
     assert scaler.step([f32(1.0)]).applied
+
+
+def test_the_last_result_is_kept_without_its_gradients() -> None:
+    scaler = LossScaler(Static(2.0))
+    with pytest.raises(RuntimeError, match=r"There is a result once a step was taken\. Call `step` first"):
+        _ = scaler.last
+    result = scaler.step({"w": f32(1.0)})
+    assert (result.skipped(), scaler.last.skipped(), scaler.last.scale, scaler.last.next_scale) == (False, False, 2, 2)
+    assert scaler.step({"w": f32(math.inf)}).skipped()
+    assert scaler.last.culprits() == [Culprit("w", "inf", 1)]
+
+
+def skip(scaler: LossScaler, times: int) -> None:
+    for _ in range(times):
+        scaler.step({"w": f32(math.inf), "b": f32(1.0)})
+
+
+@pytest.mark.parametrize("policy", [Static(8.0), Dynamic(init_scale=1.0, min_scale=1.0)], ids=["static", "floor"])
+def test_a_run_that_skips_every_step_is_stuck(policy: Any) -> None:
+    scaler = LossScaler(policy, max_consecutive_skips=3)
+    skip(scaler, 2)
+    with pytest.raises(ScaleStuck, match=r"^3 steps in a row .*one parameter, 'w', overflows.*w \(inf\)\."):
+        skip(scaler, 1)
+    assert int(scaler.state.skipped) == 3
+    assert scaler.step([f32(1.0)]).applied
+
+
+def test_fifty_losses_in_a_row_that_are_not_finite_are_enough() -> None:
+    scaler = LossScaler()
+    for _ in range(49):
+        scaler.step([f32(1.0)], loss=math.nan)
+    with pytest.raises(ScaleStuck, match="the loss itself is inf or NaN"):
+        scaler.step([f32(1.0)], loss=math.nan)
+
+
+def test_a_stuck_run_can_call_a_function_and_go_on() -> None:
+    calls: list[ScaleStuck] = []
+    skip(LossScaler(Static(8.0), max_consecutive_skips=2, on_stuck=calls.append), 5)
+    assert [[culprit.name for culprit in call.culprits] for call in calls] == [["w"]]
+
+
+def test_a_limit_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="`max_consecutive_skips` must be"):
+        LossScaler(max_consecutive_skips=0)
 
 
 def test_a_scaler_can_start_from_a_state() -> None:
@@ -323,12 +377,12 @@ def test_a_refused_step_keeps_the_losses_seen_before_it() -> None:
     scaler = LossScaler(Static(2.0))
     scaler.scale(math.nan)
     refused(TypeError, "must be numpy arrays", scaler, [1.0])
-    assert scaler.step([f32(1)]).status is Status.NONFINITE_LOSS
+    assert scaler.step([f32(1)]).status() is Status.NONFINITE_LOSS
 
 
 @pytest.mark.parametrize("policy", [Dynamic, "dynamic", None, 1024.0])
 def test_what_is_not_a_policy_is_refused(policy: Any) -> None:
-    with pytest.raises(TypeError, match=r"`policy` must be a policy, such as `Dynamic\(\)`"):
+    with pytest.raises(TypeError, match=r"`policy` must be ('auto' or )?a policy, such as `Dynamic\(\)`"):
         LossScaler(policy)
 
 

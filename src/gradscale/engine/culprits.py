@@ -3,7 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+
+from gradscale._chunks import chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +39,9 @@ def culprits_of(names: Sequence[str], sizes: Sequence[float], counts: Sequence[i
         for name, size, count in zip(names, sizes, known, strict=False)
         if not math.isfinite(size)
     ]
+
+
+@np.errstate(over="ignore", invalid="ignore")  # what is not finite is what is counted
+def count_nonfinite(array: np.ndarray[Any, Any], factor: float, dtype: Any = np.float32) -> int:
+    """Returns how many elements are not finite, or are not once they are multiplied by `factor` and kept in `dtype`."""
+    return sum(int(np.count_nonzero(~np.isfinite((chunk * factor).astype(dtype)))) for chunk in chunks(array))

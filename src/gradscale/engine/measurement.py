@@ -60,6 +60,9 @@ class Measurement(NamedTuple):
         return Seen(finite=finite, loss_finite=loss_finite, **known)
 
 
+NOTHING_READ = Measurement(sizes=None, total=np.float32(0))
+"""The measurement of a step that reads no gradient."""
+
 AMAX_EVERY = 16
 """Steps between two reads of the largest magnitude where the norm is read at every step. The first 16 steps read both,
 so that a policy finds its scale from measured gradients only."""

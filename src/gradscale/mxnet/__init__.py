@@ -1,15 +1,16 @@
-"""Loss scaling for MXNet's Gluon: the names of `mxnet.contrib.amp`, and a check that comes before every update."""
+"""Loss scaling for MXNet's Gluon: the names of `mxnet.contrib.amp`, and a finite check before every update."""
 
+from gradscale.engine.culprits import Culprit
+from gradscale.engine.result import Status, StepResult
 from gradscale.engine.stuck import ScaleStuck
-from gradscale.mxnet.result import StepResult
 from gradscale.mxnet.scaler import LossScaler
 from gradscale.mxnet.trainer import init_trainer, scale_loss, scaler_of, unscale
-from gradscale.numpy.result import Culprit
 
 __all__ = [
     "Culprit",
     "LossScaler",
     "ScaleStuck",
+    "Status",
     "StepResult",
     "init_trainer",
     "scale_loss",

@@ -1,9 +1,10 @@
-"""What a trainer must be like, so that the check can come before the update, and the update be right."""
+"""What is refused: trainers whose update cannot be checked first, or would be wrong, and losses too narrow to scale."""
 
 from typing import Any
 
 import mxnet as mx
-from mxnet import gluon
+import numpy as np
+from mxnet import gluon, nd
 
 from gradscale.mxnet.gradients import is_half
 from gradscale.policies.contract import Policy
@@ -26,7 +27,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_update_place(trainer: Any) -> None:
-    """Raises if the key-value store updates the weights: it would do so while it adds up the gradients, unchecked."""
+    """Raises if the key-value store updates the weights: it would do so while it sums the gradients, unchecked."""
     params = trainer._kvstore_params
     kind = params["kvstore"] if isinstance(params["kvstore"], str | None) else params["kvstore"].type
     if params["update_on_kvstore"] or trainer._update_on_kvstore:
@@ -40,10 +41,10 @@ def check_update_place(trainer: Any) -> None:
 
 
 def check_compression(trainer: Any) -> None:
-    """Raises if gradients are compressed on their way: an inf would become the threshold, and nobody would see it."""
+    """Raises if gradients are compressed when they are summed: an inf would become the threshold, and not be found."""
     if trainer._compression_params:
         raise ValueError(
-            "Gradients must arrive as they were made, and compression hides an overflow: inf becomes the threshold. "
+            "Gradients must not be compressed, as that hides an overflow: inf becomes the threshold. "
             f"Received: compression_params={trainer._compression_params!r}. Leave the argument of `Trainer` out."
         )
 
@@ -62,22 +63,37 @@ def check_masters(trainer: Any, policy: Policy) -> None:
 
 
 def check_optimizer(trainer: Any, policy: Policy) -> None:
-    """Raises if the optimizer makes use of gradients before it multiplies them: of scaled ones, then."""
+    """Raises if the optimizer uses gradients before it multiplies them by `rescale_grad`, while they are scaled."""
     optimizer = trainer._optimizer
     if not policy.needs or not isinstance(optimizer, mx.optimizer.LBSGD):
         return
     if optimizer.warmup_strategy == "lars" or optimizer.batch_scale != 1:
         raise ValueError(
             "An optimizer must unscale gradients before it uses them. `LBSGD` takes the norm of scaled ones if "
-            "warmup_strategy='lars', and adds up those of different scales if `batch_scale` is not 1. Received: "
+            "warmup_strategy='lars', and sums those of different scales if `batch_scale` is not 1. Received: "
             f"warmup_strategy={optimizer.warmup_strategy!r}, batch_scale={optimizer.batch_scale!r}. Use 'lamb' or "
-            "'lars' instead of 'lbsgd', and grad_req='add' to add up gradients."
+            "'lars' instead of 'lbsgd', and grad_req='add' to accumulate gradients."
+        )
+
+
+def check_loss(loss: Any, policy: Policy) -> None:
+    """Raises if the scale cannot multiply `loss`, or its gradient, exactly."""
+    if not isinstance(loss, nd.NDArray):
+        raise TypeError(
+            f"`loss` must be an MXNet array, or a list or tuple of them. Received: {loss!r} ({type(loss).__name__})."
+        )
+    kind = np.dtype(loss.dtype)  # MXNet's bfloat16 is a record with one field, named so
+    if kind.kind != "f" or (kind.itemsize < 4 and policy.needs):
+        raise TypeError(
+            "A loss must be float32 or wider, as a scale like 65536 does not fit a narrower type. "
+            f"Received: {kind.names[0] if kind.names else kind.name}. "
+            "Cast the model's outputs before the loss is computed: `outputs.astype('float32')`."
         )
 
 
 def _must_update_here(received: str, remedy: str) -> str:
     return (
-        "The trainer itself must update the weights, so that an overflow can be seen before. A key-value store would "
+        "The trainer itself must update the weights, so that an overflow is found before. A key-value store would "
         f"write it into them first. Received: {received}. {remedy}."
     )
 

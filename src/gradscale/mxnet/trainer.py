@@ -1,24 +1,24 @@
 """The names of `mxnet.contrib.amp`, for a Gluon trainer: `init_trainer`, `scale_loss` and `unscale`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
 from mxnet import autograd
 
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
+from gradscale.mxnet.agree import Workers, init_params_and_wait
+from gradscale.mxnet.apply import apply
 from gradscale.mxnet.checks import check_compression, check_masters, check_optimizer, check_trainer, check_update_place
-from gradscale.mxnet.gradients import collect, fresh, spend, with_normal_factor
+from gradscale.mxnet.gradients import collect, fresh, mark_stale
 from gradscale.mxnet.scaler import LossScaler
-from gradscale.mxnet.workers import Workers, init_params_and_wait
-from gradscale.policies.auto import as_policy
 from gradscale.policies.checks import LOWEST_SCALE
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
 
 MXNETS_RULE = Dynamic(min_scale=LOWEST_SCALE, max_scale=2.0**24)
-"""The rule of MXNet's amp, without its lag of a step, and with a floor: its own goes on to zero, and stays there."""
+"""The rule of MXNet's amp, without its lag of a step, and with a floor: its own reaches zero, and stays there."""
 
 
 def init_trainer(
@@ -27,11 +27,12 @@ def init_trainer(
     *,
     clip_norm: float | None = None,
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
+    on_stuck: OnStuck = "raise",
 ) -> LossScaler:
-    """Returns the scaler that `trainer.step` and `trainer.update` ask from now on before they touch a weight.
+    """Returns the scaler that from now on decides in `trainer.step` and `trainer.update` whether weights are updated.
 
     Call it right after the trainer is made. The trainer will update the weights itself: with several contexts, MXNet
-    would leave that to the key-value store, which has written an overflow into them before anybody can look.
+    would leave that to the key-value store, which writes an overflow into them before it can be found.
 
     Args:
         trainer: a `gluon.Trainer`.
@@ -39,15 +40,19 @@ def init_trainer(
             2**-126. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
         clip_norm: bound on the norm of all gradients together, unscaled and divided by the size of the batch.
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try or a loss that is not finite,
-            after which a step raises `ScaleStuck`.
+            before the run is stuck.
+        on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
+            or call a function with it.
 
     Raises:
-        TypeError: `trainer` is no `gluon.Trainer`, `policy` is no policy, or `max_consecutive_skips` no integer.
+        TypeError: `trainer` is not a `gluon.Trainer`, `policy` not a policy, or `max_consecutive_skips` not an integer.
         ValueError: the trainer has a scaler already, cannot update the weights itself, compresses gradients, would
-            compute in float16, or with scaled gradients; or `clip_norm` or `max_consecutive_skips` is out of range.
+            compute in float16, or with scaled gradients; or an argument is out of range.
     """
     check_trainer(trainer)
-    scaler = LossScaler(MXNETS_RULE if policy is None else as_policy(policy), clip_norm, max_consecutive_skips)
+    rule = MXNETS_RULE if policy is None else policy
+    scaler = LossScaler(rule, max_consecutive_skips=max_consecutive_skips, on_stuck=on_stuck)
+    scaler.clip_norm = clip_norm
     check_update_place(trainer)
     check_compression(trainer)
     check_optimizer(trainer, scaler.policy)
@@ -60,7 +65,7 @@ def init_trainer(
 
 
 def scaler_of(trainer: Any) -> LossScaler:
-    """Returns the scaler of a trainer: its scale, its last result, its metrics, and what to save.
+    """Returns the scaler of a trainer, which has its scale, last result, metrics and saved state.
 
     Raises:
         RuntimeError: the trainer has none.
@@ -80,7 +85,7 @@ def scale_loss(loss: Any, trainer: Any) -> Iterator[Any]:
 
     Args:
         loss: a loss, or a list or tuple of them: one per context, usually. In float32 or wider.
-        trainer: the trainer whose parameters the loss is taken of.
+        trainer: the trainer of the parameters.
 
     Raises:
         RuntimeError: the trainer has no scaler, or MXNet is not recording.
@@ -89,17 +94,17 @@ def scale_loss(loss: Any, trainer: Any) -> Iterator[Any]:
     scaler = scaler_of(trainer)
     if not autograd.is_recording():
         raise RuntimeError(
-            "`scale_loss` multiplies the loss, which MXNet must record to find the gradients. "
+            "`scale_loss` multiplies the loss, which MXNet must record to compute its gradients. "
             "Call it inside of `with autograd.record():`, as it is not now."
         )
     yield [scaler.scale(one) for one in loss] if isinstance(loss, list | tuple) else scaler.scale(loss)
 
 
 def unscale(trainer: Any) -> None:
-    """Divides the gradients of a trainer by the scale, in place, for code that looks at them or edits them.
+    """Divides the gradients of a trainer by the scale, in place, for code that reads or edits them.
 
-    Checks them first: an overflow skips the step that follows, whatever is made of the gradients. Float16 gradients
-    lose what is too small for float16. To clip the norm, `clip_norm` of `init_trainer` loses nothing, and is quicker.
+    Checks them first: an overflow skips the step that follows, even if it is edited away. Float16 gradients lose what
+    is too small for float16. To clip the norm, `clip_norm` of `init_trainer` loses nothing, and is faster.
 
     Raises:
         RuntimeError: the trainer has no scaler, no loss was scaled since the last step, or this was called before.
@@ -114,13 +119,12 @@ def _update_if_finite(
 ) -> None:
     """Updates the weights, unless a gradient is inf or NaN on any context. Stands in for `Trainer._update`.
 
-    MXNet calls it when the gradients of all contexts have been added up. Unscaling and clipping join the factor that
-    the optimizer multiplies gradients by anyway.
+    MXNet calls it when the gradients of all contexts have been summed.
     """
     gradients = collect(trainer)
     to_apply = fresh(gradients)
-    if not ignore_stale_grad and _count(to_apply) < _count(gradients):
-        return update(ignore_stale_grad)  # which tells whose gradient is missing, and updates nothing
+    if not ignore_stale_grad and sum(map(len, to_apply)) < sum(map(len, gradients)):
+        return update(ignore_stale_grad)  # which warns about the stale gradient, and updates nothing
     scaler, optimizer = scaler_of(trainer), trainer._optimizer
     check_masters(trainer, scaler.policy)  # parameters may have been cast since `init_trainer`
     if any(to_apply):
@@ -130,33 +134,16 @@ def _update_if_finite(
         to_apply, optimizer.rescale_grad, losses_finite=losses_finite, unscaled_finite=unscaled_finite
     )
     if decision.result.applied:
-        with _rescaled(optimizer, with_normal_factor(to_apply, decision.factor)):
-            update(ignore_stale_grad)
+        apply(to_apply, optimizer, decision.factor, partial(update, ignore_stale_grad))
     else:
-        spend(to_apply)
+        mark_stale(to_apply)
     scaler.remember(decision)
-    scaler.check_stuck(parameters=max(map(len, to_apply), default=0))
-
-
-@contextmanager
-def _rescaled(optimizer: Any, factor: float) -> Iterator[None]:
-    """Lets the optimizer multiply gradients by `factor` for the time being."""
-    own = optimizer.rescale_grad
-    optimizer.rescale_grad = factor
-    try:
-        yield
-    finally:
-        optimizer.rescale_grad = own
 
 
 def _check_scaled(scaler: LossScaler, caller: str) -> None:
-    """Raises if no loss was scaled since the last step: gradients that were not would be divided all the same."""
-    if scaler.waits_for_loss:
+    """Raises if no loss was scaled since the last step: gradients that were not scaled would be divided as well."""
+    if scaler.needs_loss:
         raise RuntimeError(
             f"`{caller}` needs gradients of a scaled loss. Received: gradients, but no call of `scale_loss` since the "
-            "last step. Take the backward pass of what `with scale_loss(loss, trainer) as scaled:` yields."
+            "last step. Run the backward pass of what `with scale_loss(loss, trainer) as scaled:` yields."
         )
-
-
-def _count(gradients: Sequence[Sequence[Any]]) -> int:
-    return sum(map(len, gradients))

@@ -1,6 +1,13 @@
-"""Loss scaling for numpy: the reference adapter, written to be read. The other adapters are tested against it."""
+"""Loss scaling for numpy: the reference adapter, written to be read. The other adapters are tested against it.
 
-from gradscale.numpy.result import Culprit, StepResult
+A step goes through five stages: measure, agree, decide, apply, remember. Modules have their names. `scaler` calls them
+in order. What needs no kernel, such as the decision, is the engine's (`gradscale.engine.host_scaler`).
+"""
+
+from gradscale.engine.culprits import Culprit
+from gradscale.engine.result import Status
+from gradscale.engine.stuck import ScaleStuck
+from gradscale.numpy.remember import StepResult
 from gradscale.numpy.scaler import LossScaler
 
-__all__ = ["Culprit", "LossScaler", "StepResult"]
+__all__ = ["Culprit", "LossScaler", "ScaleStuck", "Status", "StepResult"]

@@ -1,4 +1,4 @@
-"""Room four, apply: every gradient times the one factor that unscales and clips."""
+"""Apply: every gradient times the one factor that unscales and clips."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from gradscale.numpy.tree import WIDE, FloatArray, mapped
 def apply(grads: Any, factor: float) -> Any:
     """Returns the structure `grads` with every array times `factor`, in float32, or float64 where it came so.
 
-    The arrays given are left as they are.
+    The arrays given are not changed.
     """
     return mapped(grads, lambda _, leaf: _times(np.asarray(leaf), factor))
 

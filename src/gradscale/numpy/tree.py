@@ -21,7 +21,7 @@ WIDE = {
 
 
 def mapped(tree: Any, function: Callable[[str, Any], Any], path: tuple[str, ...] = ()) -> Any:
-    """Returns `tree` with `function(name, leaf)` in the place of every leaf.
+    """Returns `tree` with `function(name, leaf)` in place of every leaf.
 
     None stays: it stands for a parameter that has no gradient. A leaf is named by its path, as in `encoder.0.weight`.
     """

@@ -68,7 +68,7 @@ def seen_by(measured: Sequence[tuple[Measurement, int]], overflow: Tensor, scale
     amax = share = torch.zeros_like(scale)
     if measured:
         elements = max(1, sum(size for _, size in measured))
-        amax = torch.stack([found.amax for found, _ in measured]).amax()
+        amax = torch.stack([found.amax for found, _ in measured if found.amax is not None]).amax()
         counted = [found.upper_share * size for found, size in measured if found.upper_share is not None]
         share = torch.stack(counted).sum() / elements if counted else share
     together = Measurement(None, torch.where(overflow, torch.inf, 0.0).to(scale), amax=amax, upper_share=share)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,7 +39,8 @@ class Agreement:
         Gradients that overflowed outside of the step count as its own, and then a loss made from them is not the cause.
         Does not synchronize with the device.
         """
-        if plan.gradients.values is not plan.gradients.grads:
+        # Only where every rank has read sizes: a finite check reads them on the ranks that overflowed alone.
+        if plan.sizes and plan.gradients.values is not plan.gradients.grads:
             measurement = joined(measurement, plan.gradients.grads)
         window, xp = plan.window, rule.xp
         overflowed = rule.leaf(window.overflowed)
@@ -84,11 +85,10 @@ def joined(measurement: Measurement, grads: Sequence[Tensor]) -> Measurement:
     magnitude were read. Every rank must call it. Does not synchronize with the device.
     """
     sharded = _sharded_over(grads)
-    if not sharded or measurement.sizes is None:
+    if not sharded:
         return measurement
-    has_norm = measurement.norm is not None
-    sizes = _largest_of(measurement.sizes) if not has_norm else measurement.sizes.square()
-    amax = measurement.amax
+    has_norm, local, amax = measurement.norm is not None, cast(Tensor, measurement.sizes), measurement.amax
+    sizes = local.square() if has_norm else _largest_of(local)
     for group, positions in sharded:
         part = sizes[positions]
         dist.all_reduce(part, dist.ReduceOp.SUM if has_norm else dist.ReduceOp.MAX, group=group)

@@ -95,7 +95,8 @@ def plan_step(
     gradients, divisor = collect(optimizers), window.divisor(optimizers)
     as_made = divisor is window.scale
     follows = reads.amax and reads.norm and as_made
-    amax = as_made and (sample or (reads_amax(step) if follows else reads.amax))
+    # By the number of the step alone where later estimates depend on it, so that a resumed run is bit-exact.
+    amax = as_made and (reads_amax(step) if follows else sample or reads.amax)
     edge = reads.edge if as_made else None
     grows = not _at_least_one(divisor, policy)
     folding = [optimizer for optimizer in optimizers if fold and folds(optimizer)]

@@ -1,0 +1,158 @@
+"""The part of a scaler that needs no kernel, for adapters that decide in host memory: decide, remember, save."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from gradscale.engine.decide import Outcome
+from gradscale.engine.host import decide_on_host
+from gradscale.engine.measurement import Measurement
+from gradscale.engine.metrics import metrics_of
+from gradscale.engine.result import StepResult
+from gradscale.engine.saved import check_state, read_saved, write_saved
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, StuckCheck
+from gradscale.formats import FP32
+from gradscale.policies.auto import as_policy
+from gradscale.policies.contract import Policy, ScaleState
+
+R = TypeVar("R", bound=StepResult)
+
+
+class HostScaler(ABC):
+    """A policy, its state and the last result. An adapter's scaler adds the stages that read or write gradients.
+
+    Args:
+        policy: the rule for the scale. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
+        state: the state to continue from, as `gradscale.import_state` returns it; by default the policy's start.
+        max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
+        on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
+            or call a function with it.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | Literal["auto"] = "auto",
+        state: ScaleState | None = None,
+        *,
+        max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
+        on_stuck: OnStuck = "raise",
+    ) -> None:
+        self._policy = as_policy(policy)
+        self._state: ScaleState = self._policy.start() if state is None else state
+        check_state(self._policy, self._state)
+        self._stuck_check = StuckCheck(max_consecutive_skips, on_stuck)
+        self._last: StepResult | None = None
+        self._reset()
+
+    @property
+    def policy(self) -> Policy:
+        """The rule for the scale."""
+        return self._policy
+
+    @property
+    def state(self) -> ScaleState:
+        """The state of the scale: its value, and the counters."""
+        return self._state
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by."""
+        return float(self._state.scale)
+
+    @property
+    def last(self) -> StepResult:
+        """The result of the last step, without the gradients.
+
+        Raises:
+            RuntimeError: no step was taken yet.
+        """
+        if self._last is None:
+            raise RuntimeError("There is a result once a step was taken. Call `step` first.")
+        return self._last
+
+    def metrics(self) -> dict[str, float]:
+        """Returns scale, counts, skip rate, and the norm and headroom of the last step; NaN where one is not known.
+
+        `headroom_bits` is how often the scale could double before the largest gradient overflows FP16.
+        """
+        norm, amax = (None, None) if self._last is None else (self._last.grad_norm, self._last.amax)
+        return {name: float(value) for name, value in metrics_of(self._state, norm, amax, np).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the policy and its state as plain values that go through JSON: enough to continue bit-exactly."""
+        return write_saved(self._policy, self._state)
+
+    def load_state_dict(self, mapping: Mapping[str, Any]) -> None:
+        """Loads the policy and the state that `state_dict` returned.
+
+        Raises:
+            TypeError: a value has the wrong type.
+            ValueError: a key is missing or unknown, or a value is out of range. Nothing has changed then.
+        """
+        saved = read_saved(mapping)
+        self._policy, self._state, self._last = saved.policy, saved.state, None
+        self._reset()
+
+    def _decide(
+        self,
+        kind: type[R],
+        measurement: Measurement,
+        *,
+        loss_finite: bool,
+        divisor: float | None = None,
+        clip_norm: float | None = None,
+        overflowed: bool = False,
+        **fields: Any,
+    ) -> tuple[Outcome, R]:
+        """Returns what the step shall do, and its result. Changes nothing: an update that fails must leave no trace.
+
+        Args:
+            kind: the adapter's type of result.
+            measurement: what was found in the gradients.
+            loss_finite: whether every loss since the last step was finite.
+            divisor: what the gradients must be divided by; by default the scale.
+            clip_norm: bound on the norm; `measurement.norm` must then be known.
+            overflowed: whether gradients that were not measured here were not finite.
+            fields: further fields of the result.
+        """
+        divisor = self.loss_scale if divisor is None else divisor
+        # The rules of some systems let the scale reach 0. No gradient is finite there, and the step is skipped.
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            seen = measurement.seen(np.float32(divisor), np.bool_(loss_finite), np, np.bool_(overflowed))
+        # Rules are bit-exact in float32. A float64 gradient may be larger than that holds, and still be finite.
+        amax = np.float32(min(seen.amax, FP32.max) if seen.finite else np.inf)
+        outcome = decide_on_host(self._policy, self._state, replace(seen, amax=amax), clip_norm, divisor)
+        return outcome, kind(
+            applied=bool(outcome.applied),
+            scale=self.loss_scale,
+            next_scale=float(outcome.state.scale),
+            loss_finite=loss_finite,
+            grad_norm=None if measurement.norm is None else float(seen.norm),
+            amax=None if measurement.amax is None else float(seen.amax),
+            sizes=measurement.sizes,
+            **fields,
+        )
+
+    def _no_grads(self, kind: type[R]) -> R:
+        """Returns the result of a step without gradients, which changes nothing."""
+        return kind(applied=False, scale=self.loss_scale, next_scale=self.loss_scale, attempted=False)
+
+    def _remember(self, state: ScaleState, result: StepResult) -> None:
+        """Stores the state and the result of a step that was taken, and checks whether the run is stuck.
+
+        Raises:
+            ScaleStuck: the run is stuck, and `on_stuck` is `"raise"`. The step has been counted then.
+        """
+        self._state, self._last = state, result
+        self._reset()
+        self._stuck_check.check(int(state.consecutive_skips), bool(state.stuck), result.loss_finite, result)
+
+    @abstractmethod
+    def _reset(self) -> None:
+        """Starts a new step: clears what an adapter stores between a loss and its step.
+
+        Called by the constructor, after every step and after every load.
+        """

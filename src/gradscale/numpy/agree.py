@@ -1,0 +1,24 @@
+"""Agree: one measurement for all gradients of a step."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradscale.engine.measurement import Measurement
+from gradscale.engine.plan import Plan
+from gradscale.numpy.measure import ArrayMeasurement
+
+
+def agree(measured: Sequence[ArrayMeasurement], plan: Plan) -> Measurement:
+    """Returns what the arrays of a step amount to together: one that is not finite is enough."""
+    sizes = np.array([one.amax for one in measured])
+    amax = np.max(sizes)
+    share = sum(one.above for one in measured) / max(1, sum(one.size for one in measured))
+    return Measurement(
+        sizes=sizes,
+        total=amax,
+        amax=amax,
+        norm=np.float64(math.hypot(*(one.norm for one in measured))) if plan.norm else None,
+        upper_share=None if plan.edge is None else np.float32(share),
+    )
