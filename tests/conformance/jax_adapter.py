@@ -68,7 +68,7 @@ class JaxSession:
         present = {name: grad for name, grad in grads.items() if grad is not None}
         params = {name: self._params[name] for name in present}
         applied_before = int(self._scaler.state.applied)
-        # JAX makes float32 of float64 unless it is told not to.
+        # JAX makes float32 of float64 unless `jax_enable_x64` is set.
         wide = any(param.dtype == np.float64 for param in self._params.values())
         with jax.enable_x64(True) if wide else contextlib.nullcontext():
             stepped = self._step(self._carry, params, present, np.float32(loss), clip_norm)

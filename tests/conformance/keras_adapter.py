@@ -36,8 +36,8 @@ class KerasSession:
         # What was applied shows only in what it did.
         present = [name for name, grad in grads.items() if grad is not None]
         applied = {name: (before[name] - after[name]) / self._lr for name in present}
-        told = reported(result)
-        return Step(after, applied if told.applied else None, told)
+        found = reported(result)
+        return Step(after, applied if found.applied else None, found)
 
     def state(self) -> dict[str, Any]:
         return self._optimizer.state.to_dict()

@@ -9,5 +9,5 @@ TYPES = frozenset({"float16", "bfloat16", "float64"})
 
 TENSORFLOW = ChildAdapter(MODULE, {"KERAS_BACKEND": "tensorflow"}, TYPES)
 TORCH = ChildAdapter(MODULE, {"KERAS_BACKEND": "torch"}, TYPES)
-# JAX makes float32 of float64 unless it is told not to.
+# JAX makes float32 of float64 unless `jax_enable_x64` is set.
 JAX = ChildAdapter(MODULE, {"KERAS_BACKEND": "jax"}, TYPES - {"float64"})

@@ -17,7 +17,8 @@ class MxnetSession:
     """Makes its parameters at the first step: a gradient of MXNet has the type of its parameter."""
 
     def __init__(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> None:
-        self._policy, self._lr = policy, lr
+        self._policy: Policy | Literal["auto"] = policy
+        self._lr = lr
         # MXNet has no parameters without elements, so these take no part.
         self._empty = {name: param for name, param in params.items() if not param.size}
         self._start = {name: param for name, param in params.items() if param.size}

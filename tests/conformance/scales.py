@@ -104,7 +104,7 @@ SCALE_CASES = (
         ),
     ),
     ScaleCase(
-        # The variance starts at 1 and is 1/2, 1/3, ... 1/7 after steps that are all alike: 2.2 to 1.2 bits of room.
+        # The variance starts at 1 and is 1/2, 1/3, ... 1/7 after equal steps: 2.2 to 1.2 bits.
         "logmax leaves room for deviations, and less the longer there are none",
         LogMax(),
         (
@@ -130,7 +130,7 @@ SCALE_CASES = (
         ),
     ),
     ScaleCase(
-        "histogram rises while few gradients are above the edge, and waits longer for a scale that failed twice",
+        "histogram rises while few gradients are above the edge, and takes longer to try a scale that failed twice",
         Histogram(init_scale=1024.0, period=2),
         (
             Row((1.0, 0.5), 1024.0),

@@ -18,7 +18,7 @@ def opened(adapter: Adapter, difference: Difference) -> Session:
     return adapter.open(policy, {"weight": np.zeros(1, np.float32)}, lr=0.125)
 
 
-def test_losses_are_not_judged(adapter: Adapter) -> None:
+def test_losses_are_not_checked(adapter: Adapter) -> None:
     step = opened(adapter, "losses").step(GRAD, loss=math.inf)
     assert step.reported is not None
     assert step.reported.applied is True

@@ -50,14 +50,14 @@ class Model:
 
     def after(self, result: Any) -> Step:
         """Returns what a step left behind, and clears the gradients."""
-        told = None if result is None else reported(result)
+        found = None if result is None else reported(result)
         applied = None
-        if told is None or told.applied:
+        if found is None or found.applied:
             held = {name: param.grad for name, param in self.params.items()}
             applied = {name: as_array(grad) for name, grad in held.items() if grad is not None}
         params = {name: as_array(param.detach()) for name, param in self.params.items()}
         self.optimizer.zero_grad()
-        return Step(params, applied, told)
+        return Step(params, applied, found)
 
 
 class TorchSession:
