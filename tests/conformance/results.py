@@ -36,13 +36,14 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class ResultCase:
-    """A policy, a bound on the norm, the steps, and how many elements each parameter has. Gradients are float32."""
+    """A policy, a bound on the norm, the steps, how many elements each parameter has, and the type of the gradients."""
 
     name: str
     policy: Policy
     clip_norm: float | None
     steps: tuple[Report, ...]
     elements: Mapping[str, int]
+    dtype: str = "float32"
 
 
 APPLIED, OVERFLOW = Status.APPLIED, Status.OVERFLOW
@@ -145,5 +146,9 @@ RESULT_CASES = (
         ELEMENTS,
     ),
     *cases("no scaling", NoScaling(), FINITE, ELEMENTS),
+    *(
+        ResultCase(f"{dtype} gradients", Headroom(init_scale=SCALE), 1.0, STEPS[:4], ELEMENTS, dtype)
+        for dtype in ("float16", "bfloat16", "float64", "complex64")
+    ),
     *cases("a long tensor", Headroom(init_scale=SCALE), LONG_STEPS, LONG),
 )

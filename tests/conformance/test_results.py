@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conformance.adapters import Adapter, Array, Difference
+from tests.conformance.gradient_types import NUMPY_TYPES, parameter_type, skip_unless_taken
 from tests.conformance.reported import Reported
 from tests.conformance.results import NO_GRADS, RESULT_CASES, Report, ResultCase
 from tests.conformance.skips import losses, skip_if_different, skip_if_sampled
@@ -36,11 +37,13 @@ def test_the_result_has_every_name(adapter: Adapter, grad: float | None) -> None
 def test_what_every_step_reports_is_as_the_table_says(adapter: Adapter, case: ResultCase) -> None:
     skip_if_sampled(adapter, case, RESULT_CASES)
     skip_if_different(adapter, involved(case))
-    params = {name: np.zeros(size, np.float32) for name, size in case.elements.items()}
+    skip_unless_taken(adapter, case.dtype)
+    params = {name: np.zeros(size, parameter_type(case.dtype)) for name, size in case.elements.items()}
     session = adapter.open(case.policy, params, lr=0.125)
     for number, report in enumerate(case.steps):
         scale = session.state()["scale"]
-        grads = {name: scaled(report.grads.get(name), size, scale) for name, size in case.elements.items()}
+        dtype = NUMPY_TYPES[case.dtype]
+        grads = {name: scaled(report.grads.get(name), size, scale, dtype) for name, size in case.elements.items()}
         step = session.step(grads, clip_norm=case.clip_norm, loss=report.loss)
         wants_norm = report.norm is not None and case.clip_norm is not None and "norm" not in adapter.differs
         has_amax = report.amax is not None and "amax" in case.policy.needs
@@ -54,9 +57,9 @@ def test_what_every_step_reports_is_as_the_table_says(adapter: Adapter, case: Re
             assert_metrics(metrics, expected_metrics(report, session.state()), skipped, number)
 
 
-def scaled(values: list[float] | None, size: int, scale: float) -> Array | None:
+def scaled(values: list[float] | None, size: int, scale: float, dtype: Any) -> Array | None:
     """Returns the gradient that a backward pass makes of a loss times `scale`."""
-    return None if values is None else (np.array(values + [0.0] * (size - len(values))) * scale).astype(np.float32)
+    return None if values is None else (np.array(values + [0.0] * (size - len(values))) * scale).astype(dtype)
 
 
 def assert_result(found: Reported, expected: dict[str, Any], may_lack: set[str], number: int) -> None:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from tests.conformance.adapters import Adapter, Array, Difference, Step
+from tests.conformance.gradient_types import NUMPY_TYPES, parameter_type, skip_unless_taken
 from tests.conformance.skips import losses, skip_if_different, skip_if_sampled
 from tests.conformance.updates import LR, UPDATE_CASES, Update, UpdateCase, Values
 
@@ -14,12 +14,9 @@ from gradscale import NoScaling
 # float32 holds no more of a norm, and clipping adds 1e-6 to it.
 TOLERANCE = 1e-6
 
-PARAMETER_TYPES = {"float64": "float64", "complex64": "complex64"}
-
 
 def arrays(values: Values, dtype: str) -> dict[str, Array]:
-    numpy_type = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-    return {name: np.array(items, numpy_type) for name, items in values.items()}
+    return {name: np.array(items, NUMPY_TYPES[dtype]) for name, items in values.items()}
 
 
 def assert_close(found: Any, expected: Values, tolerance: float) -> None:
@@ -49,11 +46,10 @@ def involved(case: UpdateCase) -> set[Difference]:
 
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.name)
 def test_gradients_become_the_update_of_the_table(adapter: Adapter, case: UpdateCase) -> None:
-    if case.dtype not in adapter.dtypes | {"float32"}:
-        pytest.skip(f"takes no {case.dtype} gradients")
+    skip_unless_taken(adapter, case.dtype)
     skip_if_sampled(adapter, case, UPDATE_CASES)
     skip_if_different(adapter, involved(case))
-    params = arrays(case.params, PARAMETER_TYPES.get(case.dtype, "float32"))
+    params = arrays(case.params, parameter_type(case.dtype))
     session = adapter.open(case.policy, params, lr=LR)
     for expected in case.steps:
         grads = arrays(expected.grads, case.dtype)
