@@ -7,7 +7,6 @@ import optax
 from flax import nnx
 from sklearn.datasets import load_digits
 
-from gradscale import Headroom
 from gradscale.jax import Scaler, apply, value_and_grad
 
 STEPS = 150
@@ -19,7 +18,7 @@ labels = digits.target
 
 class CNN(nnx.Module):
     def __init__(self, rngs):
-        half = {"dtype": jnp.float16, "rngs": rngs}  # of the arithmetic; parameters are float32 unless told otherwise
+        half = {"dtype": jnp.float16, "rngs": rngs}  # of the arithmetic; parameters are float32 by default
         self.first = nnx.Conv(1, 16, (3, 3), **half)
         self.norm = nnx.BatchNorm(16, **half)
         self.second = nnx.Conv(16, 32, (3, 3), strides=2, **half)
@@ -32,7 +31,7 @@ class CNN(nnx.Module):
 
 graph, params, stats = nnx.split(CNN(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
 tx = optax.adamw(optax.cosine_decay_schedule(3e-3, STEPS))
-opt_state, scaler = tx.init(params), Scaler(Headroom())
+opt_state, scaler = tx.init(params), Scaler()
 
 
 def loss_of(params, stats, x, y):
@@ -55,7 +54,7 @@ losses, rng = [], np.random.default_rng(0)
 for _ in range(STEPS):
     batch = rng.integers(len(images), size=64)
     scaler, params, stats, opt_state, loss = step(scaler, params, stats, opt_state, images[batch], labels[batch])
-    losses.append(loss)  # kept on the device: `float(loss)` here would wait for it at every step
+    losses.append(loss)  # kept on the device: `float(loss)` here would synchronize at every step
 
 metrics = scaler.metrics()
 print(f"loss {losses[0]:.3f} -> {jnp.stack(losses[-20:]).mean():.3f}", end=", ")

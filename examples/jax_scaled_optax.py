@@ -6,7 +6,6 @@ import numpy as np
 import optax
 from sklearn.datasets import load_digits
 
-from gradscale import Dynamic
 from gradscale.jax import loss_scale, scaled
 from gradscale.jax.casting import get_policy
 
@@ -28,8 +27,8 @@ def logits_of(params, x):
     return jax.nn.gelu(x @ params["hidden"]) @ params["head"]
 
 
-# `scaled` goes outermost. What is inside sees true gradients, and nothing at all of a step that is skipped.
-tx = scaled(optax.adamw(optax.warmup_cosine_decay_schedule(0, 5e-3, 20, STEPS)), Dynamic(), clip_norm=1.0)
+# `scaled` goes outermost. What is inside receives unscaled gradients, and does not run in a skipped step.
+tx = scaled(optax.adamw(optax.warmup_cosine_decay_schedule(0, 5e-3, 20, STEPS)), clip_norm=1.0)
 opt_state = tx.init(params)
 
 

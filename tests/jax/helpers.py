@@ -52,7 +52,7 @@ def true_loss(weights: Params, x: Any) -> Any:
 def spiked(weights: Params, x: Any, spike: Any) -> Any:
     """Returns a loss whose gradients get `spike` times a sum over the weights added: inf and NaN on demand."""
     spike = jnp.asarray(spike)
-    # The sum differs from device to device where the spike does, as a backward rule of one's own must be told.
+    # The sum differs from device to device where the spike does, as a backward rule of one's own must declare.
     return true_loss(weights, x) + _spike(weights["out"] + jnp.zeros_like(spike), spike)
 
 
@@ -91,11 +91,11 @@ def trainer(
 def same(left: Any, right: Any) -> bool:
     """Returns whether two pytrees have the same structure, types and bits."""
     pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
-    alike = all(
+    equal = all(
         np.asarray(a).dtype == np.asarray(b).dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
         for a, b in pairs
     )
-    return alike and jax.tree.structure(left) == jax.tree.structure(right)
+    return equal and jax.tree.structure(left) == jax.tree.structure(right)
 
 
 def number(value: Any) -> float:

@@ -61,7 +61,7 @@ def test_a_text_names_the_types_that_it_says_and_fills_in_the_others(text: str, 
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("c=f17", r"Unknown dtype: it must be one of half, bf16, .*\. Received: 'f17'\."),
         ("", r"Received: ''\."),
@@ -69,8 +69,8 @@ def test_a_text_names_the_types_that_it_says_and_fills_in_the_others(text: str, 
         ("c=f16,compute=f32", r"each at most once\. Received: 'c=f16,compute=f32'\."),
     ],
 )
-def test_a_text_that_cannot_be_meant_is_refused(text: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_text_that_cannot_be_meant_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         get_policy(text)
 
 
@@ -125,7 +125,7 @@ def test_a_layer_inside_a_wrapped_module_can_compute_in_a_type_of_its_own() -> N
     assert summed(get_policy("c=f32").wrap(layer)) == 90000.0
 
 
-def test_flax_modules_compute_as_they_are_told() -> None:
+def test_flax_modules_compute_in_their_own_dtype() -> None:
     dense = linen.Dense(2)
     params = dense.init(jax.random.key(0), jnp.ones(3))
     assert get_policy("c=f16").wrap(dense.apply)(params, jnp.ones(3)).dtype == jnp.float16

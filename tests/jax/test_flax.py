@@ -1,4 +1,4 @@
-"""The drop-in for flax' `DynamicScale`: flax beside it, and what is mended."""
+"""The drop-in for flax's `DynamicScale`: flax beside it, and what is fixed."""
 
 from typing import Any
 

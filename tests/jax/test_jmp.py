@@ -1,4 +1,4 @@
-"""The drop-ins for jmp: jmp's own tests, jmp beside it, and what is mended."""
+"""The drop-ins for jmp: jmp's own tests, jmp beside it, and what is fixed."""
 
 import re
 import subprocess
@@ -24,17 +24,17 @@ def own_tests(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_the_tests_of_jmp_pass() -> None:
-    told = own_tests()
-    assert told.returncode == 0, told.stdout
-    ran = re.search(r"Ran (\d+) tests", told.stdout)
+    run = own_tests()
+    assert run.returncode == 0, run.stdout
+    ran = re.search(r"Ran (\d+) tests", run.stdout)
     assert ran is not None
     assert int(ran[1]) == 97
 
 
 def test_the_tests_of_jmp_would_notice_a_fault() -> None:
-    told = own_tests("--broken")
-    assert told.returncode == 1
-    assert "FAIL: test_all_finite" in told.stdout
+    run = own_tests("--broken")
+    assert run.returncode == 1
+    assert "FAIL: test_all_finite" in run.stdout
 
 
 def test_every_name_of_jmp_is_there() -> None:
@@ -129,7 +129,7 @@ def test_the_result_of_all_finite_is_a_scalar_on_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "told"),
+    ("settings", "error", "message"),
     [
         ({"period": 0}, ValueError, "`period` must be"),
         ({"period": 2.5}, TypeError, "`period` must be"),
@@ -137,8 +137,8 @@ def test_the_result_of_all_finite_is_a_scalar_on_the_device() -> None:
         ({"min_loss_scale": -1.0}, ValueError, "`min_loss_scale` must not be negative"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_at_once(settings: Any, error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
+def test_settings_that_cannot_work_are_refused_at_once(settings: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         jmp.DynamicLossScale(jnp.float32(2), **settings)
 
 

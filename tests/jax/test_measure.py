@@ -114,7 +114,7 @@ def test_each_row_of_a_map_has_a_peak_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2", "float8_e4m3fn", "float8_e4m3fnuz"])
-def test_a_peak_is_the_largest_magnitude_to_the_bit(dtype: str) -> None:
+def test_a_peak_is_the_largest_magnitude_bit_exactly(dtype: str) -> None:
     values = jnp.asarray(gradient((97, 131), "float32"), dtype).at[3, 5].set(-6.0)
     assert float(peak(values)) == 6.0
     assert float(peak(jnp.zeros((0, 3), dtype))) == 0.0

@@ -99,7 +99,7 @@ def test_a_scaler_goes_through_orbax_beside_its_settings(scaler: Scaler, tmp_pat
     assert Dynamic.from_dict(read["policy"]) == POLICY
 
 
-def test_a_scaler_read_from_a_file_goes_on_bit_for_bit(scaler: Scaler) -> None:
+def test_a_scaler_read_from_a_file_continues_bit_exactly(scaler: Scaler) -> None:
     read = Scaler.from_dict(scaler.to_dict())
     for value in (1.0, float("inf"), 1.0):
         scaler, read = (one.step(jnp.array([value]))[1] for one in (scaler, read))

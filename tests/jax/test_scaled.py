@@ -12,6 +12,7 @@ from tests.jax.helpers import EXACT, INF, NAN, POLICY, batch, params, programs, 
 
 from gradscale import NoScaling
 from gradscale.jax import ScaledState, loss_scale, scaled
+from gradscale.policies.headroom import Headroom
 
 INSIDE = {
     "sgd": optax.sgd(0.1, momentum=0.9),
@@ -72,12 +73,12 @@ def test_the_scale_moves_and_counts() -> None:
 def test_a_loss_that_is_not_finite_does_not_move_the_scale() -> None:
     tx = scaled(optax.sgd(0.1), POLICY)
     bad = jax.tree.map(lambda leaf: leaf * NAN, params())
-    _, told = tx.update(bad, tx.init(params()), params(), loss=jnp.float32(NAN))
-    _, untold = tx.update(bad, tx.init(params()), params())
-    assert (float(loss_scale(told)), float(loss_scale(untold))) == (1024.0, 512.0)
+    _, with_loss = tx.update(bad, tx.init(params()), params(), loss=jnp.float32(NAN))
+    _, without = tx.update(bad, tx.init(params()), params())
+    assert (float(loss_scale(with_loss)), float(loss_scale(without))) == (1024.0, 512.0)
 
 
-def test_gradients_are_clipped_in_true_units() -> None:
+def test_gradients_are_clipped_unscaled() -> None:
     tx = scaled(optax.sgd(1.0), EXACT, clip_norm=2.5)
     updates, _ = tx.update(jnp.array([3072.0, 4096.0]), tx.init(jnp.zeros(2)))
     np.testing.assert_allclose(np.asarray(updates), [-1.5, -2.0], rtol=1e-6)
@@ -161,3 +162,4 @@ def test_the_state_is_a_named_tuple() -> None:
     opt_state = scaled(optax.sgd(0.1)).init(params())
     assert isinstance(opt_state, ScaledState)
     assert opt_state._fields == ("scaler", "inner")
+    assert opt_state.scaler.policy == Headroom()

@@ -11,6 +11,7 @@ import pytest
 from tests.jax.helpers import INF, NAN, POLICY, programs, same
 
 from gradscale import Dynamic, Histogram, NoScaling, Policy, ScaleState, Static, Status, import_state, preset
+from gradscale.engine.metrics import METRICS
 from gradscale.jax import Scaler, ScaleStuck, StepResult
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.log_max import LogMax
@@ -79,7 +80,7 @@ def test_every_setting_is_kept_through_grad_and_checkpoint() -> None:
 
 
 def test_scales_move_on_their_own_under_vmap() -> None:
-    scalers = jax.vmap(lambda scale: Scaler(POLICY).moved(ScaleState(**state_at(scale))))(jnp.array([8.0, 1024.0]))
+    scalers = jax.vmap(lambda scale: Scaler(POLICY).with_state(ScaleState(**state_at(scale))))(jnp.array([8.0, 1024.0]))
     _, after, result = jax.vmap(lambda scaler, grad: scaler.step(grad))(scalers, jnp.array([[1.0, 1.0], [INF, 1.0]]))
     assert after.state.scale.tolist() == [8.0, 512.0]
     assert result.applied.tolist() == [True, False]
@@ -120,7 +121,7 @@ def test_scale_multiplies_every_loss_of_a_pytree() -> None:
 
 def test_an_infinite_loss_given_to_step_leaves_the_scale_alone() -> None:
     grads, scaler, result = Scaler(POLICY).step({"w": jnp.ones(2)}, {"a": jnp.float32(1), "b": jnp.array([1.0, NAN])})
-    assert result.status is Status.NONFINITE_LOSS
+    assert result.status() is Status.NONFINITE_LOSS
     assert float(scaler.loss_scale) == 1024.0
     assert grads["w"].tolist() == [0.0, 0.0]
 
@@ -137,7 +138,28 @@ def test_metrics_count_applied_and_skipped_steps() -> None:
     for value in (1.0, INF, 1.0, 1.0):
         scaler = scaler.step(jnp.array([value]))[1]
     metrics = {name: float(value) for name, value in scaler.metrics().items()}
-    assert metrics == {"scale": 512.0, "applied": 3.0, "skipped": 1.0, "skip_rate": 0.25}
+    assert tuple(metrics) == METRICS
+    known = {name: value for name, value in metrics.items() if not np.isnan(value)}
+    assert known == {"scale": 512.0, "applied": 3.0, "skipped": 1.0, "skip_rate": 0.25}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_metrics_have_the_norm_and_the_headroom_of_a_result(compiled: bool) -> None:
+    def step(scaler: Scaler, grads: Any) -> Any:
+        _, scaler, result = scaler.step(grads, norm=True)
+        return scaler.metrics(result)
+
+    scaler = Scaler(Headroom(init_scale=4.0))
+    metrics = (jax.jit(step) if compiled else step)(scaler, jnp.array([12.0, 16.0]))
+    assert all(isinstance(value, jax.Array) for value in metrics.values())
+    assert float(metrics["grad_norm"]) == 5.0
+    assert float(metrics["headroom_bits"]) == pytest.approx(np.log2(65504 / (4.0 * float(metrics["scale"]))), rel=1e-5)
+
+
+def test_metrics_of_a_result_that_measured_nothing_are_nan() -> None:
+    _, scaler, result = Scaler(POLICY).step(jnp.ones(2))
+    metrics = scaler.metrics(result)
+    assert np.isnan([metrics["grad_norm"], metrics["headroom_bits"]]).all()
 
 
 def test_another_systems_state_can_be_taken_over() -> None:
@@ -210,6 +232,6 @@ def test_a_run_that_still_has_a_lower_scale_to_try_is_not_stuck() -> None:
 
 
 def test_auto_is_headroom() -> None:
-    assert Scaler("auto").policy == Headroom()
+    assert Scaler("auto").policy == Scaler().policy == Headroom()
     with pytest.raises(TypeError, match="`policy` must be 'auto' or a policy"):
         Scaler("headroom")  # pyright: ignore[reportArgumentType]

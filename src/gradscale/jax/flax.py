@@ -1,4 +1,4 @@
-"""A drop-in for flax' `DynamicScale`: the same fields, rule and results, with its faults mended.
+"""A drop-in for flax's `DynamicScale`: the same fields, rule and results, with its faults fixed.
 
 The rule is that of flax 0.12.8, which grows after `growth_interval` + 1 clean steps; flax has counted differently in
 other versions.
@@ -41,7 +41,7 @@ class DynamicScaleResult(NamedTuple):
 class DynamicScale(struct.PyTreeNode):
     """A loss scale that grows after a run of clean steps and backs off when a gradient is inf or NaN.
 
-    What is mended: under `jax.vmap`, the scale that comes out can be used for the next step; `agree_axis` makes
+    What is fixed: under `jax.vmap`, the scale that comes out can be used for the next step; `agree_axis` makes
     devices that average nothing decide together; the loss is returned as it was, and not divided back from a product
     that may be infinite; and a default scale in a compiled step compiles once.
 
@@ -86,7 +86,7 @@ class DynamicScale(struct.PyTreeNode):
             agree_axis: axes along which the devices, or the rows of a `jax.vmap`, shall agree whether all of them are
                 finite, while each keeps gradients of its own.
         """
-        scale = _together(self.scale, jnp.float32)
+        scale = _smallest(self.scale, jnp.float32)
 
         @wraps(fun)
         def scaled(*args: Any) -> tuple[Any, Any]:
@@ -109,18 +109,18 @@ class DynamicScale(struct.PyTreeNode):
 
     def _after(self, finite: jax.Array) -> "DynamicScale":
         """Returns the scale for the next step."""
-        state = LadderState(scale=_together(self.scale, jnp.float32), clean_steps=_together(self.fin_steps, jnp.int32))
+        state = LadderState(scale=_smallest(self.scale, jnp.float32), clean_steps=_smallest(self.fin_steps, jnp.int32))
         after = self._rule().next(state, Seen(finite=finite), jnp)
         return self.replace(fin_steps=after.clean_steps, scale=after.scale)
 
     def _rule(self) -> Ladder:
-        """Returns flax' rule. Raises if a setting is out of range."""
+        """Returns flax's rule. Raises if a setting is out of range."""
         return dynamic_scale(
             self.growth_factor, self.backoff_factor, self.growth_interval, minimum_scale=self.minimum_scale
         )
 
 
-def _together(leaf: Any, dtype: Any) -> jax.Array:
+def _smallest(leaf: Any, dtype: Any) -> jax.Array:
     """Returns the smallest number of a leaf, as a scalar.
 
     Rows that began with the same scale and count, and stepped alone, together hold what they would have come to had

@@ -1,4 +1,4 @@
-"""Drop-ins for jmp: the same names, fields, leaves and rules, with its faults mended.
+"""Drop-ins for jmp: the same names, fields, leaves and rules, with its faults fixed.
 
 `min_loss_scale` survives `jax.jit` and every other transformation; jmp forgets it there, and it becomes 1. A scale in
 FP16 works without a `min_loss_scale` in FP16. As in jmp, skipping a step is left to you; `gradscale.jax.value_and_grad`
@@ -15,7 +15,6 @@ import numpy as np
 from jax.core import Tracer
 
 from gradscale.jax.casting import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
-from gradscale.peers._settings import whole
 from gradscale.peers.jmp import dynamic_loss_scale
 from gradscale.peers.ladder import Ladder, LadderState
 from gradscale.policies.contract import Seen
@@ -61,14 +60,8 @@ class NoOpLossScale:
         return self
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class StaticLossScale:
-    """Scales by a constant. A pytree without leaves: another constant is another program.
-
-    Attributes:
-        loss_scale: the constant: a number, or an array of one.
-    """
+class _Scales:
+    """What both kinds of scale do with it."""
 
     loss_scale: Any
 
@@ -80,6 +73,18 @@ class StaticLossScale:
         """Returns `tree` divided by the scale."""
         return _times(tree, 1 / self.loss_scale)
 
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class StaticLossScale(_Scales):
+    """Scales by a constant. A pytree without leaves: another constant is another program.
+
+    Attributes:
+        loss_scale: the constant: a number, or an array of one.
+    """
+
+    loss_scale: Any
+
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
         """Returns itself."""
         del grads_finite
@@ -88,7 +93,7 @@ class StaticLossScale:
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(_Scales):
     """Multiplies its scale by `factor` after `period` clean steps, and divides it by `factor` after any other.
 
     A growth to infinity is not taken, and a backoff ends at `min_loss_scale`. The leaves are `loss_scale` and
@@ -120,19 +125,12 @@ class DynamicLossScale:
             _warn_if_not_floating(name, getattr(self, name))
         for name in ("period", "factor", "min_loss_scale"):
             object.__setattr__(self, name, _constant(name, getattr(self, name)))
-        object.__setattr__(self, "period", whole("period", self.period))
+        if isinstance(self.period, float) and self.period.is_integer():  # jmp takes 1000.0 too
+            object.__setattr__(self, "period", int(self.period))
         self._rule()
 
-    def scale(self, tree: T) -> T:
-        """Returns `tree` times the scale."""
-        return _times(tree, self.loss_scale)
-
-    def unscale(self, tree: T) -> T:
-        """Returns `tree` divided by the scale."""
-        return _times(tree, 1 / self.loss_scale)
-
     def adjust(self, grads_finite: Any) -> "DynamicLossScale":
-        """Returns the scale for the next step. Waits for nothing.
+        """Returns the scale for the next step. Does not synchronize with the device.
 
         Args:
             grads_finite: whether this step was clean, as `all_finite` returns it.
@@ -167,7 +165,7 @@ class DynamicLossScale:
         return dynamic_loss_scale(1.0, period=self.period, factor=self.factor, min_loss_scale=self.min_loss_scale)
 
     def _state(self) -> LadderState:
-        """Returns the leaves as the rule knows them. A counter past the period wraps round, and grows nothing."""
+        """Returns the leaves as the rule knows them. A counter past the period wraps around, and grows nothing."""
         counter = jnp.asarray(self.counter)
         return LadderState(
             scale=jnp.asarray(self.loss_scale, getattr(self.loss_scale, "dtype", jnp.float32)),

@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gradscale.jax.agree import anywhere, mapped_axes, zeros
-from gradscale.jax.step import Asked, Attempt, attempt
-from gradscale.policies.contract import Policy, Seen, backed_off
+from gradscale.jax.agree import anywhere, zeros
+from gradscale.jax.step import Attempt, Step
+from gradscale.policies.contract import Seen, backed_off
 
 Pull = Callable[[Array], Sequence[Array]]
 """Returns the gradients that a backward pass started with this scale makes."""
 
 
-class _Try(NamedTuple):
-    """What the loop carries: the next state to try, whether to try it, and the attempt before."""
+class _Carry(NamedTuple):
+    """What the loop carries: the next state to try, whether to try it, the attempts made, and the last of them."""
 
     state: Any
     again: Array
@@ -24,31 +24,28 @@ class _Try(NamedTuple):
     last: Attempt
 
 
-def attempts(policy: Policy, state: Any, pull: Pull, loss_finite: Array, asked: Asked, retries: int) -> Attempt:
-    """Returns the last attempt: the first that does not overflow, or the one after which there is nothing to try.
+def attempts(step: Step, state: Any, pull: Pull, loss_finite: Array, retries: int) -> tuple[Attempt, Array]:
+    """Returns the first attempt that does not overflow, or the last that is allowed, and how many came before it.
 
-    A retry backs off once, whatever the hysteresis says. There is none under `Static`, at the floor, or for a loss that
-    is not finite. That is agreed on before the loop: a device that left it alone would leave the others waiting.
-    The first attempt runs inside the loop too, so that the backward pass is compiled once.
+    A retry backs off once, whatever the hysteresis says. There is none under `Static`, at the lowest scale, or for a
+    loss that is not finite. That is agreed on before the loop: a device that left it alone would leave the others in an
+    all-reduce. The first attempt runs inside the loop too, so that the backward pass is compiled once.
     """
-    loss_finite = ~anywhere(~loss_finite, mapped_axes(asked.axis_names))
+    loss_finite = ~anywhere(~loss_finite, step.axes)
 
-    def body(carry: _Try) -> _Try:
-        last = attempt(policy, carry.state, pull(carry.state.scale), loss_finite, asked, carry.tried)
-        lowered = backed_off(policy, carry.state, _overflow(), jnp)
-        overflowed = loss_finite & ~last.measured.finite(carry.state.scale)
+    def body(carry: _Carry) -> _Carry:
+        last = step.attempt(carry.state, pull(carry.state.scale), loss_finite)
+        lowered = backed_off(step.policy, carry.state, _overflow(), jnp)
+        overflowed = loss_finite & ~last.measurement.finite(carry.state.scale, jnp)
         again = overflowed & (carry.tried < retries) & (lowered.scale < carry.state.scale)
-        return _Try(lowered, again, carry.tried + 1, last)
+        return _Carry(lowered, again, carry.tried + 1, last)
 
-    first = _Try(state, jnp.bool_(True), jnp.int32(0), _blank(state, pull, loss_finite, policy, asked))
-    return lax.while_loop(lambda carry: carry.again, body, first).last
+    # A loop must start with something: an attempt of zeros, of the type of all attempts. Nothing is run for it.
+    kinds = jax.eval_shape(lambda: step.attempt(state, pull(state.scale), loss_finite))
+    first = _Carry(state, jnp.bool_(True), jnp.int32(0), jax.tree.map(zeros, kinds))
+    end = lax.while_loop(lambda carry: carry.again, body, first)
+    return end.last, end.tried - 1
 
 
 def _overflow() -> Seen:
     return Seen(finite=jnp.bool_(False), loss_finite=jnp.bool_(True))
-
-
-def _blank(state: Any, pull: Pull, loss_finite: Array, policy: Policy, asked: Asked) -> Attempt:
-    """Returns an attempt of zeros, of the type of all attempts: a loop must start with something. Nothing is run."""
-    kinds = jax.eval_shape(lambda: attempt(policy, state, pull(state.scale), loss_finite, asked))
-    return jax.tree.map(zeros, kinds)

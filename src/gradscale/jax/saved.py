@@ -1,4 +1,4 @@
-"""Reading and writing a `Scaler` with flax' serialisation, the policy's settings included."""
+"""Reading and writing a `Scaler` with flax's serialization, the policy's settings included."""
 
 import sys
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from gradscale.record import numbers, with_values
 
 
 def register_with_flax(kind: type) -> None:
-    """Tells flax how to write and read scalers of the class `kind`, if the program has loaded flax.
+    """Registers how flax writes and reads scalers of the class `kind`, if the program has loaded flax.
 
-    Importing it only for this would take longer than importing JAX. Without being told, `flax.serialization.to_bytes`
-    would refuse a scaler.
+    Importing it only for this would take longer than importing JAX. `flax.serialization.to_bytes` refuses a class that
+    is not registered.
     """
     flax: Any = sys.modules.get("flax.serialization")
     if flax is not None:

@@ -8,31 +8,32 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gradscale.engine.decide import check_clip
+from gradscale.engine.metrics import metrics_of
 from gradscale.engine.saved import check_state, read_saved, write_saved
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, check_stuck
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, StuckCheck
 from gradscale.jax.agree import AxisNames
-from gradscale.jax.checks import checked_loss, static_policy
-from gradscale.jax.result import StepResult
+from gradscale.jax.forward import checked_loss
+from gradscale.jax.remember import StepResult
 from gradscale.jax.saved import register_with_flax
-from gradscale.jax.step import Asked, attempt, finish
+from gradscale.jax.step import Step
 from gradscale.jax.tree import as_pytree, register, split
+from gradscale.policies.auto import as_policy
 from gradscale.policies.contract import Policy, ScaleState
-from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.static import NoScaling
 from gradscale.record import with_values
-
-DEFAULT_POLICY = Dynamic()
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, init=False)
 class Scaler:
-    """A scale and the rule that moves it. A value: `value_and_grad` and `step` return the next one.
+    """A scale and the rule that changes it. A value: `value_and_grad` and `step` return the next one.
 
     It is a pytree. The state's numbers are its leaves, each an array of its own, so that they can be donated; the
     policy is static. So it goes through `jit`, `vmap`, `scan`, `shard_map` and checkpoints like any other state of a
     training loop.
 
+    >>> from gradscale import Dynamic
     >>> scaler = Scaler(Dynamic(init_scale=1024.0))
     >>> float(scaler.loss_scale)
     1024.0
@@ -47,12 +48,12 @@ class Scaler:
     policy: Policy
     state: Any
 
-    def __init__(self, policy: Policy | Literal["auto"] = DEFAULT_POLICY, state: ScaleState | None = None) -> None:
+    def __init__(self, policy: Policy | Literal["auto"] = "auto", state: ScaleState | None = None) -> None:
         """Makes the scaler of the first step.
 
         Args:
             policy: the rule for the scale. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
-            state: where to go on, as `gradscale.import_state` returns it; by default the policy's start.
+            state: where to continue, as `gradscale.import_state` returns it; by default the policy's start.
 
         Raises:
             TypeError: `policy` is not a policy that can be compared and hashed, or `state` is not one of its states.
@@ -89,61 +90,72 @@ class Scaler:
         """Returns scaled gradients unscaled and clipped, the scaler of the next step, and the result.
 
         What `value_and_grad` does once it has the gradients. They come back in float32 or wider; as zeros if one of
-        them, or the loss, was inf or NaN. Does not wait for the device.
+        them, or the loss, was inf or NaN. Does not synchronize with the device.
 
         Args:
             grads: a pytree of gradients of a loss that was multiplied by the scale.
-            loss: the true loss, or a pytree of losses. One that is not finite skips the step and leaves the scale
+            loss: the unscaled loss, or a pytree of losses. One that is not finite skips the step and leaves the scale
                 alone: no scale could have helped.
-            clip_norm: bound on the norm of all gradients together, in true units.
+            clip_norm: bound on the norm of all gradients together, unscaled.
             norm: measure the norm for the result even if nothing is clipped.
             axis_names: mapped axes to agree over. By default all axes of `shard_map` and `pmap`.
         """
-        asked = Asked(clip_norm, norm, axis_names)
+        check_clip("clip_norm", clip_norm)
+        step = Step.of(self.policy, clip_norm, norm, axis_names)
         parts = split(grads, "grads")
         finite = [jnp.all(jnp.isfinite(checked_loss(one, NoScaling()))) for one in jax.tree.leaves(loss)]
-        moving = [jnp.asarray(leaf) for leaf in parts.moving]
-        last = attempt(self.policy, self.state, moving, jnp.all(jnp.stack([jnp.bool_(True), *finite])), asked)
-        gradients, state, result = finish(self.policy, self.state, last, parts.names, asked)
-        return parts.gradients(gradients), self.moved(state), result
+        gradients = [jnp.asarray(leaf) for leaf in parts.differentiable]
+        last = step.attempt(self.state, gradients, jnp.all(jnp.stack([jnp.bool_(True), *finite])))
+        unscaled, state, result = step.finish(self.state, last, parts.names)
+        return parts.gradients(unscaled), self.with_state(state), result
 
-    def moved(self, state: Any) -> "Scaler":
+    def with_state(self, state: Any) -> "Scaler":
         """Returns the scaler of the same policy with another state, unchecked."""
         return self.tree_unflatten(self.policy, (state,))
 
-    def metrics(self) -> dict[str, Array]:
-        """Returns scale, counts and skip rate as arrays on the device. Does not wait for it."""
-        applied, skipped = self.state.applied, self.state.skipped
-        steps = jnp.maximum(applied + skipped, 1).astype(jnp.float32)
-        return {"scale": self.loss_scale, "applied": applied, "skipped": skipped, "skip_rate": skipped / steps}
+    def metrics(self, result: StepResult | None = None) -> dict[str, Array]:
+        """Returns scale, counts, skip rate, gradient norm and headroom as arrays on the device, NaN where not known.
+
+        `headroom_bits` is how often the scale could double before the largest gradient overflows FP16. Does not
+        synchronize with the device.
+
+        Args:
+            result: what the last step returned beside this scaler. Norm and headroom are known only from a result,
+                and where they were measured: the norm with `clip_norm` or `norm=True`, the headroom with a policy that
+                follows the largest magnitude.
+        """
+        grad_norm, amax = (None, None) if result is None else (result.grad_norm, result.amax)
+        return metrics_of(self.state, grad_norm, amax, jnp)
 
     def check(self, result: StepResult, max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS) -> None:
         """Raises if the run is stuck: step after step was skipped, and no lower scale is left to try.
 
-        A compiled step cannot raise. Call this outside of it, now and then: it waits for the device.
+        A compiled step cannot raise. Call this outside of it, now and then: it synchronizes with the device.
 
         Args:
             result: what the last step returned beside this scaler.
             max_consecutive_skips: skipped steps in a row before the run is stuck.
 
         Raises:
-            ScaleStuck: the run is stuck. It names the parameters to blame, and the likely cause.
+            ScaleStuck: the run is stuck. It names the non-finite parameters, and the likely cause.
         """
-        check_stuck(self.state, max_consecutive_skips, result, len(result.names))
+        skips, stuck = int(self.state.consecutive_skips), bool(self.state.stuck)
+        StuckCheck(max_consecutive_skips).check(skips, stuck, bool(result.loss_finite), result)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the policy and its state as plain values that go through JSON. Waits for the device."""
+        """Returns the policy and its state as plain values that go through JSON. Synchronizes with the device."""
         return write_saved(self.policy, self.state)
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> Self:
-        """Returns the scaler that `to_dict` wrote: all it takes to go on bit for bit.
+        """Returns the scaler that `to_dict` wrote: all it takes to continue bit-exactly.
 
         Raises:
             TypeError: a value has the wrong type.
             ValueError: a key is missing or unknown, or a value is out of range.
         """
-        return cls(*read_saved(mapping))
+        saved = read_saved(mapping)
+        return cls(saved.policy, saved.state)
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         """Takes what pickle wrote, perhaps into a process that has made no scaler yet and whose JAX knows no states."""
@@ -158,3 +170,16 @@ class Scaler:
     def tree_unflatten(cls, policy: Policy, children: tuple[Any]) -> Self:
         """Returns a scaler of what JAX puts into it, arrays or not, unchecked. JAX calls this."""
         return with_values(object.__new__(cls), {"policy": policy, "state": children[0]})
+
+
+def static_policy(policy: Policy | Literal["auto"]) -> Policy:
+    """Returns the policy that is meant; raises unless JAX can hash it: it is a static part of the scaler."""
+    meant = as_policy(policy)
+    try:
+        hash(meant)
+    except TypeError as error:
+        raise TypeError(
+            "The settings of a policy must be Python numbers, as JAX compiles one program for each of them. "
+            f"Received: policy={policy!r}. For many policies at once make one scaler of each."
+        ) from error
+    return meant

@@ -1,122 +1,92 @@
-"""The rooms of a step, one after the other, for gradients that are there: measure, agree, decide, unscale."""
+"""The stages of a step in their order: measure and agree for each attempt, then decide and remember.
+
+`apply`, which is between the last two, is called by the user with the result.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gradscale.engine.decide import check_clip, decide
-from gradscale.jax.agree import AxisNames, mapped_axes
-from gradscale.jax.measure import Measured, agreed, measure
-from gradscale.jax.result import StepResult
-from gradscale.kernels.jax import wide_type
-from gradscale.policies.contract import Policy, Seen
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the caller wants of a step.
-
-    Attributes:
-        clip_norm: bound on the norm of all gradients together, in true units.
-        norm: measure the norm even if nothing is clipped.
-        axis_names: mapped axes to agree over; None stands for all that JAX knows.
-    """
-
-    clip_norm: float | None = None
-    norm: bool = False
-    axis_names: AxisNames = None
-
-    def __post_init__(self) -> None:
-        check_clip("clip_norm", self.clip_norm)
-
-    @property
-    def wants_norm(self) -> bool:
-        """Whether the norm is to be measured."""
-        return self.norm or self.clip_norm is not None
+from gradscale.engine.measurement import Measurement
+from gradscale.engine.plan import Plan
+from gradscale.jax.agree import AxisNames, agree, mapped_axes
+from gradscale.jax.decide import decide, unscaled
+from gradscale.jax.measure import measure
+from gradscale.jax.remember import StepResult
+from gradscale.policies.contract import Policy
 
 
 class Attempt(NamedTuple):
-    """Gradients, and what was seen of them.
+    """Gradients of one backward pass, and what was measured of them.
 
     Attributes:
         state: the state whose scale made them.
         gradients: the gradients, scaled.
-        measured: what was measured and agreed on.
+        measurement: what was measured and agreed on.
         loss_finite: whether the loss was finite, on every device.
-        retries: how many attempts came before this one.
     """
 
     state: Any
     gradients: tuple[Array, ...]
-    measured: Measured
+    measurement: Measurement
     loss_finite: Array
-    retries: Array
 
 
-def attempt(
-    policy: Policy, state: Any, gradients: Sequence[Array], loss_finite: Array, asked: Asked, retries: Array | int = 0
-) -> Attempt:
-    """Returns what there is to know about `gradients`, made at the scale of `state`: measured, and agreed on."""
-    found = measure(gradients, policy, norm=asked.wants_norm)
-    measured, loss_finite = agreed(found, loss_finite, mapped_axes(asked.axis_names))
-    return Attempt(state, tuple(gradients), measured, loss_finite, jnp.asarray(retries, jnp.int32))
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is known of a step before it runs.
 
-
-def finish(
-    policy: Policy, before: Any, last: Attempt, names: tuple[str, ...], asked: Asked
-) -> tuple[list[Array], Any, StepResult]:
-    """Returns the gradients to apply, the next state, and the result of the step.
-
-    If the last attempt overflowed too, the rule goes on from where it was before the first, and so backs off once:
-    gradients that are NaN at any scale would drain the scale otherwise.
-
-    Args:
-        policy: the rule.
-        before: the state before the first attempt.
-        last: the last attempt.
-        names: what the gradients are called.
-        asked: what the caller wants.
+    Attributes:
+        policy: the rule for the scale.
+        plan: what to read of the gradients.
+        clip_norm: bound on the norm of all gradients together, unscaled.
+        axes: mapped axes to agree over.
     """
-    seen = last.measured.seen(last.state.scale, last.loss_finite)
-    state = before if last.state is before else _either(seen.finite, last.state, before)
-    outcome = decide(policy, state, seen, jnp, asked.clip_norm)
-    if not last.gradients:
-        return [], before, _result(policy, before, last, seen, jnp.zeros_like(outcome.applied), names, asked)
-    gate = outcome.applied if policy.needs else None
-    gradients = [_unscaled(gradient, outcome.factor, gate) for gradient in last.gradients]
-    return gradients, outcome.state, _result(policy, outcome.state, last, seen, outcome.applied, names, asked)
 
+    policy: Policy
+    plan: Plan
+    clip_norm: float | None
+    axes: tuple[str, ...]
 
-def _unscaled(gradient: Array, factor: Array, gate: Array | None) -> Array:
-    """Returns the gradient times `factor`, in float32 or wider; zeros where the gate is shut, whatever it holds."""
-    wide = wide_type(gradient)
-    product = (gradient.astype(wide) * factor).astype(wide)
-    return product if gate is None else jnp.where(gate, product, jnp.zeros_like(product))
+    @classmethod
+    def of(cls, policy: Policy, clip_norm: float | None, norm: bool, axis_names: AxisNames) -> Self:
+        """Returns the step for what the caller asked for. Call it where the step runs: only there axes are known."""
+        return cls(policy, Plan.of(policy, norm=norm, clip_norm=clip_norm), clip_norm, mapped_axes(axis_names))
 
+    def attempt(self, state: Any, gradients: Sequence[Array], loss_finite: Array) -> Attempt:
+        """Returns gradients that the scale of `state` made, measured and agreed on."""
+        local = measure(gradients, self.plan)
+        return Attempt(state, tuple(gradients), *agree(local, loss_finite, self.plan, self.axes))
 
-def _either(condition: Array, left: Any, right: Any) -> Any:
-    return jax.tree.map(lambda one, other: jnp.where(condition, one, other), left, right)
+    def finish(
+        self, before: Any, last: Attempt, names: tuple[str, ...], retries: Array | int = 0
+    ) -> tuple[list[Array], Any, StepResult]:
+        """Returns the gradients to apply, the next state, and the result of the step.
 
-
-def _result(
-    policy: Policy, after: Any, last: Attempt, seen: Seen, applied: Array, names: tuple[str, ...], asked: Asked
-) -> StepResult:
-    measured = last.measured
-    return StepResult(
-        applied=applied,
-        scale=jnp.copy(last.state.scale),  # the scaler's own arrays may be donated while the result is kept
-        next_scale=jnp.copy(after.scale),
-        loss_finite=last.loss_finite,
-        retries=last.retries,
-        sizes=measured.sizes if measured.sizes.size else None,
-        grad_norm=seen.norm if asked.wants_norm and last.gradients else None,
-        amax=seen.amax if "amax" in policy.needs and last.gradients else None,
-        names=names,
-        attempted=bool(last.gradients),
-        gated=bool(policy.needs),
-        clip_norm=asked.clip_norm,
-    )
+        Args:
+            before: the state before the first attempt.
+            last: the last attempt.
+            names: what the gradients are called.
+            retries: how many attempts came before it.
+        """
+        seen, outcome = decide(self.policy, before, last.state, last.measurement, last.loss_finite, self.clip_norm)
+        attempted = bool(last.gradients)
+        after = outcome.state if attempted else before
+        result = StepResult(
+            applied=outcome.applied if attempted else jnp.zeros_like(outcome.applied),
+            scale=jnp.copy(last.state.scale),  # the scaler's own arrays may be donated while the result is kept
+            next_scale=jnp.copy(after.scale),
+            loss_finite=last.loss_finite,
+            grad_norm=seen.norm if self.plan.norm and attempted else None,
+            amax=seen.amax if self.plan.amax and attempted else None,
+            retries=jnp.asarray(retries, jnp.int32),
+            attempted=attempted,
+            sizes=last.measurement.sizes,
+            names=names,
+            gated=self.plan.checks,
+            clip_norm=self.clip_norm,
+        )
+        return unscaled(last.gradients, outcome, gated=self.plan.checks), after, result

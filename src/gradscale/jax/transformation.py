@@ -8,10 +8,8 @@ from jax import Array
 
 from gradscale.engine.decide import check_clip
 from gradscale.jax.agree import AxisNames, zeros
-from gradscale.jax.checks import static_policy
-from gradscale.jax.gate import gated
-from gradscale.jax.optimizer import holds, init, updated
-from gradscale.jax.scaler import DEFAULT_POLICY, Scaler
+from gradscale.jax.apply import check_accumulation, gated, holds, init, update
+from gradscale.jax.scaler import Scaler, static_policy
 from gradscale.policies.contract import Policy
 
 
@@ -29,7 +27,7 @@ class ScaledState(NamedTuple):
 
 def scaled(
     tx: optax.GradientTransformation,
-    policy: Policy | Literal["auto"] = DEFAULT_POLICY,
+    policy: Policy | Literal["auto"] = "auto",
     clip_norm: float | None = None,
     *,
     axis_names: AxisNames = None,
@@ -37,12 +35,12 @@ def scaled(
     """Returns a transformation that takes scaled gradients: it unscales, checks and clips them for `tx`, or skips.
 
     Multiply the loss by `loss_scale(opt_state)`. A skipped step gives updates of zero and leaves the state of `tx` as
-    it was, so no schedule advances. `update` takes the true loss as `loss=`, if you want one that is not finite to be
-    told from an overflow.
+    it was, so no schedule advances. `update` takes the unscaled loss as `loss=`, if a loss that is not finite shall not
+    count as an overflow.
 
     It must be the outermost: what comes before sees scaled gradients, what comes after runs on a skip too. Chains,
     `MultiSteps`, `masked`, `inject_hyperparams` and schedules go inside. `loss_scale` refuses a state in which it is
-    not the outermost. `apply` is quicker where you can use it: it also adds the updates behind the gate.
+    not the outermost. `apply` is faster where you can use it: it also adds the updates behind the gate.
 
     >>> tx = scaled(optax.sgd(0.5))
     >>> params = {"w": jax.numpy.float32(3.0)}
@@ -55,7 +53,7 @@ def scaled(
     Args:
         tx: the optimizer.
         policy: the rule for the scale, or `"auto"`, as for `Scaler`.
-        clip_norm: bound on the norm of all gradients together, in true units.
+        clip_norm: bound on the norm of all gradients together, unscaled.
         axis_names: mapped axes to agree over. By default all axes of `shard_map` and `pmap`.
     """
     rule = static_policy(policy)
@@ -66,25 +64,25 @@ def scaled(
         _check_inside(state.inner, clip_norm)
         return state
 
-    def update(updates: Any, state: Any, params: Any = None, *, loss: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def step(updates: Any, state: Any, params: Any = None, *, loss: Any = None, **extra: Any) -> tuple[Any, Any]:
         loss_scale(state)  # raises if this is not a state of `scaled`
         grads, scaler, result = state.scaler.step(updates, loss, clip_norm=clip_norm, axis_names=axis_names)
 
         def change() -> tuple[Any, Any]:
-            return updated(tx, grads, state.inner, params, extra)
+            return update(tx, grads, state.inner, params, extra)
 
         def keep() -> tuple[Any, Any]:
-            moves, _ = jax.eval_shape(change)
-            return jax.tree.map(zeros, moves), state.inner
+            kinds, _ = jax.eval_shape(change)
+            return jax.tree.map(zeros, kinds), state.inner
 
-        moves, inner = gated(result, change, keep) if result.attempted else keep()
-        return moves, ScaledState(scaler, inner)
+        changes, inner = gated(result, change, keep) if result.attempted else keep()
+        return changes, ScaledState(scaler, inner)
 
-    return optax.GradientTransformationExtraArgs(start, update)
+    return optax.GradientTransformationExtraArgs(start, step)
 
 
 def loss_scale(opt_state: Any) -> Array:
-    """Returns what the loss is to be multiplied by, from a state of `scaled`. Does not wait for the device.
+    """Returns what the loss is to be multiplied by, from a state of `scaled`. Does not synchronize.
 
     Raises:
         ValueError: the state is not one of `scaled`, or `scaled` is inside another transformation.
@@ -104,17 +102,7 @@ def loss_scale(opt_state: Any) -> Array:
 
 
 def _check_inside(inner: Any, clip_norm: float | None) -> None:
-    """Raises if what is inside of `scaled` cannot be meant."""
+    """Raises if what is inside of `scaled` divides or clips gradients that it should not."""
     if holds(ScaledState, inner):
         raise ValueError("`scaled` must not be inside another `scaled`: gradients would be divided twice. Use one.")
     check_accumulation(inner, clip_norm)
-
-
-def check_accumulation(opt_state: Any, clip_norm: float | None) -> None:
-    """Raises if gradients would be clipped one micro-batch at a time."""
-    if clip_norm is not None and holds(optax.MultiStepsState, opt_state):
-        raise ValueError(
-            "`clip_norm` would clip each micro-batch on its own, not the gradients that `optax.MultiSteps` adds up. "
-            f"Received: clip_norm={clip_norm!r}. Clip inside: "
-            "`optax.MultiSteps(optax.chain(optax.clip_by_global_norm(bound), tx), every_k_schedule=k)`."
-        )

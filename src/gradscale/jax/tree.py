@@ -1,4 +1,4 @@
-"""Gradients and states as pytrees: which leaves take part, what they are called, and how to put them back."""
+"""Gradients and states as pytrees: which leaves have gradients, what they are called, and how to put them back."""
 
 import functools
 from collections.abc import Sequence
@@ -19,29 +19,31 @@ class Split:
     """A pytree taken apart: the leaves that have gradients, and the rest.
 
     Attributes:
-        moving: floating-point and complex leaves.
-        names: what the moving leaves are called, as in `encoder.0.weight`.
+        differentiable: floating-point and complex leaves.
+        names: what the differentiable leaves are called, as in `encoder.0.weight`.
         leaves: all leaves.
         structure: the structure of the pytree.
     """
 
-    moving: tuple[Any, ...]
+    differentiable: tuple[Any, ...]
     names: tuple[str, ...]
     leaves: tuple[Any, ...]
     structure: Any
 
-    def filled(self, moving: Sequence[Any]) -> Any:
-        """Returns the pytree with `moving` in the place of its own, and everything else as it was."""
-        given = iter(moving)
-        return self.structure.unflatten([next(given) if moves(leaf) else leaf for leaf in self.leaves])
+    def filled(self, values: Sequence[Any]) -> Any:
+        """Returns the pytree with `values` for its differentiable leaves, and everything else as it was."""
+        given = iter(values)
+        return self.structure.unflatten([next(given) if is_differentiable(leaf) else leaf for leaf in self.leaves])
 
-    def gradients(self, moving: Sequence[Any]) -> Any:
-        """Returns the pytree with `moving` in the place of its own, and zeros for everything else.
+    def gradients(self, values: Sequence[Any]) -> Any:
+        """Returns the pytree with `values` for its differentiable leaves, and zeros for everything else.
 
-        An optimizer then leaves an integer where it is. None would change the structure.
+        An optimizer then leaves an integer as it is. None would change the structure.
         """
-        given = iter(moving)
-        return self.structure.unflatten([next(given) if moves(leaf) else _nothing(leaf) for leaf in self.leaves])
+        given = iter(values)
+        return self.structure.unflatten(
+            [next(given) if is_differentiable(leaf) else _zero_gradient(leaf) for leaf in self.leaves]
+        )
 
 
 def split(tree: Any, what: str) -> Split:
@@ -57,23 +59,23 @@ def split(tree: Any, what: str) -> Split:
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     for path, leaf in paths:
         _check_leaf(_name(path, what), leaf, what)
-    moving = [(path, leaf) for path, leaf in paths if moves(leaf)]
+    differentiable = [(path, leaf) for path, leaf in paths if is_differentiable(leaf)]
     return Split(
-        moving=tuple(leaf for _, leaf in moving),
-        names=tuple(_name(path, what) for path, _ in moving),
+        differentiable=tuple(leaf for _, leaf in differentiable),
+        names=tuple(_name(path, what) for path, _ in differentiable),
         leaves=tuple(leaf for _, leaf in paths),
         structure=structure,
     )
 
 
-def moves(leaf: Any) -> bool:
+def is_differentiable(leaf: Any) -> bool:
     """Returns whether `leaf` can have a gradient."""
     return jnp.issubdtype(_dtype(leaf), jnp.inexact)
 
 
 def without_keys(tree: Any) -> Any:
     """Returns `tree` with zeros in the place of random keys, with which an optimizer could not work."""
-    return jax.tree.map(lambda leaf: _nothing(leaf) if _is_key(leaf) else leaf, tree)
+    return jax.tree.map(lambda leaf: _zero_gradient(leaf) if _is_key(leaf) else leaf, tree)
 
 
 def as_pytree(record: R) -> R:
@@ -88,7 +90,7 @@ def as_pytree(record: R) -> R:
 
 @functools.cache
 def register(kind: type) -> None:
-    """Tells JAX that every field of the dataclass `kind` holds arrays."""
+    """Registers a pytree node: every field of the dataclass `kind` holds arrays."""
     jax.tree_util.register_dataclass(kind, [field.name for field in fields(kind)], [])
 
 
@@ -96,7 +98,7 @@ def _dtype(leaf: Any) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
 
 
-def _nothing(leaf: Any) -> Any:
+def _zero_gradient(leaf: Any) -> Any:
     """Returns a gradient of zero for a leaf that has none; of integers where an optimizer could not work with it."""
     is_bare = _dtype(leaf) == jax.dtypes.float0  # what `jax.grad(allow_int=True)` gives
     return jnp.zeros(leaf.shape, jnp.int32) if is_bare or _is_key(leaf) else jnp.zeros_like(leaf)

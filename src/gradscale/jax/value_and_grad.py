@@ -1,18 +1,20 @@
-"""`value_and_grad`: scales, differentiates, checks, unscales and clips, and moves the scale."""
+"""`value_and_grad`: scales, differentiates, checks, unscales and clips, and updates the scale."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import Array
 
+from gradscale.engine.decide import check_clip
+from gradscale.engine.retries import check_retries
 from gradscale.jax.agree import AxisNames, mapped_axes
-from gradscale.jax.checks import check_retries, checked_argnums
-from gradscale.jax.differentiate import Forward, Signature, check_mean, forward
-from gradscale.jax.result import StepResult
+from gradscale.jax.forward import Forward, Signature, forward
+from gradscale.jax.remember import StepResult
 from gradscale.jax.retry import attempts
 from gradscale.jax.scaler import Scaler
-from gradscale.jax.step import Asked, Attempt, attempt, finish
+from gradscale.jax.step import Attempt, Step
 
 Gradient = Callable[..., tuple[Any, Any, Scaler, StepResult]]
 """Takes a scaler and the function's own arguments; returns value, gradients, the next scaler and the result."""
@@ -31,13 +33,14 @@ def value_and_grad(
 ) -> Gradient:
     """Returns a function like `jax.value_and_grad(fun)` that takes a scaler first, and returns four things.
 
-    `(scaler, *args, **kwargs) -> value, grads, scaler, result`. The value is the true loss, or (loss, aux). The
-    gradients are true too, in float32 or wider: divided by the scale, and clipped. If one was inf or NaN, or the loss
-    was, they are all zeros, and `result.applied` is False; `apply` then leaves everything as it is. The scaler is the
-    one for the next step. Nothing waits for the device.
+    `(scaler, *args, **kwargs) -> value, grads, scaler, result`. The value is the unscaled loss, or (loss, aux). The
+    gradients are unscaled too, in float32 or wider, and clipped. If one was inf or NaN, or the loss was, they are all
+    zeros, and `result.applied` is False; `apply` then leaves everything as it is. The scaler is the one for the next
+    step.
 
-    Gradients are read once for what is asked, largest magnitude or norm; whether they are finite is told by either.
-    Leaves that are no floating-point numbers get zeros. The function can be differentiated again unless it retries.
+    Gradients are read once for each size that is needed, largest magnitude or norm; either shows whether they are
+    finite. Leaves that are no floating-point numbers get zeros. The function can be differentiated again unless it
+    retries. Does not synchronize with the device.
 
     >>> import jax
     >>> loss = lambda w, x: jax.numpy.sum(w * x)
@@ -49,44 +52,45 @@ def value_and_grad(
         fun: returns a loss in float32 or wider, without dimensions.
         argnums: which of `args` to differentiate by: one, or several.
         has_aux: whether `fun` returns (loss, aux).
-        clip_norm: bound on the norm of all gradients together, in true units.
+        clip_norm: bound on the norm of all gradients together, unscaled.
         norm: measure the norm for the result even if nothing is clipped.
         retries: how often to run the backward pass again, at a lower scale each time, when it overflows. The forward
             pass is run once. It keeps what the backward pass needs alive for longer.
         axis_names: mapped axes to agree over: what one device finds counts for all of them. By default all axes of
             `shard_map` and `pmap`.
-        mean_axes: mapped axes to average the gradients over before they are looked at, under `pmap` and with
+        mean_axes: mapped axes to average the gradients over before they are measured, under `pmap` and with
             `check_vma=False`.
 
     Raises:
         TypeError: `argnums` or `retries` is not an integer, or `clip_norm` not a number.
         ValueError: `retries` is negative, or `clip_norm` not positive.
     """
-    asked = Asked(clip_norm, norm, axis_names)
-    signature = Signature(checked_argnums(argnums), has_aux)
+    check_clip("clip_norm", clip_norm)
     check_retries(retries)
+    signature = Signature.of(argnums, has_aux)
 
     def value_and_gradients(scaler: Scaler, *args: Any, **kwargs: Any) -> tuple[Any, Any, Scaler, StepResult]:
         _check_scaler(scaler)
+        step = Step.of(scaler.policy, clip_norm, norm, axis_names)
         run = forward(fun, signature, scaler.policy, args, kwargs)
-        last = _backward(scaler, run, asked, retries, mean_axes)
-        gradients, state, result = finish(scaler.policy, scaler.state, last, run.params.names, asked)
+        last, retried = _backward(step, scaler.state, run, retries, mean_axes)
+        gradients, state, result = step.finish(scaler.state, last, run.params.names, retried)
         value = (run.loss, run.aux) if has_aux else run.loss
-        return value, run.params.gradients(gradients), scaler.moved(state), result
+        return value, run.params.gradients(gradients), scaler.with_state(state), result
 
     return value_and_gradients
 
 
-def _backward(scaler: Scaler, run: Forward, asked: Asked, retries: int, mean_axes: str | tuple[str, ...]) -> Attempt:
-    """Runs the backward pass, and again while it overflows; returns the last attempt."""
+def _backward(
+    step: Step, state: Any, run: Forward, retries: int, mean_axes: str | tuple[str, ...]
+) -> tuple[Attempt, Array | int]:
+    """Runs the backward pass, and again while it overflows; returns the last attempt and the number of retries."""
     axes = mapped_axes(mean_axes)
-    check_mean(run, axes)
+    run.check_mean(axes)
     loss_finite = jnp.isfinite(run.loss)
-    if retries and scaler.policy.needs and run.params.moving:
-        pull = functools.partial(run.gradients, mean_axes=axes)
-        return attempts(scaler.policy, scaler.state, pull, loss_finite, asked, retries)
-    gradients = run.gradients(scaler.loss_scale, axes)
-    return attempt(scaler.policy, scaler.state, gradients, loss_finite, asked)
+    if retries and step.plan.checks and run.params.differentiable:
+        return attempts(step, state, functools.partial(run.gradients, mean_axes=axes), loss_finite, retries)
+    return step.attempt(state, run.gradients(state.scale, axes), loss_finite), 0
 
 
 def _check_scaler(scaler: Any) -> None:

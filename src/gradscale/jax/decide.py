@@ -1,0 +1,60 @@
+"""Decide, the third stage: the policy's next state, one gate, and one factor that unscales and clips."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from gradscale.engine import decide as engine
+from gradscale.engine.measurement import Measurement
+from gradscale.formats import FP32
+from gradscale.kernels.jax import wide_type
+from gradscale.policies.contract import Policy, Seen
+
+
+def decide(
+    policy: Policy, before: Any, used: Any, measurement: Measurement, loss_finite: Array, clip_norm: float | None
+) -> tuple[Seen, engine.Outcome]:
+    """Returns the facts of the step, unscaled, and the decision that follows from them.
+
+    If the last attempt overflowed too, the rule goes on from the state before the first, and so backs off once:
+    gradients that are NaN at any scale would bring the scale down to its minimum otherwise.
+
+    Args:
+        policy: the rule.
+        before: the state before the first attempt.
+        used: the state whose scale made the gradients; `before` itself where nothing was run again.
+        measurement: what all devices measured.
+        loss_finite: whether the loss was finite on all of them.
+        clip_norm: bound on the norm of all gradients together, unscaled.
+    """
+    seen = measurement.seen(used.scale, loss_finite, jnp)
+    if measurement.amax is not None:
+        seen = replace(seen, amax=_as_float32(seen.amax))
+    state = before if used is before else jax.tree.map(lambda *pair: jnp.where(seen.finite, *pair), used, before)
+    return seen, engine.decide(policy, state, seen, jnp, clip_norm, used.scale)
+
+
+def unscaled(gradients: Sequence[Array], outcome: engine.Outcome, *, gated: bool) -> list[Array]:
+    """Returns the gradients times the factor, in float32 or wider; zeros in a step that is skipped, if one can be."""
+    return [_unscaled(gradient, outcome.factor, outcome.applied if gated else None) for gradient in gradients]
+
+
+def _unscaled(gradient: Array, factor: Array, applied: Array | None) -> Array:
+    wide = wide_type(gradient)
+    product = (gradient.astype(wide) * factor).astype(wide)
+    # The factor of a skipped step is zero, but zero times inf is NaN.
+    return product if applied is None else jnp.where(applied, product, jnp.zeros_like(product))
+
+
+def _as_float32(amax: Array) -> Array:
+    """Returns the largest magnitude in the type of a state; a finite float64 that does not fit as the largest float32.
+
+    A float64 would change the type of the state that a policy puts it into.
+    """
+    if amax.dtype == jnp.float32:
+        return amax
+    return jnp.where(jnp.isfinite(amax), jnp.minimum(amax, FP32.max), amax).astype(jnp.float32)

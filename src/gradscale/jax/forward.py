@@ -1,0 +1,189 @@
+"""The forward pass of any function of pytrees, and the backward pass to start from a scale."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from gradscale.jax.agree import varying_axes
+from gradscale.jax.tree import Split, split
+from gradscale.policies.contract import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a function takes and returns.
+
+    Attributes:
+        argnums: positions of the arguments to differentiate.
+        has_aux: whether it returns something beside the loss.
+    """
+
+    argnums: int | tuple[int, ...]
+    has_aux: bool
+
+    @classmethod
+    def of(cls, argnums: int | Sequence[int], has_aux: bool) -> Self:
+        """Returns the signature, with positions as Python integers.
+
+        Raises:
+            TypeError: a position is not an integer.
+        """
+        wanted = argnums if isinstance(argnums, Sequence) else (argnums,)
+        if isinstance(argnums, str) or not all(_is_integer(position) for position in wanted):
+            raise TypeError(f"`argnums` must be an integer, or a tuple of them. Received: argnums={argnums!r}.")
+        return cls(tuple(map(int, argnums)) if isinstance(argnums, Sequence) else int(argnums), has_aux)
+
+    def chosen(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Returns the positions to differentiate, from 0 on.
+
+        Raises:
+            ValueError: there is no such argument, or one comes twice.
+        """
+        wanted = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+        if any(not -len(args) <= position < len(args) for position in wanted):
+            raise ValueError(
+                "`argnums` counts the positional arguments after the scaler. "
+                f"Received: argnums={self.argnums!r} and {len(args)} of them."
+            )
+        chosen = tuple(position % len(args) for position in wanted)
+        if len(set(chosen)) < len(chosen):
+            raise ValueError(f"`argnums` must name each argument at most once. Received: argnums={self.argnums!r}.")
+        return chosen
+
+    def arguments(self, args: Sequence[Any]) -> Any:
+        """Returns the arguments to differentiate: one, or a tuple of them."""
+        chosen = [args[position] for position in self.chosen(args)]
+        return chosen[0] if isinstance(self.argnums, int) else tuple(chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A forward pass that was run.
+
+    Attributes:
+        loss: what it returned, unscaled.
+        aux: what it returned beside the loss; None if nothing.
+        params: the arguments it was differentiated by.
+        pullback: takes the cotangent of the loss to the gradients.
+    """
+
+    loss: Array
+    aux: Any
+    params: Split
+    pullback: Callable[[Array], tuple[tuple[Array, ...]]]
+
+    def gradients(self, scale: Array, mean_axes: Sequence[str]) -> tuple[Array, ...]:
+        """Runs the backward pass from `scale` and returns the scaled gradients, averaged over `mean_axes`."""
+        # Of the loss's own type in every respect: a bare scale would not differ along mapped axes where the loss does.
+        (gradients,) = self.pullback((jnp.ones_like(self.loss) * scale).astype(self.loss.dtype))
+        return lax.pmean(gradients, tuple(mean_axes)) if mean_axes else gradients
+
+    def check_mean(self, mean_axes: Sequence[str]) -> None:
+        """Raises if JAX has added up the gradients already: their mean would be their sum."""
+        known = varying_axes(jax.typeof(self.loss)) & set(mean_axes)
+        if known and not all(known <= varying_axes(jax.typeof(leaf)) for leaf in self.params.differentiable):
+            raise ValueError(
+                "`mean_axes` is for `pmap` and for `shard_map` with `check_vma=False`, where each device has gradients "
+                f"of its own. Here JAX adds them up over {sorted(known)} itself. Take the mean of the loss inside "
+                "`fun` instead, with `jax.lax.pmean`."
+            )
+
+
+def forward(
+    fun: Callable[..., Any], signature: Signature, policy: Policy, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Forward:
+    """Runs `fun` and returns what its backward pass needs, which can be run any number of times.
+
+    All arguments are flattened, and rebuilt inside the differentiated function: variables of flax nnx may only be
+    changed where they were made, and `nnx.merge` uses those it is given. Whole modules of flax nnx that are not
+    differentiated are passed as they are: flax then refuses a change, which would be lost with a copy.
+    """
+    params = split(signature.arguments(args), "the arguments to differentiate")
+    chosen = signature.chosen(args)
+    for position in chosen:
+        _check_modules(args[position])
+    rest = [None if position in chosen else arg for position, arg in enumerate(args)]
+    others, structure = jax.tree.flatten((rest, kwargs), is_leaf=_is_module)
+
+    def run(leaves: tuple[Any, ...]) -> tuple[Array, Any]:
+        filled, keywords = structure.unflatten(others)
+        values = params.filled(leaves)
+        for position, value in zip(chosen, (values,) if isinstance(signature.argnums, int) else values, strict=True):
+            filled[position] = value
+        return _loss_and_aux(fun(*filled, **keywords), signature.has_aux, policy)
+
+    loss, pullback, aux = jax.vjp(run, params.differentiable, has_aux=True)
+    return Forward(loss, aux, params, pullback)
+
+
+def checked_loss(loss: Any, policy: Policy) -> Array:
+    """Returns `loss` as an array; raises if the scale cannot multiply it, or its cotangent, exactly."""
+    if loss is None or isinstance(loss, tuple | list | dict):
+        raise TypeError(
+            "A loss must be one number. "
+            f"Received: {type(loss).__name__}. If it holds a loss and something else, pass `has_aux=True`."
+        )
+    value = jnp.asarray(loss)
+    # JAX takes an integer loss without an error, and all gradients are zero.
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"A loss must be a floating-point number. Received: {value.dtype.name}.")
+    if value.dtype.itemsize < 4 and policy.needs:
+        raise TypeError(
+            f"A loss must be float32 or wider, as a scale like 65536 does not fit a narrower type. "
+            f"Received: {value.dtype.name}. Cast what the model puts out, before the loss is taken of it: "
+            "`outputs.astype('float32')`."
+        )
+    return value
+
+
+def _loss_and_aux(returned: Any, has_aux: bool, policy: Policy) -> tuple[Array, Any]:
+    """Returns the loss, checked, and what came beside it."""
+    if has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
+        raise TypeError(f"With `has_aux=True`, `fun` must return (loss, aux). Received: {type(returned).__name__}.")
+    loss, aux = returned if has_aux else (returned, None)
+    loss = checked_loss(loss, policy)
+    if loss.shape:
+        raise TypeError(
+            "`fun` must return a loss without dimensions. "
+            f"Received: shape {loss.shape}. Take the mean, or map over the examples with `jax.vmap`."
+        )
+    return loss, aux
+
+
+def _is_integer(value: object) -> bool:
+    """Returns whether `value` is an integer, Python's or numpy's, and no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_module(node: Any) -> bool:
+    """Returns whether `node` is an object of flax nnx that may change in a call: a module, or `Rngs`."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.Pytree)
+
+
+def _check_modules(argument: Any) -> None:
+    """Raises if `argument`, to be differentiated, is or holds a module of flax nnx with more than parameters.
+
+    It is copied by `forward`. The statistics it gathers would be lost, and an optimizer would train them.
+    """
+    for node in jax.tree.leaves(argument, is_leaf=_is_module):
+        if _is_module(node):
+            _check_module(node)
+
+
+def _check_module(module: Any) -> None:
+    nnx: Any = sys.modules["flax.nnx"]
+    rest = nnx.state(module, nnx.Not(nnx.Param))
+    kinds = {type(node).__name__ for node in jax.tree.leaves(rest, is_leaf=lambda node: isinstance(node, nnx.Variable))}
+    if kinds:
+        raise TypeError(
+            "A module of flax nnx to differentiate must hold parameters only, as what it changes in itself is lost. "
+            f"Received: a {type(module).__name__} with {sorted(kinds)}. Take it apart, `structure, params, rest = "
+            "nnx.split(model, nnx.Param, ...)`, differentiate by `params`, and call `nnx.merge` inside `fun`."
+        )
