@@ -1,4 +1,4 @@
-"""A loop of your own on JAX: pure functions, and a step that is compiled as one."""
+"""A custom loop on JAX: pure functions, and a step that is compiled as one."""
 
 import os
 
@@ -30,14 +30,14 @@ optimizer.build(model.trainable_variables)
 def scaled_loss(weights, others, opt_vars, x, y):
     logits, others = model.stateless_call(weights, others, x, training=True)
     loss = cross_entropy(y, logits)
-    # The scale travels with the optimizer's variables.
+    # The scale is passed in with the optimizer's variables.
     return optimizer.scale_loss(loss, opt_vars), (loss, others)
 
 
 @jax.jit
 def step(weights, others, opt_vars, x, y):
     grads, (loss, others) = jax.grad(scaled_loss, has_aux=True)(weights, others, opt_vars, x, y)
-    # Unscales, checks, applies or skips, and moves the scale: all of it compiled, one branch around the optimizer.
+    # Unscales, checks, applies or skips, and updates the scale: all of it compiled, one branch around the optimizer.
     weights, opt_vars, result = optimizer.stateless_apply_if_finite(opt_vars, grads, weights, loss=loss)
     return weights, others, opt_vars, loss, result
 

@@ -1,4 +1,4 @@
-"""A loop of your own on TensorFlow: `tf.GradientTape`, inside a `tf.function`."""
+"""A custom loop on TensorFlow: `tf.GradientTape`, inside a `tf.function`."""
 
 import os
 
@@ -33,7 +33,7 @@ def step(x, y):
         loss = loss_of(y, model(x, training=True))
         scaled_loss = optimizer.scale_loss(loss)
     grads = tape.gradient(scaled_loss, model.trainable_variables)
-    # Unscales, checks, applies or skips, and moves the scale. A loss that is not finite skips and blames no scale.
+    # Unscales, checks, applies or skips, and updates the scale. A loss that is not finite leaves the scale.
     result = optimizer.apply_if_finite(grads, model.trainable_variables, loss=loss)
     return loss, result
 

@@ -1,4 +1,4 @@
-"""A loop of your own on torch: `backward`, and Keras' optimizer on what it leaves."""
+"""A custom loop on torch: `backward`, and Keras's optimizer on its gradients."""
 
 import os
 
@@ -34,7 +34,7 @@ for _ in range(STEPS):
     optimizer.scale_loss(loss).backward()
     grads = [variable.value.grad for variable in model.trainable_variables]
     with torch.no_grad():
-        # Unscales, checks, applies or skips, and moves the scale: one wait for the device in all.
+        # Unscales, checks, applies or skips, and updates the scale.
         result = optimizer.apply_if_finite(grads, model.trainable_variables, loss=loss)
     if result.skipped():
         print("skipped:", ", ".join(f"{culprit.name} ({culprit.kind})" for culprit in result.culprits()))

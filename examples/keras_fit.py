@@ -1,4 +1,4 @@
-"""Keras' `fit` in FP16: one line around the optimizer, on any backend. KERAS_BACKEND chooses it."""
+"""Keras's `fit` in FP16: one line around the optimizer, on any backend. KERAS_BACKEND chooses it."""
 
 import keras
 import numpy as np
@@ -26,7 +26,7 @@ model = keras.Sequential(
     ]
 )
 model.compile(
-    optimizer=half.optimizer(keras.optimizers.Adam(3e-3, global_clipnorm=1.0)),  # clips true gradients
+    optimizer=half.optimizer(keras.optimizers.Adam(3e-3, global_clipnorm=1.0)),  # clips unscaled gradients
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     jit_compile=keras.config.backend() == "jax",
 )

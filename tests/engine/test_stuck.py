@@ -90,3 +90,7 @@ def test_settings_that_cannot_be_meant_are_refused(arguments: tuple[Any, ...], e
 def test_the_cause_follows_from_the_loss_and_the_number_of_bad_parameters(status: Status, bad: int, cause: str) -> None:
     culprits = [Culprit(f"layer.{number}", "inf") for number in range(bad)]
     assert likely_cause(status, culprits, 3).startswith(cause)
+
+
+def test_the_cause_says_so_where_the_parameters_were_not_recorded() -> None:
+    assert "the step did not record which" in likely_cause(Status.OVERFLOW, [], 0)

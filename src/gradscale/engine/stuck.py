@@ -103,10 +103,15 @@ def likely_cause(status: Status, culprits: Sequence[Culprit], parameters: int) -
     Args:
         status: the status of the step.
         culprits: the parameters whose gradients were not finite.
-        parameters: how many parameters had gradients.
+        parameters: how many parameters had gradients; 0 where it was not recorded, as in Keras's `fit`.
     """
     if status is Status.NONFINITE_LOSS:
         return "the loss itself is inf or NaN, so no scale can help; look at the forward pass and the input batch."
+    if not parameters:
+        return (
+            "gradients overflow at any scale, and the step did not record which; run one with a batch of this run in a "
+            "custom loop, and look at its culprits."
+        )
     if not culprits:
         return (
             "gradients overflowed that the step did not read: those of `scaler.grad`, another rank's, or FP16 ones "

@@ -1,26 +1,27 @@
-"""From Keras' own `LossScaleOptimizer` to ours, in the middle of a training run."""
+"""From Keras's own `LossScaleOptimizer`, or that of tf-keras, to ours, in the middle of a training run."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import keras
 
 from gradscale.keras.optimizer import LossScaleOptimizer
-from gradscale.keras.packing import on_host
-from gradscale.keras.saved import COUNTED, fitted
-from gradscale.policies.contract import Policy
+from gradscale.keras.variables import COUNTERS, fitted, on_host
+from gradscale.peers import import_state
+from gradscale.policies.contract import Policy, ScaleState
 
 
 def adopt(model: Any, policy: Policy | Literal["auto"] | None = None) -> LossScaleOptimizer:
     """Replaces the model's own loss scaling by gradscale's, and returns the optimizer that the model now has.
 
-    Scale, clean steps and the inner optimizer with all its state go on where they were. For a model that
-    `keras.saving.load_model` has read, or that was compiled under `mixed_float16`, which wraps every optimizer in
-    Keras' own class. A model that has ours already keeps it.
+    Scale, clean steps and the inner optimizer with all its state are kept. For a model that `keras.saving.load_model`
+    has read, or that was compiled under `mixed_float16`, which wraps every optimizer in Keras's own class. A model that
+    has ours already keeps it.
 
     Args:
         model: a compiled model.
-        policy: the rule for the scale from now on; by default Keras' own, with the settings it had.
+        policy: the rule for the scale from now on; by default Keras's own, with the settings it had.
 
     Raises:
         TypeError: the model has no loss scaling. Compile it with `LossScaleOptimizer(optimizer)`.
@@ -33,7 +34,7 @@ def adopt(model: Any, policy: Policy | Literal["auto"] | None = None) -> LossSca
             "`adopt` takes a compiled model that scales its loss. "
             f"Received: a model with optimizer={before!r}. Compile it with `LossScaleOptimizer(optimizer)`."
         )
-    after = _taken_over(before, policy)
+    after = _replacement(before, policy)
     model.optimizer = after
     model.train_function = None  # it was compiled with the old optimizer
     if hasattr(model, "_compile_config"):
@@ -41,8 +42,28 @@ def adopt(model: Any, policy: Policy | Literal["auto"] | None = None) -> LossSca
     return after
 
 
-def _taken_over(before: Any, policy: Policy | Literal["auto"] | None) -> LossScaleOptimizer:
-    """Returns an optimizer that goes on where `before` is."""
+def read_tf_checkpoint(path: str | Path) -> tuple[Policy, ScaleState]:
+    """Returns the rule and the state of tf-keras's `LossScaleOptimizer`, as a TensorFlow checkpoint has them.
+
+    Give the rule, or another, to `LossScaleOptimizer(inner, policy=...)` and the state to its `load_state`. Only the
+    scale and its counter are read: growth interval and initial scale are not in a checkpoint, and are tf-keras's own.
+
+    Args:
+        path: what was given to `tf.train.Checkpoint.save` or `save_weights`, with the number that it appended.
+
+    Raises:
+        ModuleNotFoundError: TensorFlow, which reads its checkpoints, is not installed.
+        ValueError: there is no loss scale in the checkpoint, or more than one.
+    """
+    import tensorflow as tf
+
+    reader = tf.train.load_checkpoint(str(path))
+    names = [name for name in reader.get_variable_to_shape_map() if "loss_scale/" in name]
+    return import_state("tf-keras", {name: reader.get_tensor(name) for name in names})
+
+
+def _replacement(before: Any, policy: Policy | Literal["auto"] | None) -> LossScaleOptimizer:
+    """Returns an optimizer that continues from `before`."""
     settings: dict[str, Any] = {"policy": policy}
     if policy is None:
         settings = {"initial_scale": before.initial_scale, "dynamic_growth_steps": before.dynamic_growth_steps}
@@ -59,8 +80,8 @@ def _taken_over(before: Any, policy: Policy | Literal["auto"] | None) -> LossSca
 
 
 def _counts(before: Any) -> dict[str, Any]:
-    """Returns the counters of ours, which go on; Keras' own has none."""
+    """Returns the counters of ours, which are kept; Keras's own has none."""
     if not isinstance(before, LossScaleOptimizer):
         return {}
     state = before.state
-    return {name: getattr(state, name) for name in COUNTED}
+    return {name: getattr(state, name) for name in COUNTERS}

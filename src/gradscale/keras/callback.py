@@ -1,5 +1,6 @@
 """`ScaleMonitor`: a callback that shows the scale and the skips of a `fit` while it runs, and records them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -7,27 +8,23 @@ from typing import Any
 
 import keras
 
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, ScaleStuck
+from gradscale.engine.metrics import METRICS
+from gradscale.engine.result import StepResult
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, StuckCheck
 from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.policies.checks import check_count
 from gradscale.policies.contract import ScaleState
 
-SHOWN = ("loss_scale", "skipped_steps")
-"""What the progress bar, the history and TensorBoard call the scale and the count of skips."""
-
-CAUSE = (
-    "`fit` does not tell which gradients were not finite, nor whether the loss was; look at the loss first, then at "
-    "the culprits of a step in a loop of your own."
-)
-"""What is known of a stuck run here, as a sentence."""
+LOGGED = tuple(name for name in METRICS if name in ("scale", "skipped"))
+"""Names of the metrics that the progress bar, the history and TensorBoard show."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleRow:
-    """What a reading found.
+    """One reading.
 
     Attributes:
-        step: steps that the optimizer has taken so far, applied or not. It counts on where a saved model is resumed.
+        step: steps of the optimizer so far, applied or not. A resumed model continues the count.
         scale: the scale of the next step.
         skipped: how many of the steps were skipped.
         finite: whether none was skipped since the row before.
@@ -46,18 +43,18 @@ class ScaleMonitor(keras.callbacks.Callback):
         model.fit(x, y, callbacks=[monitor])
         replay([Dynamic(), Dynamic(growth_interval=100)], found_inf=monitor.found_inf())
 
-    `loss_scale` and `skipped_steps` are added to the logs, where the progress bar, the history and all callbacks that
-    stand later in the list find them, such as Keras' `TensorBoard` and `CSVLogger`. A batch shows what was last read.
+    `scale` and `skipped` are added to the logs, for the progress bar, the history and all later callbacks in the list,
+    such as Keras's `TensorBoard` and `CSVLogger`. A batch shows the last reading.
 
-    A reading waits for the device, and on JAX makes Keras take its whole state back into the model. Between readings
-    nothing waits, and Keras goes on showing its progress from another thread.
+    A reading synchronizes with the device, and on JAX makes Keras copy its whole state back into the model. Between
+    readings nothing synchronizes, and Keras shows its progress from another thread.
 
     Attributes:
-        rows: what was read, in order, through all calls of `fit`; one row at the begin and at every end of an epoch.
+        rows: the readings, in order, of all calls of `fit`; one at the begin and at every end of an epoch.
     """
 
     async_safe = True
-    """Tells Keras that `on_train_batch_end` may be called from another thread: it reads no device."""
+    """Keras may call `on_train_batch_end` from another thread: it does not synchronize with the device."""
 
     def __init__(
         self,
@@ -65,6 +62,7 @@ class ScaleMonitor(keras.callbacks.Callback):
         log_dir: str | PathLike[str] | None = None,
         *,
         max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
+        on_stuck: OnStuck = "raise",
     ) -> None:
         """Makes a monitor for one model.
 
@@ -72,20 +70,22 @@ class ScaleMonitor(keras.callbacks.Callback):
             every: batches between two readings.
             log_dir: folder to write TensorBoard's files to, a point for each reading. Needs TensorFlow, on whichever
                 backend Keras runs.
-            max_consecutive_skips: skipped steps in a row, with no lower scale left to try, after which a reading raises
-                `ScaleStuck`.
+            max_consecutive_skips: skipped steps in a row after which a reading finds the run stuck, if no lower scale
+                is left to try or the loss that `fit` reports is not finite.
+            on_stuck: what to do then: raise `ScaleStuck`, or once until a step is applied: `"warn"`, or call a function
+                with the error.
 
         Raises:
             ImportError: `log_dir` was given, and there is no TensorFlow.
             TypeError: `every` or `max_consecutive_skips` is no integer.
-            ValueError: one of them is less than 1.
+            ValueError: one of them is less than 1, or `on_stuck` is none of its options.
         """
         super().__init__()
         check_count("every", every)
-        check_count("max_consecutive_skips", max_consecutive_skips)
         self.rows: list[ScaleRow] = []
         self._every = every
-        self._max_consecutive_skips = max_consecutive_skips
+        self._stuck = StuckCheck(max_consecutive_skips, on_stuck)
+        self._loss_finite = True
         self._batches = 0
         self._summary = None if log_dir is None else _Summary(fspath(log_dir))
 
@@ -104,20 +104,21 @@ class ScaleMonitor(keras.callbacks.Callback):
         return [not after.finite for before, after in pairs if after.step > before.step]
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Reads where the run starts. Keras calls this.
+        """Reads the state that the run starts from. Keras calls this.
 
         Raises:
             TypeError: the model was not compiled with gradscale's optimizer.
         """
         del logs
         self._batches = 0
+        self._loss_finite = True
         self._read()
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Reads what the batches so far have done, if it is time. Keras calls this, always in the main thread.
+        """Reads the state after the batches so far, every few batches. Keras calls this, always in the main thread.
 
         Raises:
-            ScaleStuck: step after step was skipped, and no lower scale is left to try.
+            ScaleStuck: the run is stuck, and `on_stuck` is `"raise"`.
         """
         del batch, logs
         if self._batches and self._batches % self._every == 0:
@@ -125,12 +126,12 @@ class ScaleMonitor(keras.callbacks.Callback):
         self._batches += 1
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds what was last read to the logs of a batch. Keras calls this, possibly in another thread."""
+        """Adds the last reading to the logs of a batch. Keras calls this, possibly in another thread."""
         del batch
         self._show(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Reads, and adds it to the logs of an epoch. Keras calls this.
+        """Reads the state, and adds it to the logs of an epoch. Keras calls this.
 
         Raises:
             ScaleStuck: as above.
@@ -152,17 +153,20 @@ class ScaleMonitor(keras.callbacks.Callback):
         return state
 
     def _check_stuck(self, state: ScaleState) -> None:
-        skips = int(state.consecutive_skips)
-        if state.stuck and skips >= self._max_consecutive_skips:
-            raise ScaleStuck(skips, float(state.scale), (), CAUSE)
+        # `fit` keeps no result of a step. Its state says all that is known.
+        last = StepResult(applied=False, scale=state.scale, next_scale=state.scale, loss_finite=self._loss_finite)
+        self._stuck.check(int(state.consecutive_skips), bool(state.stuck), self._loss_finite, last)
 
     def _show(self, logs: dict[str, Any] | None) -> None:
-        if logs is not None:
-            logs |= zip(SHOWN, (self.rows[-1].scale, self.rows[-1].skipped), strict=True)
+        if logs is None:
+            return
+        # The mean over the epoch so far. The optimizer itself is not given the loss by `fit`.
+        self._loss_finite = math.isfinite(logs.get("loss", 0.0))
+        logs |= {name: getattr(self.rows[-1], name) for name in LOGGED}
 
 
 class _Summary:
-    """A folder of TensorBoard's, written with TensorFlow alone: `tf.summary.scalar` wants TensorBoard as well."""
+    """A folder of TensorBoard's, written with TensorFlow alone: `tf.summary.scalar` needs TensorBoard as well."""
 
     def __init__(self, log_dir: str) -> None:
         try:
@@ -178,10 +182,10 @@ class _Summary:
         self._scalar = metadata(plugin_data=metadata.PluginData(plugin_name="scalars"), data_class="DATA_CLASS_SCALAR")
 
     def write(self, row: ScaleRow) -> None:
-        """Writes a point for each thing that is shown."""
+        """Writes a point for each metric."""
         with self._writer.as_default(step=row.step):
-            for name, value in zip(SHOWN, (row.scale, float(row.skipped)), strict=True):
-                self._module.write(name, value, metadata=self._scalar)
+            for name in LOGGED:
+                self._module.write(name, float(getattr(row, name)), metadata=self._scalar)
         self._writer.flush()
 
 

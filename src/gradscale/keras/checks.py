@@ -1,9 +1,54 @@
-"""What the optimizer refuses: lists that do not fit each other, and calls that come too early."""
+"""The arguments of the optimizer: the policy that they give, and what is refused."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import keras
+
+from gradscale.engine.saved import policy_from_dict
+from gradscale.policies.auto import as_policy
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_count, check_scale
+from gradscale.policies.contract import Policy
+from gradscale.policies.dynamic import Dynamic
+
+INITIAL_SCALE = 2.0**15
+DYNAMIC_GROWTH_STEPS = 2000
+"""Keras's own defaults."""
+
+
+def chosen_policy(initial_scale: float, dynamic_growth_steps: int, policy: Policy | Literal["auto"] | None) -> Policy:
+    """Returns the rule: `policy`, or Keras's own where there is none, which doubles and halves.
+
+    Keras's rule goes on to infinity and to zero, and stays there. Here it stays between 2**-126 and 2**126.
+
+    Raises:
+        TypeError: `policy` is no policy, or one of Keras's arguments is no number.
+        ValueError: both were given, or one of Keras's arguments is out of range.
+    """
+    if policy is None:
+        check_scale("initial_scale", initial_scale)
+        check_count("dynamic_growth_steps", dynamic_growth_steps)
+        return Dynamic(
+            init_scale=initial_scale,
+            growth_interval=dynamic_growth_steps,
+            min_scale=LOWEST_SCALE,
+            max_scale=HIGHEST_SCALE,
+        )
+    if (initial_scale, dynamic_growth_steps) != (INITIAL_SCALE, DYNAMIC_GROWTH_STEPS):
+        raise ValueError(
+            "`policy` replaces `initial_scale` and `dynamic_growth_steps`. Received all at once: "
+            f"initial_scale={initial_scale!r}, dynamic_growth_steps={dynamic_growth_steps!r}, policy={policy!r}. "
+            "Give them to the policy: `Dynamic(init_scale=..., growth_interval=...)`."
+        )
+    return as_policy(policy)
+
+
+def with_policy(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that `get_config` wrote, with the policy made of its dict where there is one."""
+    arguments = dict(config)
+    if isinstance(arguments.get("policy"), Mapping):
+        arguments["policy"] = policy_from_dict(arguments["policy"])
+    return arguments
 
 
 def check_inner(inner_optimizer: Any) -> None:
@@ -22,10 +67,10 @@ def check_inner(inner_optimizer: Any) -> None:
 
 
 def check_dynamic(dynamic: bool) -> None:
-    """Raises for tf-keras' way to ask for a fixed scale."""
+    """Raises for tf-keras's way to ask for a fixed scale."""
     if not dynamic:
         raise ValueError(
-            "A scale that never moves is a policy. Received: dynamic=False. "
+            "A scale that never changes is a policy. Received: dynamic=False. "
             "Pass `policy=Static(1024.0)`, or do without this class and set `loss_scale_factor` on the inner optimizer."
         )
 
@@ -48,12 +93,12 @@ def check_built(what: str, built: bool) -> None:
         )
 
 
-def check_travels(what: str, instead: str, is_constant: bool) -> None:
-    """Raises where a compiled function would keep the scale of today for ever, or write to a variable it cannot."""
+def check_passed_in(what: str, instead: str, is_constant: bool) -> None:
+    """Raises where a compiled function would keep today's scale for ever, or write to a variable that it cannot."""
     if is_constant:
         raise ValueError(
-            "In a function that JAX compiles the scale must travel with the optimizer's variables: one that is read "
-            f"from the optimizer is compiled in, and never moves. Received: a call of `{what}`. {instead}"
+            "In a function that JAX compiles, the scale must be passed in with the optimizer's variables: one that is "
+            f"read from the optimizer is compiled in, and never changes. Received: a call of `{what}`. {instead}"
         )
 
 
@@ -61,7 +106,7 @@ def check_stateless(optimizer: Any, optimizer_variables: Sequence[Any], trainabl
     """Raises unless values are given for all variables, on a backend with pure functions."""
     if keras.config.backend() == "tensorflow":
         raise ValueError(
-            "TensorFlow's variables are changed in place, so that a step is no pure function there. "
+            "TensorFlow's variables are changed in place, so a step is no pure function there. "
             "Received: a call of `stateless_apply_if_finite`. Use `apply_if_finite`."
         )
     check_built("stateless_apply_if_finite", optimizer.built)

@@ -1,4 +1,4 @@
-"""`LossScaleOptimizer`: Keras' class of that name with gradscale's rules, and with results for custom loops."""
+"""`LossScaleOptimizer`: Keras's class of that name with gradscale's rules, and with results for custom loops."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
@@ -7,29 +7,33 @@ import keras
 import numpy as np
 
 from gradscale.engine.saved import check_state
-from gradscale.keras.checks import check_built, check_dynamic, check_inner, check_pairs, check_stateless, check_travels
-from gradscale.keras.packing import OWN, Packing, Slot, on_host
-from gradscale.keras.result import StepResult
-from gradscale.keras.saved import completed, fitted
-from gradscale.keras.settings import DYNAMIC_GROWTH_STEPS, INITIAL_SCALE, chosen_policy, with_policy
-from gradscale.keras.step import BACKEND, Pairs, nothing_to_do, result_of, take, unscaled
+from gradscale.keras.checks import (
+    DYNAMIC_GROWTH_STEPS,
+    INITIAL_SCALE,
+    check_built,
+    check_dynamic,
+    check_inner,
+    check_pairs,
+    check_passed_in,
+    check_stateless,
+    chosen_policy,
+    with_policy,
+)
+from gradscale.keras.measure import BACKEND, Gradients
+from gradscale.keras.remember import StepResult, metrics_on_host, result_of, result_without_gradients
+from gradscale.keras.step import run_step, unscaled
+from gradscale.keras.variables import FIRST, SCALE_INDEX, StateLayout, fitted, on_host
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.record import Array, numbers, with_values
 
 KerasLossScaleOptimizer: Any = keras.optimizers.LossScaleOptimizer
-
-BEFORE_SLOTS = 2
-"""Variables that every Keras optimizer has before its own: the iteration and the learning rate."""
-
-SCALE_PLACE = BEFORE_SLOTS + list(OWN).index("dynamic_scale")
-"""Where the scale stands among the optimizer's variables."""
 
 
 @keras.saving.register_keras_serializable(package="gradscale")
 class LossScaleOptimizer(KerasLossScaleOptimizer):
     """Scales the loss for another optimizer, checks and unscales the gradients, and skips a step that overflowed.
 
-    It stands wherever Keras' own does, and takes its arguments. Those give Keras' rule; `policy` gives any other.
+    A drop-in for Keras's own class, with its arguments. Those give Keras's rule; `policy` gives any other.
 
     >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=1024.0)
     >>> optimizer.policy.growth_interval
@@ -46,33 +50,33 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         policy: Policy | Literal["auto"] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Makes the optimizer of the first step.
+        """Makes an optimizer before its first step.
 
         Args:
-            inner_optimizer: the optimizer to run. Its clipping, weight decay, accumulation and averages see true
+            inner_optimizer: the optimizer to run. Its clipping, weight decay, accumulation and averages see unscaled
                 gradients.
-            initial_scale: scale of the first step, for Keras' own rule.
-            dynamic_growth_steps: clean steps in a row before the scale doubles, for Keras' own rule.
+            initial_scale: scale of the first step, for Keras's own rule.
+            dynamic_growth_steps: clean steps in a row before the scale doubles, for Keras's own rule.
             name: name of the optimizer.
-            policy: the rule for the scale, in the place of Keras' own. `"auto"` is `Headroom()`, which follows the
+            policy: the rule for the scale, instead of Keras's own. `"auto"` is `Headroom()`, which follows the
                 gradients of an FP16 run.
-            **kwargs: what Keras' own class takes, to read old files.
+            **kwargs: what Keras's own class takes, to read old files.
 
         Raises:
             TypeError: `inner_optimizer` is no optimizer, or `policy` no policy.
-            ValueError: `inner_optimizer` scales the loss itself, `policy` was given beside Keras' arguments, one of
+            ValueError: `inner_optimizer` scales the loss itself, `policy` was given beside Keras's arguments, one of
                 these is out of range, or `dynamic=False` was given.
         """
         check_inner(inner_optimizer)
         check_dynamic(kwargs.get("dynamic", True))
         rule = chosen_policy(initial_scale, dynamic_growth_steps, policy)
-        start = rule.start()
+        layout = StateLayout(rule.start())
         super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, name=name, **kwargs)
         self._policy = rule
-        self._packing = Packing(start)
+        self._layout = layout
         self._has_own_rule = policy is not None
         if self._has_own_rule:
-            self.initial_scale = float(start.scale)
+            self.initial_scale = float(layout.start.scale)
 
     @property
     def policy(self) -> Policy:
@@ -81,53 +85,65 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
 
     @property
     def state(self) -> ScaleState:
-        """Everything the scale remembers: its value, and the counters, as numpy scalars. Waits for the device."""
-        return self.read_state(on_host) if self.built else self._packing.start
+        """The scale, its counters and what the policy remembers, as numpy scalars. Synchronizes with the device."""
+        return self.read_state(on_host) if self.built else self._layout.start
 
     @property
     def trainable_variables(self) -> list[Any]:
         """The variables that the optimizer was built with."""
         return self._trainable_variables
 
+    def metrics(self, last: StepResult | None = None) -> dict[str, float]:
+        """Returns scale, counts, skip rate, gradient norm and headroom: Python numbers, NaN where one is not known.
+
+        The optimizer keeps scale and counts only, as every further variable costs time on JAX. `grad_norm` and
+        `headroom_bits`, how often the scale could double before the largest gradient overflows FP16, come from the
+        result of a step. Synchronizes with the device.
+
+        Args:
+            last: the result of the last step of a custom loop.
+        """
+        return metrics_on_host(self.state, last)
+
     def scale_loss(self, loss: Any, optimizer_variables: Sequence[Any] | None = None) -> Any:
         """Returns `loss` times the scale, in float32 or wider.
 
         Args:
             loss: the loss.
-            optimizer_variables: values of the optimizer's variables where they travel through a pure function, as on
-                JAX; by default the scale is taken from the variable.
+            optimizer_variables: values of the optimizer's variables where they are arguments of a pure function, as on
+                JAX; by default the scale is read from the variable.
 
         Raises:
             ValueError: JAX would compile the scale in, as it is not among the arguments of the function.
         """
         if optimizer_variables is not None:
-            return keras.ops.multiply(loss, optimizer_variables[SCALE_PLACE])
+            return keras.ops.multiply(loss, optimizer_variables[SCALE_INDEX])
         if not self.built:
-            return keras.ops.multiply(loss, self._packing.start.scale)
-        self._check_travels("scale_loss", "Call `scale_loss(loss, optimizer_variables)`.")
+            return keras.ops.multiply(loss, self._layout.start.scale)
+        self._check_passed_in("scale_loss", "Call `scale_loss(loss, optimizer_variables)`.")
         return keras.ops.multiply(loss, self.dynamic_scale)
 
     def unscale_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Returns gradients divided by the scale, in float32 or wider: to look at. `apply_if_finite` wants them scaled.
+        """Returns unscaled gradients, in float32 or wider: to look at. `apply_if_finite` takes them scaled.
 
         Args:
             grads: scaled gradients of the variables that the optimizer was built with; None where there is none.
         """
         check_built("unscale_gradients", self.built)
-        self._check_travels("unscale_gradients", "Call it on the gradients that the function returns.")
+        self._check_passed_in("unscale_gradients", "Call it on the gradients that the function returns.")
         check_pairs(grads, self._trainable_variables)
-        return unscaled(grads, self._trainable_variables, self.dynamic_scale.value)
+        return unscaled(grads, self._trainable_variables, 1.0 / self.dynamic_scale.value)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Updates the variables if all gradients are finite, and moves the scale. Keras calls this.
+        """Updates the variables if all gradients are finite, and updates the scale. Keras calls this.
 
         Args:
             grads: scaled gradients; None for a variable without one.
             trainable_variables: their variables; by default those that the optimizer was built with.
         """
-        pairs = self._pairs(grads, trainable_variables)
-        if pairs.grads:
-            take(self, pairs, None, norm=False, kinds=False)
+        gradients = self._gradients(grads, trainable_variables)
+        if gradients.grads:
+            run_step(self, gradients, None, norm=False, kinds=False)
 
     def apply_if_finite(
         self,
@@ -137,21 +153,23 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         loss: Any = None,
         norm: bool = False,
     ) -> StepResult:
-        """Updates the variables if all gradients are finite, moves the scale, and returns what became of the step.
+        """Updates the variables if all gradients are finite, updates the scale, and returns the result of the step.
 
-        Does not wait for the device, except on torch.
+        Does not synchronize with the device, except on torch.
 
         Args:
             grads: scaled gradients; None for a variable without one.
             trainable_variables: their variables; by default those that the optimizer was built with.
-            loss: the true loss. One that is not finite skips the step and leaves the scale alone: no scale could have
-                helped.
+            loss: the unscaled loss. One that is not finite skips the step and leaves the scale as it is: no scale could
+                have helped.
             norm: measure the norm for the result.
         """
-        pairs = self._pairs(grads, trainable_variables)
-        if not pairs.present:
-            return nothing_to_do(self.dynamic_scale.value)
-        return result_of(take(self, pairs, loss, norm=norm, kinds=True), pairs, norm=norm)
+        gradients = self._gradients(grads, trainable_variables)
+        present = gradients.present
+        if not present:
+            return result_without_gradients(self.dynamic_scale.value)
+        step = run_step(self, gradients, loss, norm=norm, kinds=True)
+        return result_of(step, [variable for _, variable in present], norm=norm)
 
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
@@ -176,13 +194,13 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
     ) -> tuple[list[Any], list[Any], StepResult]:
         """Returns the values of the model's and of the optimizer's variables after `apply_if_finite`, and its result.
 
-        A pure function, for `jax.jit`. TensorFlow has no such thing.
+        A pure function, for `jax.jit`. Not on TensorFlow.
 
         Args:
             optimizer_variables: values of the optimizer's variables.
             grads: scaled gradients; None for a variable without one.
             trainable_variables: values of the variables that the optimizer was built with.
-            loss: the true loss, as for `apply_if_finite`.
+            loss: the unscaled loss, as for `apply_if_finite`.
             norm: measure the norm for the result.
 
         Raises:
@@ -197,25 +215,25 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Makes the variables of the scale, then those of the inner optimizer. Keras calls this."""
-        for slot in self._packing.slots:
-            setattr(self, slot.name, self._add_slot(slot))
-        if not self.inner_optimizer.built:  # one that `adopt` takes over keeps its state
+        for variable in self._layout.variables:
+            setattr(self, variable.name, variable.added_to(self))
+        if not self.inner_optimizer.built:  # the one of an adopted model keeps its state
             self.inner_optimizer.build(var_list)
         super(KerasLossScaleOptimizer, self).build(var_list)
 
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
     ) -> None:
-        """Tells the inner optimizer, which is the one that decays, what to leave out. Call it before the first step.
+        """Excludes variables from the weight decay of the inner optimizer. Call it before the first step.
 
         Args:
-            var_list: the variables to leave out.
-            var_names: parts of the names of variables to leave out.
+            var_list: the variables to exclude.
+            var_names: parts of the names of variables to exclude.
         """
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def load_state(self, state: ScaleState) -> None:
-        """Goes on from `state`, as `gradscale.import_state` returns it.
+        """Continues from `state`, as `gradscale.import_state` returns it.
 
         Raises:
             TypeError: it is not a state of the policy.
@@ -223,27 +241,27 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         """
         check_state(self._policy, state)
         start = self._policy.start()
-        self._packing = Packing(with_values(start, {name: getattr(state, name) for name in numbers(start)}))
+        self._layout = StateLayout(with_values(start, {name: getattr(state, name) for name in numbers(start)}))
         if self.built:
-            self.write_state(self._packing.start, lambda leaves, dtype: np.array(leaves, dtype))
+            self.write_state(self._layout.start, lambda leaves, dtype: np.array(leaves, dtype))
 
     def read_state(self, leaves: Callable[[Any, str], Sequence[Array]]) -> Any:
-        """Returns the state in the variables, as `leaves` takes a value of a type apart."""
-        return self._packing.state([variable.value for variable in self._slots], leaves)
+        """Returns the state in the variables, as `leaves` unpacks a value of a type."""
+        return self._layout.state([variable.value for variable in self._state_variables], leaves)
 
     def write_state(self, state: ScaleState, vector: Callable[[Sequence[Array], str], Any]) -> None:
-        """Assigns the variables a state, as `vector` puts leaves of a type together."""
-        for variable, value in zip(self._slots, self._packing.values(state, vector), strict=True):
+        """Assigns the variables a state, as `vector` packs leaves of a type."""
+        for variable, value in zip(self._state_variables, self._layout.values(state, vector), strict=True):
             self.inner_optimizer.assign(variable, value)
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
-        """Takes over saved variables: those of this class, or those of Keras' own. Keras calls this."""
-        super().load_own_variables(completed(store, len(self.variables), self._packing.slots, BEFORE_SLOTS))
+        """Loads saved variables: those of this class, or those of Keras's own. Keras calls this."""
+        super().load_own_variables(self._layout.completed(store, len(self.variables)))
         if self.built:
             self.load_state(fitted(self.state, self._policy))
 
     def get_config(self) -> dict[str, Any]:
-        """Returns Keras' four settings, or name, inner optimizer and policy where one was given."""
+        """Returns Keras's four settings, or name, inner optimizer and policy where one was given."""
         config = super().get_config()
         if not self._has_own_rule:
             return config
@@ -254,33 +272,21 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         """Returns the optimizer that `get_config` described, in its initial state."""
         return super().from_config(with_policy(config), custom_objects=custom_objects)
 
-    def _pairs(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> Pairs:
-        """Returns gradients beside their variables; builds the optimizer at the first call."""
+    def _gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> Gradients:
+        """Returns gradients with their variables; builds the optimizer at the first call."""
         if trainable_variables is not None and not self.built:
             with keras.name_scope(self.name, caller=self):
                 self.build(list(trainable_variables))
         check_built("apply", self.built)
-        self._check_travels("apply", "Call `stateless_apply_if_finite(optimizer_variables, grads, ...)`.")
+        self._check_passed_in("apply", "Call `stateless_apply_if_finite(optimizer_variables, grads, ...)`.")
         variables = self._trainable_variables if trainable_variables is None else trainable_variables
         check_pairs(grads, variables)
-        return Pairs(list(grads), list(variables))
+        return Gradients(list(grads), list(variables))
 
-    def _check_travels(self, what: str, instead: str) -> None:
-        check_travels(what, instead, BACKEND.is_constant(self.dynamic_scale.value))
+    def _check_passed_in(self, what: str, instead: str) -> None:
+        check_passed_in(what, instead, BACKEND.is_constant(self.dynamic_scale.value))
 
     @property
-    def _slots(self) -> list[Any]:
+    def _state_variables(self) -> list[Any]:
         """The variables that hold the state of the scale."""
-        return self._variables[BEFORE_SLOTS : BEFORE_SLOTS + len(self._packing.slots)]
-
-    def _add_slot(self, slot: Slot) -> Any:
-        # Keras keeps the counter in the integers of the backend, int64 on some, and so does its checkpoint.
-        dtype = "int" if slot.name == "step_counter" else slot.dtype
-        values = slot.values
-        return self.add_variable(
-            shape=values.shape,
-            dtype=dtype,
-            initializer=lambda shape, dtype=None: keras.ops.reshape(keras.ops.convert_to_tensor(values, dtype), shape),
-            aggregation="none",
-            name=slot.name,
-        )
+        return self._variables[FIRST : FIRST + len(self._layout.variables)]

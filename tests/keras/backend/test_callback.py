@@ -60,7 +60,7 @@ def test_a_replay_of_the_record_takes_the_same_scales() -> None:
     assert again.skipped.sum() == 4
 
 
-def test_a_second_fit_goes_on_with_the_record() -> None:
+def test_a_second_fit_continues_the_record() -> None:
     monitor = ScaleMonitor(every=1)
     model = watched(monitor)
     model.fit(*six_batches(0), batch_size=4, shuffle=False, verbose=0, callbacks=[monitor])
@@ -84,21 +84,21 @@ class Later(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         del batch
-        self.batches.append((logs["loss_scale"], logs["skipped_steps"]))
+        self.batches.append((logs["scale"], logs["skipped"]))
 
 
-def test_history_and_later_callbacks_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_history_and_later_callbacks_get_scale_and_skips(capsys: pytest.CaptureFixture[str]) -> None:
     later = Later()
     model = watched(ScaleMonitor(every=1), 2, epochs=2, later=[later])
-    assert model.history.history["loss_scale"] == [2048.0, 4096.0]
-    assert model.history.history["skipped_steps"] == [1, 2]
-    # A batch is told what was read before it began.
+    assert model.history.history["scale"] == [2048.0, 4096.0]
+    assert model.history.history["skipped"] == [1, 2]
+    # A batch shows what was read before it began.
     assert later.batches[:6] == [(1024.0, 0), (1024.0, 0), (2048.0, 0), (1024.0, 1), (1024.0, 1), (2048.0, 1)]
     model.fit(*six_batches(), batch_size=4, verbose=2, callbacks=[ScaleMonitor()])
-    assert "loss_scale: " in capsys.readouterr().out
+    assert "scale: " in capsys.readouterr().out
 
 
-def test_a_batch_waits_for_nothing_between_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_does_not_synchronize_between_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     state = LossScaleOptimizer.state
     monkeypatch.setattr(LossScaleOptimizer, "state", property(lambda own: reads.append(1) or state.fget(own)))  # pyright: ignore
@@ -120,12 +120,12 @@ def test_tensorboard_gets_a_point_for_each_reading(tmp_path: Path) -> None:
     values = [(event.step, value) for event in events for value in event.summary.value]
     assert {value.metadata.plugin_data.plugin_name for _, value in values} == {"scalars"}
     assert [(step, value.tag, float(tf.make_ndarray(value.tensor))) for step, value in values] == [
-        (0, "loss_scale", 1024.0),
-        (0, "skipped_steps", 0.0),
-        (3, "loss_scale", 1024.0),
-        (3, "skipped_steps", 1.0),
-        (6, "loss_scale", 2048.0),
-        (6, "skipped_steps", 1.0),
+        (0, "scale", 1024.0),
+        (0, "skipped", 0.0),
+        (3, "scale", 1024.0),
+        (3, "skipped", 1.0),
+        (6, "scale", 2048.0),
+        (6, "skipped", 1.0),
     ]
 
 
@@ -163,7 +163,7 @@ def stuck_model(monitor: ScaleMonitor, *bad: int) -> Any:
     """Returns a model that did not get through `fit`, because a reading raised."""
     model = network()
     model.compile(LossScaleOptimizer(SGD(0.01), policy=Static(1024.0)), loss="mse")
-    with pytest.raises(ScaleStuck, match=r"^3 steps in a row.*no lower scale than 1024 can.*does not tell which"):
+    with pytest.raises(ScaleStuck, match=r"^3 steps in a row.*no lower scale than 1024 can.*the loss itself is inf"):
         model.fit(*six_batches(*bad), batch_size=4, shuffle=False, verbose=0, callbacks=[monitor])
     return model
 
@@ -182,8 +182,34 @@ def test_the_model_trains_on_after_it_was_stuck() -> None:
 
 
 def test_a_scale_that_can_still_fall_is_not_stuck() -> None:
-    model = watched(ScaleMonitor(every=1, max_consecutive_skips=1), 0, 1, 2, 3, 4, 5)
+    model = network()
+    model.compile(LossScaleOptimizer(SGD(0.01), policy=Dynamic(init_scale=2.0**80)), loss="mse")
+    inputs, targets = six_batches()
+    monitor = ScaleMonitor(every=1, max_consecutive_skips=1)
+    # The loss, 1e34, is finite; its gradients times the scale are not.
+    model.fit(inputs, np.full_like(targets, 1e17), batch_size=4, shuffle=False, verbose=0, callbacks=[monitor])
     assert int(model.optimizer.state.consecutive_skips) == 6
+
+
+def test_a_loss_that_is_not_finite_is_stuck_at_any_scale() -> None:
+    with pytest.raises(ScaleStuck, match="the loss itself is inf or NaN"):
+        watched(ScaleMonitor(every=10, max_consecutive_skips=3), 3, 4, 5)
+
+
+def test_a_stuck_run_with_a_finite_loss_says_that_its_culprits_were_not_recorded() -> None:
+    model = network()
+    model.compile(LossScaleOptimizer(SGD(0.01), policy=Static(2.0**80)), loss="mse")
+    inputs, targets = six_batches()
+    with pytest.raises(ScaleStuck, match="the step did not record which"):
+        model.fit(
+            inputs, np.full_like(targets, 1e17), verbose=0, callbacks=[ScaleMonitor(every=1, max_consecutive_skips=1)]
+        )
+
+
+def test_a_stuck_run_is_reported_once_where_it_shall_not_end() -> None:
+    reports: list[ScaleStuck] = []
+    watched(ScaleMonitor(every=1, max_consecutive_skips=3, on_stuck=reports.append), 0, 1, 2, 3, 4, 5)
+    assert [report.culprits for report in reports] == [[]]
 
 
 def test_a_limit_that_is_none_is_refused() -> None:

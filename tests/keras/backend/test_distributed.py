@@ -88,8 +88,8 @@ def test_an_overflow_on_one_device_alone_skips_the_step_on_both(device: int) -> 
 
 def test_clean_steps_are_those_of_one_device() -> None:
     with two_devices():
-        together = trained(ours).get_weights()
-    for left, right in zip(together, trained(ours).get_weights(), strict=True):
+        on_two = trained(ours).get_weights()
+    for left, right in zip(on_two, trained(ours).get_weights(), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
 
 

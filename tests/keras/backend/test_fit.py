@@ -1,4 +1,4 @@
-"""`fit` in every mode: the same weights and scales as Keras' own class, and an overflow that changes nothing."""
+"""`fit` in every mode: the same weights and scales as Keras's own class, and an overflow that changes nothing."""
 
 from typing import Any
 

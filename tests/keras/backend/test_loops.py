@@ -19,8 +19,10 @@ from tests.keras.backend.helpers import (
 )
 
 from gradscale import Dynamic, Headroom, NoScaling, Policy, Static, Status
+from gradscale.engine import result as engine
+from gradscale.engine.metrics import METRICS
 from gradscale.keras import Culprit, LossScaleOptimizer
-from gradscale.keras.backends import Asked, current
+from gradscale.keras.backends import StepPlan, current
 
 SGD = keras.optimizers.SGD
 
@@ -37,12 +39,12 @@ def models() -> list[Any]:
 
 
 @pytest.mark.parametrize("compile_it", [False, True])
-def test_a_clean_step_is_applied_and_told(models: list[Any], compile_it: bool) -> None:
+def test_a_clean_step_is_applied_and_reported(models: list[Any], compile_it: bool) -> None:
     optimizer = built(models)
     step = compiled(optimizer, models, norm=True) if compile_it else None
     grads = tensors([24.0, 0.0], [-32.0])
     result = step(*grads) if step else optimizer.apply_if_finite(grads, models, norm=True)
-    assert (result.status, result.skipped(), result.culprits()) == (Status.APPLIED, False, [])
+    assert (result.status(), result.skipped(), result.culprits()) == (Status.APPLIED, False, [])
     assert numbers(result.applied, result.scale, result.next_scale, result.loss_finite) == [True, 8.0, 8.0, True]
     assert numbers(result.amax, result.grad_norm) == [4.0, 5.0]
     assert [host(model).tolist() for model in models] == [[-0.5, 2.0], [6.0]]
@@ -54,11 +56,32 @@ def test_a_step_that_overflows_is_skipped_and_its_culprits_are_named(models: lis
     before = inner_state(optimizer)
     grads = tensors([INF, NAN], [-INF])
     result = compiled(optimizer, models)(*grads) if compile_it else optimizer.apply_if_finite(grads, models)
-    assert (result.status, result.skipped()) == (Status.OVERFLOW, True)
+    assert (result.status(), result.skipped()) == (Status.OVERFLOW, True)
     assert result.culprits() == [Culprit("w0", "nan"), Culprit("w1", "inf")]
     assert numbers(result.scale, result.next_scale) == [8.0, 4.0]
     assert [host(model).tolist() for model in models] == [[1.0, 2.0], [4.0]]
     assert same(before, inner_state(optimizer))
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_after_an_overflow_norm_and_largest_magnitude_are_infinite(models: list[Any], compile_it: bool) -> None:
+    optimizer, grads = built(models), tensors([8.0, NAN], [8.0])
+    step = compiled(optimizer, models, norm=True)
+    result = step(*grads) if compile_it else optimizer.apply_if_finite(grads, models, norm=True)
+    assert isinstance(result, engine.StepResult)
+    assert numbers(result.amax, result.grad_norm) == [INF, INF]
+    assert (result.retries, result.attempted, result.counts, result.names) == (0, True, (), ("w0", "w1"))
+
+
+def test_metrics_have_the_names_of_all_frameworks(models: list[Any]) -> None:
+    optimizer = built(models)
+    result = optimizer.apply_if_finite(tensors([24.0, 0.0], [-32.0]), models, norm=True)
+    optimizer.apply(tensors([INF, 0.0], [0.0]), models)
+    known = optimizer.metrics(result)
+    assert tuple(known) == tuple(optimizer.metrics()) == METRICS
+    bits = np.log2(65504 / 16)  # the largest gradient, 4, times the scale, which is 4 by now
+    assert list(known.values()) == [4.0, 1, 1, 0.5, 5.0, pytest.approx(bits)]
+    assert np.isnan([optimizer.metrics()[name] for name in ("grad_norm", "headroom_bits")]).all()
 
 
 @pytest.mark.parametrize("size", [3, 1000, 5000])
@@ -68,14 +91,14 @@ def test_one_nan_anywhere_is_found(size: int) -> None:
     for place in (0, 1, size // 2, size - 1):
         grad = np.ones(size, "float32")
         grad[place] = NAN  # XLA's maximum loses some of them
-        assert step(*tensors(grad)).status is Status.OVERFLOW, place
+        assert step(*tensors(grad)).status() is Status.OVERFLOW, place
 
 
 @pytest.mark.parametrize("loss", [INF, NAN])
 def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_scale(models: list[Any], loss: float) -> None:
     optimizer = built(models)
     result = optimizer.apply_if_finite(tensors([1.0, 1.0], [NAN]), models, loss=tensors(loss)[0])
-    assert result.status is Status.NONFINITE_LOSS
+    assert result.status() is Status.NONFINITE_LOSS
     assert numbers(result.next_scale) == [8.0]
     assert host(models[0]).tolist() == [1.0, 2.0]
 
@@ -84,7 +107,7 @@ def test_without_any_gradient_nothing_happens(models: list[Any]) -> None:
     optimizer = built(models)
     before = optimizer.state
     result = optimizer.apply_if_finite([None, None], models)
-    assert (result.status, result.skipped(), result.culprits()) == (Status.NO_GRADS, True, [])
+    assert (result.status(), result.skipped(), result.culprits()) == (Status.NO_GRADS, True, [])
     assert optimizer.state == before
 
 
@@ -97,7 +120,7 @@ def test_a_variable_without_a_gradient_stays_and_keras_says_so(models: list[Any]
 def test_a_gradient_without_elements_is_no_obstacle() -> None:
     models = variables([1.0], np.zeros((0, 3)))
     result = built(models).apply_if_finite(tensors([8.0], np.zeros((0, 3))), models, norm=True)
-    assert result.status is Status.APPLIED
+    assert result.status() is Status.APPLIED
     assert numbers(result.amax, result.grad_norm) == [1.0, 1.0]
 
 
@@ -110,9 +133,10 @@ def test_narrow_gradients_are_divided_in_float32(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("imaginary", "finite"), [(4.0, True), (INF, False)])
-def test_complex_gradients_are_looked_at_in_both_parts(imaginary: float, finite: bool) -> None:
+def test_complex_gradients_are_measured_in_both_parts(imaginary: float, finite: bool) -> None:
     grad = keras.ops.convert_to_tensor(np.array([complex(1.0, imaginary)], "complex64"))
-    measured = current().measure([grad], [False], None, Asked(amax=True))
+    plan = StepPlan(checks=True, amax=True, norm=False, edge=None)
+    measured = current().measure([grad], None, plan).measurement
     assert numbers(measured.amax) == [imaginary]
     assert np.isfinite(numbers(measured.total)).all() == finite
 
@@ -138,36 +162,44 @@ def test_gradients_that_weights_in_float16_cannot_take_are_skipped(grad: float, 
     assert result.culprits() == []
 
 
+def test_float32_gradients_that_weights_in_float16_cannot_take_are_skipped_at_any_scale() -> None:
+    stored = [keras.Variable(np.ones(2, "float16"), dtype="float16", name="half")]
+    optimizer = built(stored, SGD(2.0**-15), policy=Static(8.0))
+    optimizer.apply(tensors([2.0**20, 0.0]), stored)
+    assert host(stored[0]).tolist() == [1.0, 1.0]
+    assert optimizer.state.skipped == 1
+
+
 def test_a_variable_that_is_overwritten_gets_its_gradient_as_it_is(models: list[Any]) -> None:
     models[1].overwrite_with_gradient = True
     optimizer = built(models, policy=Headroom(init_scale=8.0))
     result = optimizer.apply_if_finite(tensors([8.0, 8.0], [1e6]), models)
     assert [host(model).tolist() for model in models] == [[0.5, 1.5], [1e6]]
     assert numbers(result.amax) == [1.0]
-    assert optimizer.apply_if_finite(tensors([8.0, 8.0], [INF]), models).status is Status.OVERFLOW
+    assert optimizer.apply_if_finite(tensors([8.0, 8.0], [INF]), models).status() is Status.OVERFLOW
 
 
 def test_all_variables_may_be_overwritten() -> None:
     models = variables([1.0])
     models[0].overwrite_with_gradient = True
-    assert built(models).apply_if_finite(tensors([3.0]), models).status is Status.APPLIED
+    assert built(models).apply_if_finite(tensors([3.0]), models).status() is Status.APPLIED
     assert host(models[0]).tolist() == [3.0]
 
 
 def test_gradients_that_only_unscaling_makes_infinite_are_an_overflow(models: list[Any]) -> None:
     optimizer = built(models, policy=Static(2.0**-100))
-    assert optimizer.apply_if_finite(tensors([1e20, 0.0], [0.0]), models).status is Status.OVERFLOW
+    assert optimizer.apply_if_finite(tensors([1e20, 0.0], [0.0]), models).status() is Status.OVERFLOW
 
 
-def test_no_scaling_looks_at_nothing(models: list[Any]) -> None:
+def test_no_scaling_measures_nothing(models: list[Any]) -> None:
     result = built(models, policy=NoScaling()).apply_if_finite(tensors([INF, 0.0], [0.0]), models)
-    assert (result.status, result.amax, result.sizes) == (Status.APPLIED, None, None)
+    assert (result.status(), result.amax, result.sizes) == (Status.APPLIED, None, None)
     assert numbers(result.next_scale) == [1.0]
 
 
 def test_some_of_the_variables_may_be_updated_alone(models: list[Any]) -> None:
     optimizer = built(models)
-    assert optimizer.apply_if_finite(tensors([8.0]), models[1:]).status is Status.APPLIED
+    assert optimizer.apply_if_finite(tensors([8.0]), models[1:]).status() is Status.APPLIED
     assert [host(model).tolist() for model in models] == [[1.0, 2.0], [3.5]]
 
 
@@ -206,12 +238,14 @@ def test_a_scale_that_jax_would_compile_in_is_refused(models: list[Any], call: s
     import jax
 
     optimizer, grads = built(models), tensors([8.0, 8.0], [8.0])
-    with pytest.raises(ValueError, match=r"the scale must travel with the optimizer's variables.*Received: a call of"):
+    with pytest.raises(
+        ValueError, match=r"the scale must be passed in with the optimizer's variables.*Received: a call"
+    ):
         jax.jit(lambda value: getattr(optimizer, call)(value))(grads[1] if call == "scale_loss" else grads)
     assert optimizer.state == optimizer.policy.start()
 
 
-def test_unscaled_gradients_are_there_to_be_looked_at(models: list[Any]) -> None:
+def test_unscale_gradients_returns_unscaled_gradients(models: list[Any]) -> None:
     optimizer = built(models)
     first, missing = optimizer.unscale_gradients(tensors([8.0, 4.0], None))
     assert (numbers(first), missing) == ([[1.0, 0.5]], None)
@@ -236,7 +270,7 @@ def test_the_pure_step_changes_no_variable(models: list[Any]) -> None:
     optimizer = built(models)
     mine, theirs = [v.value for v in optimizer.variables], [keras.ops.copy(model.value) for model in models]
     theirs, mine, result = optimizer.stateless_apply_if_finite(mine, tensors([8.0, INF], [8.0]), theirs)
-    assert result.status is Status.OVERFLOW
+    assert result.status() is Status.OVERFLOW
     assert numbers(mine[3], *theirs) == [4.0, [1.0, 2.0], [4.0]]
     assert float(optimizer.state.scale) == 8.0
 
@@ -252,7 +286,7 @@ def test_the_pure_step_wants_a_value_for_every_variable(models: list[Any]) -> No
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="has pure functions")
-def test_tensorflow_is_told_that_it_has_no_pure_step(models: list[Any]) -> None:
+def test_tensorflow_has_no_pure_step(models: list[Any]) -> None:
     with pytest.raises(ValueError, match="a step is no pure function there"):
         built(models).stateless_apply_if_finite([], [], [])
 

@@ -68,7 +68,7 @@ def test_the_fixed_scale_of_tf_keras_is_refused_in_favour_of_a_policy() -> None:
         LossScaleOptimizer(SGD(), initial_scale=1024.0, dynamic=False)
 
 
-def test_what_is_not_to_decay_is_told_to_the_inner_optimizer() -> None:
+def test_what_is_excluded_from_decay_is_excluded_in_the_inner_optimizer() -> None:
     models = variables([2.0], [3.0])
     optimizer = LossScaleOptimizer(keras.optimizers.AdamW(0.5, weight_decay=0.5))
     optimizer.exclude_from_weight_decay(var_names=["w0"])
@@ -135,7 +135,7 @@ def test_the_state_before_the_first_step_is_the_start_of_the_policy_built_or_not
 
 
 @pytest.mark.parametrize("built", [False, True])
-def test_a_state_that_was_loaded_is_gone_on_from(built: bool) -> None:
+def test_training_continues_from_a_loaded_state(built: bool) -> None:
     optimizer = LossScaleOptimizer(SGD())
     state = ScaleState.from_dict(
         ScaleState(scale=64.0).to_dict() | {"clean_steps": 7, "credits": 2, "applied": 9, "skipped": 3, "stuck": True}

@@ -1,4 +1,4 @@
-"""Every policy moves the scale bit for bit as the rule does on numpy, compiled or not."""
+"""Every policy changes the scale bit-exactly as the rule does on numpy, compiled or not."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ POLICIES = {
 
 
 def gradients(count: int) -> list[Any]:
-    """Returns true gradients that wander over twenty binades, with an overflow now and then."""
+    """Returns unscaled gradients that wander over twenty binades, with an overflow now and then."""
     rng = np.random.default_rng(0)
     sizes = np.float32(2.0) ** np.cumsum(rng.integers(-2, 3, count)).astype(np.float32)
     found = [np.float32(rng.normal(size=4) * size) for size in sizes]
@@ -33,9 +33,9 @@ def gradients(count: int) -> list[Any]:
     return found
 
 
-def scaled(true: Any, scale: float) -> Any:
+def scaled(grad: Any, scale: float) -> Any:
     with np.errstate(all="ignore"):
-        return true * np.float32(scale)
+        return grad * np.float32(scale)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -44,9 +44,9 @@ def test_states_are_those_of_the_rule_on_numpy(name: str) -> None:
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), policy=POLICIES[name])
     optimizer.build(models)
     step, reference = compiled(optimizer, models), LossScaler(optimizer.policy)
-    for number, true in enumerate(gradients(24)):
-        grad = scaled(true, reference.loss_scale)
-        assert step(*tensors(grad)).status is reference.step({"w": grad}).status, number
+    for number, unscaled in enumerate(gradients(24)):
+        grad = scaled(unscaled, reference.loss_scale)
+        assert step(*tensors(grad)).status() is reference.step({"w": grad}).status(), number
         assert equal(optimizer.state, reference.state), number
 
 

@@ -1,4 +1,4 @@
-"""Saved and loaded: models, weights alone, files of Keras' own class, and models that are taken over."""
+"""Saved and loaded: models, weights alone, files of Keras's own class, and models that are adopted."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ def load(path: Path) -> Any:
     return keras.saving.load_model(path)
 
 
-def go_on(model: Any) -> Any:
+def train_more(model: Any) -> Any:
     """Trains on three more batches, of which the second overflows."""
     model.fit(*data(1, batches=3), batch_size=4, shuffle=False, verbose=0)
     return model
@@ -40,14 +40,14 @@ def assert_same_run(left: Any, right: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-def test_a_loaded_model_goes_on_bit_for_bit(policy: Any, tmp_path: Path) -> None:
+def test_a_loaded_model_continues_bit_exactly(policy: Any, tmp_path: Path) -> None:
     model = trained(ours(policy), data(1, batches=3))
     model.save(tmp_path / "model.keras")
     loaded = load(tmp_path / "model.keras")
     assert type(loaded.optimizer) is LossScaleOptimizer
     assert loaded.optimizer.policy == model.optimizer.policy
     assert_same_run(loaded, model)
-    assert_same_run(go_on(loaded), go_on(model))
+    assert_same_run(train_more(loaded), train_more(model))
 
 
 @pytest.mark.parametrize("policy", [None, Headroom()], ids=["keras", "headroom"])
@@ -95,7 +95,7 @@ def test_the_settings_of_today_win_over_a_saved_scale(policy: Any, tmp_path: Pat
     [(Headroom(), LogMax()), (Headroom(), Histogram()), (Headroom(), Dynamic()), (Dynamic(), Headroom())],
     ids=lambda policy: type(policy).__name__,
 )
-def test_another_policy_goes_on_with_scale_and_counts_of_the_file(before: Any, after: Any, tmp_path: Path) -> None:
+def test_another_policy_continues_with_scale_and_counts_of_the_file(before: Any, after: Any, tmp_path: Path) -> None:
     model = trained(ours(before), data(1, batches=3))
     model.save_weights(tmp_path / "model.weights.h5")
     other = trained(ours(after), data(batches=1))
@@ -116,24 +116,24 @@ def test_weights_of_another_inner_optimizer_are_skipped_as_keras_does(tmp_path: 
     assert other.optimizer.state == before
 
 
-def test_a_model_of_keras_own_class_is_taken_over_and_goes_on_as_it_would_have(tmp_path: Path) -> None:
+def test_a_model_of_keras_own_class_is_adopted_and_continues_as_it_would_have(tmp_path: Path) -> None:
     model = trained(KerasOwn(Adam(0.01), 1024.0, 3), data(1, batches=3))
     model.save(tmp_path / "model.keras")
     loaded = load(tmp_path / "model.keras")
     assert type(loaded.optimizer) is KerasOwn
     assert adopt(loaded) is loaded.optimizer
     assert type(loaded.optimizer) is LossScaleOptimizer
-    go_on(loaded)
-    plain = go_on(model)
+    train_more(loaded)
+    plain = train_more(model)
     assert loaded.optimizer.state.scale == host(plain.optimizer.dynamic_scale)
     assert loaded.optimizer.state.clean_steps == host(plain.optimizer.step_counter)
     np.testing.assert_allclose(weights(loaded)[0], weights(plain)[0], rtol=1e-5)
 
 
-def test_a_model_that_was_taken_over_is_saved_as_ours(tmp_path: Path) -> None:
+def test_a_model_that_was_adopted_is_saved_as_ours(tmp_path: Path) -> None:
     model = trained(KerasOwn(Adam(0.01)), data(1, batches=3))
     adopt(model, policy="auto")
-    go_on(model).save(tmp_path / "model.keras")
+    train_more(model).save(tmp_path / "model.keras")
     loaded = load(tmp_path / "model.keras")
     assert loaded.optimizer.policy == Headroom()
     assert_same_run(loaded, model)
@@ -149,14 +149,14 @@ def test_a_model_that_is_ours_keeps_its_optimizer_unless_another_policy_is_wante
     assert model.optimizer.state.scale == ODD.max_scale  # 32768 before
 
 
-def test_a_model_that_never_trained_is_taken_over() -> None:
+def test_a_model_that_never_trained_is_adopted() -> None:
     model = network()
     model.compile(KerasOwn(Adam(0.01), 64.0), loss="mse", run_eagerly=True)
     assert adopt(model).state.scale == 64.0
-    assert go_on(model).optimizer.state.applied == 2
+    assert train_more(model).optimizer.state.applied == 2
 
 
-def test_a_model_without_loss_scaling_cannot_be_taken_over() -> None:
+def test_a_model_without_loss_scaling_cannot_be_adopted() -> None:
     model = network()
     model.compile(Adam(0.01), loss="mse")
     with pytest.raises(
@@ -167,7 +167,7 @@ def test_a_model_without_loss_scaling_cannot_be_taken_over() -> None:
 
 def test_an_inner_optimizer_that_has_been_at_work_keeps_its_state() -> None:
     class Bare(keras.optimizers.Optimizer):
-        def build(self, variables: Any) -> None:  # unlike Keras' own optimizers it does not look if it is built
+        def build(self, variables: Any) -> None:  # unlike Keras's own optimizers it does not look if it is built
             super().build(variables)
             self.moments = self.add_optimizer_variables(variables, "moment")
 

@@ -22,7 +22,7 @@ def test_scale_and_good_steps_are_found() -> None:
 
 
 @pytest.mark.parametrize("keeps_rule", [True, False])
-def test_training_goes_on_from_there(keeps_rule: bool) -> None:
+def test_training_continues_from_there(keeps_rule: bool) -> None:
     policy, state = read_tf_checkpoint(CHECKPOINT)
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), policy=policy if keeps_rule else None)
     optimizer.load_state(state)

@@ -1,20 +1,22 @@
-"""What the optimizer needs of a Keras backend, and the one that Keras runs on."""
+"""What the optimizer needs of a Keras backend: kernels and control flow."""
 
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import keras
 
-from gradscale.formats import FP32
-from gradscale.policies.arithmetic import Namespace, smaller
+from gradscale.engine.measurement import Measurement
+from gradscale.engine.plan import Plan
+from gradscale.policies.arithmetic import Namespace
 from gradscale.policies.contract import Seen
 from gradscale.record import Array
 
 T = TypeVar("T")
 
 Update = Callable[[Array], None]
-"""Updates the variables with gradients divided by the scale it is given."""
+"""Updates the variables with gradients multiplied by the factor it is given."""
 
 Assign = Callable[[Any, Any], None]
 """Gives a variable a value."""
@@ -22,77 +24,69 @@ Assign = Callable[[Any, Any], None]
 BACKENDS = ("tensorflow", "jax", "torch")
 
 
-class Asked(NamedTuple):
-    """What is to be found out about the gradients, beside whether they are finite.
+@dataclass(frozen=True, slots=True)
+class StepPlan(Plan):
+    """What a step reads of the gradients, with what only Keras knows.
 
     Attributes:
-        amax: the largest magnitude.
-        norm: their norm.
-        edge: the share of elements above this magnitude; None if nobody wants it.
         kinds: whether each gradient holds a NaN or only infinities.
-        scale: the scale that made them.
+        scale: the scale that made the gradients.
+        overwrites: positions of gradients that are no gradients but the next value of their variable, as with the
+            scales of FP8 layers. The scale of the loss has not multiplied them.
+        half: positions of gradients whose variables are stored in FP16, which the inner optimizer casts them to.
     """
 
-    amax: bool = False
-    norm: bool = False
-    edge: float | None = None
     kinds: bool = False
     scale: Any = 1.0
+    overwrites: tuple[int, ...] = ()
+    half: tuple[int, ...] = ()
+
+    def to_unscale(self, values: Sequence[T]) -> list[T]:
+        """Returns the values of the gradients that are to be unscaled."""
+        return [value for position, value in enumerate(values) if position not in self.overwrites]
 
 
-class Measured(NamedTuple):
-    """What was found in the gradients, still scaled, on all replicas together.
-
-    All but `sizes` are leaves: numbers that a rule can calculate with on this backend.
+class Observation(NamedTuple):
+    """What was measured before the decision. Its numbers are leaves: the rule can calculate with them here.
 
     Attributes:
-        sizes: one number per gradient; not finite where the gradient is not. NaN for a NaN if kinds were asked for.
-        total: a number that is not finite, or not once it is unscaled, where that is so of a gradient to be unscaled.
-        overwrites: not finite where a gradient is not that is no gradient but the next value of its variable.
-        amax: largest magnitude in the gradients that are to be unscaled; anything if nobody asked.
-        norm: norm of all gradients that are to be unscaled; 0 if nobody asked.
-        share: share of the elements above an edge; 0 if nobody asked.
+        measurement: what was found in the gradients that are to be unscaled. Its `sizes` are of all gradients, and a
+            tensor of the backend.
         loss_finite: whether the loss was finite.
+        overwrites: not finite where a gradient that overwrites its variable is not; None where there is none.
     """
 
-    sizes: Any
-    total: Array
-    overwrites: Array
-    amax: Array
-    norm: Array
-    share: Array
+    measurement: Measurement
     loss_finite: Array
+    overwrites: Array | None
 
     def seen(self, scale: Array, xp: Namespace) -> Seen:
-        """Returns the facts that the decision is made from, in true units.
+        """Returns the facts that the decision is made from, unscaled.
 
         Args:
             scale: the scale that made the gradients.
             xp: the namespace of the leaves.
         """
-        unscale = 1.0 / scale
-        finite = xp.logical_and(xp.isfinite(self.total * unscale), xp.isfinite(self.overwrites))
-        return Seen(
-            finite=finite,
-            loss_finite=self.loss_finite,
-            amax=xp.where(finite, smaller(self.amax * unscale, FP32.max, xp), FP32.max),
-            norm=self.norm * unscale,
-            upper_share=self.share,
-        )
+        overflowed = None if self.overwrites is None else xp.logical_not(xp.isfinite(self.overwrites))
+        return self.measurement.seen(scale, self.loss_finite, xp, overflowed)
 
 
 class Backend(Protocol):
-    """The few things that Keras' backends do in ways of their own."""
+    """The few things that Keras's backends do in ways of their own."""
 
     XP: Any
     """Namespace of the leaves."""
 
-    def measure(self, grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: Asked) -> Measured:
-        """Returns what all replicas together found in the gradients, of which there is at least one."""
+    def measure(self, grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
+        """Returns what this replica finds in its gradients, of which there is at least one."""
         ...
 
-    def divided(self, grads: Sequence[Any], scale: Array) -> list[Any]:
-        """Returns gradients divided by a leaf, in float32 or wider."""
+    def agree(self, observation: Observation) -> Observation:
+        """Returns the observation of all replicas together."""
+        ...
+
+    def multiplied(self, grads: Sequence[Any], factor: Array) -> list[Any]:
+        """Returns gradients multiplied by a leaf, in float32 or wider."""
         ...
 
     def leaves(self, value: Any, dtype: str) -> list[Array]:
@@ -107,15 +101,15 @@ class Backend(Protocol):
         """Runs `update`, which changes `variables`, if `applied` holds."""
         ...
 
-    def together(
+    def merge_call(
         self,
-        finish: Callable[[Measured | None, Update], T],
-        measured: Measured | None,
+        finish: Callable[[Observation | None, Update], T],
+        observation: Observation | None,
         update: Callable[[Any, Any, Array], None],
         grads: Sequence[Any],
         variables: Sequence[Any],
     ) -> T:
-        """Returns what `finish` makes of what was measured and of the update: once, for all replicas."""
+        """Returns `finish(observation, update)`, which is run once for all replicas; `update` is run on each."""
         ...
 
     def is_constant(self, value: Any) -> bool:
@@ -124,10 +118,10 @@ class Backend(Protocol):
 
 
 def current() -> Backend:
-    """Returns what belongs to the backend that Keras runs on.
+    """Returns the module of the backend that Keras uses.
 
     Raises:
-        RuntimeError: Keras runs on a backend that cannot train.
+        RuntimeError: Keras uses a backend that cannot train.
     """
     name = keras.config.backend()
     if name not in BACKENDS:
@@ -136,3 +130,19 @@ def current() -> Backend:
             "Set KERAS_BACKEND before Keras is imported."
         )
     return cast(Backend, importlib.import_module(f"gradscale.keras.backends.{name}"))
+
+
+def only_observation(observation: Observation) -> Observation:
+    """Returns the observation: `agree` where there are no replicas."""
+    return observation
+
+
+def single_call(
+    finish: Callable[[Observation | None, Update], T],
+    observation: Observation | None,
+    update: Callable[[Any, Any, Array], None],
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+) -> T:
+    """Returns `finish(observation, update)`: `merge_call` where there are no replicas."""
+    return finish(observation, lambda factor: update(grads, variables, factor))

@@ -1,7 +1,8 @@
 """Keras on JAX: everything is a pure function inside, so that a step can be compiled."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import fields
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,45 +11,45 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
 
-from gradscale.jax.measure import peak, share_above, square
-from gradscale.jax.tree import real_parts
-from gradscale.keras.backends import Asked, Assign, Measured, Update
-from gradscale.keras.result import StepResult
-
-T = TypeVar("T")
+from gradscale.engine.measurement import Measurement
+from gradscale.keras.backends import Assign, Observation, StepPlan, only_observation, single_call
+from gradscale.keras.remember import StepResult
+from gradscale.kernels.jax import peak, real_parts, share_above, square
 
 XP = jnp
 
+# Arrays that `keras.distribution` has spread over devices are one array here: there are no replicas.
+agree, merge_call = only_observation, single_call
+
 jax.tree_util.register_dataclass(
     StepResult,
-    data_fields=[name for name in StepResult.__slots__ if name not in StepResult.STATIC],
-    meta_fields=list(StepResult.STATIC),
+    data_fields=list(StepResult.TENSORS),
+    meta_fields=[field.name for field in fields(StepResult) if field.name not in StepResult.TENSORS],
 )
 
 
-def measure(grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: Asked) -> Measured:
-    """Returns what was found in the gradients. Compiled, it reads each once for each number that is asked.
-
-    Arrays that `keras.distribution` has spread over devices are one array here, so there is nothing to agree on.
-    """
+def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
+    """Returns what is found in the gradients. Compiled, it reads each once for each number of the plan."""
     values = [_values(grad) for grad in grads]
-    scaled = [value for value, own in zip(values, overwrites, strict=True) if not own]
-    is_own = jnp.array(overwrites)
-    sizes = _sizes(values, asked)
-    return Measured(
+    sizes = _sizes(values, plan)
+    scaled = plan.to_unscale(values)
+    own = jnp.array(plan.overwrites, jnp.int32)
+    to_unscale = sizes.at[own].set(0.0) if plan.overwrites else sizes
+    measurement = Measurement(
         sizes=sizes,
-        total=jnp.sum(sizes, where=~is_own),
-        overwrites=jnp.sum(sizes, where=is_own),
-        amax=jnp.max(sizes, where=~is_own, initial=0.0) if asked.amax else jnp.float32(0),
-        norm=jnp.sqrt(_sum([square(value) for value in scaled])) if asked.norm else jnp.float32(0),
-        share=jnp.float32(0) if asked.edge is None else share_above(scaled, asked.edge),
-        loss_finite=jnp.bool_(True) if loss is None else jnp.all(jnp.isfinite(loss)),
+        total=jnp.sum(to_unscale),  # not the maximum, which may lose a NaN
+        amax=jnp.max(to_unscale, initial=0.0) if plan.amax else None,
+        norm=jnp.sqrt(_sum([square(value) for value in scaled])) if plan.norm else None,
+        upper_share=None if plan.edge is None else share_above(scaled, plan.edge),
+        half_amax=jnp.max(_stacked(_peak_or_inf, [values[place] for place in plan.half])) if plan.half else None,
     )
+    loss_finite = jnp.bool_(True) if loss is None else jnp.all(jnp.isfinite(loss))
+    return Observation(measurement, loss_finite, jnp.sum(sizes[own]) if plan.overwrites else None)
 
 
-def divided(grads: Sequence[Any], scale: Any) -> list[Any]:
-    """Returns gradients, dense or sparse, divided by the scale, in float32 or wider."""
-    return [keras.ops.divide(grad, scale) for grad in grads]
+def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
+    """Returns gradients, dense or sparse, multiplied by the factor, in float32 or wider."""
+    return [keras.ops.multiply(grad, factor) for grad in grads]
 
 
 def leaves(value: Any, dtype: str) -> list[Array]:
@@ -62,7 +63,10 @@ def vector(leaves: Sequence[Array], dtype: str) -> Array:
 
 
 def gate(applied: Array, update: Callable[[], None], variables: Sequence[Any], assign: Assign) -> None:
-    """Runs `update` if `applied` holds: behind one `cond` where the step is compiled, else after a look at it."""
+    """Runs `update` if `applied` holds: inside a `cond` where the step is compiled; otherwise `applied` is read.
+
+    One `cond` around the whole update. The rule stays outside, as every array that goes through a `cond` costs time.
+    """
     if not isinstance(applied, Tracer):
         if applied:
             update()
@@ -78,17 +82,6 @@ def gate(applied: Array, update: Callable[[], None], variables: Sequence[Any], a
         assign(variable, value)
 
 
-def together(
-    finish: Callable[[Measured | None, Update], T],
-    measured: Measured | None,
-    update: Callable[[Any, Any, Any], None],
-    grads: Sequence[Any],
-    variables: Sequence[Any],
-) -> T:
-    """Returns what `finish` makes of what was measured and of the update."""
-    return finish(measured, lambda scale: update(grads, variables, scale))
-
-
 def is_constant(value: Any) -> bool:
     """Returns whether a value would be compiled into the function that is being compiled: no argument leads to it."""
     compiling = isinstance(jnp.zeros(()), Tracer)  # JAX traces every operation while it compiles
@@ -100,19 +93,19 @@ def _values(grad: Any) -> Array:
     return jnp.asarray(grad.data if isinstance(grad, JAXSparse) else grad)
 
 
-def _sizes(values: Sequence[Array], asked: Asked) -> Array:
-    """Returns a number for each gradient, not finite where it is not, in the way that is quickest for what is asked.
+def _sizes(values: Sequence[Array], plan: StepPlan) -> Array:
+    """Returns a number for each gradient, not finite where it is not, in the way that is quickest for the plan.
 
-    It is the largest magnitude where kinds or the magnitude are asked. XLA looks at gradients that come from FP16 while
-    they are FP16, but not at their bits. Finite ones overflow when they are divided by a scale below 1, and only there
-    they are read for that.
+    It is the largest magnitude where the plan has kinds or amax. XLA reads gradients that come from FP16 while they are
+    FP16, unless their bits are compared, as kinds need. Finite ones overflow when they are divided by a scale below 1,
+    and only then are magnitudes read that the plan does not have.
     """
-    if asked.kinds:
+    if plan.kinds:
         return _stacked(peak, values)
-    if asked.amax:
+    if plan.amax:
         return _stacked(_peak_or_inf, values)
     flags = _stacked(_inf_unless_finite, values)
-    return flags + lax.cond(jnp.asarray(asked.scale) < 1, lambda: _stacked(peak, values), lambda: jnp.zeros_like(flags))
+    return flags + lax.cond(jnp.asarray(plan.scale) < 1, lambda: _stacked(peak, values), lambda: jnp.zeros_like(flags))
 
 
 def _stacked(size: Callable[[Array], Array], values: Sequence[Array]) -> Array:

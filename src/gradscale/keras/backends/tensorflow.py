@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from gradscale.keras.backends import Asked, Assign, Measured, Update
+from gradscale.engine.measurement import Measurement
+from gradscale.keras.backends import Assign, Observation, StepPlan, Update, single_call
 
 T = TypeVar("T")
 
@@ -25,28 +26,49 @@ XP = SimpleNamespace(
 """What a rule may call. `tf.experimental.numpy` would make float64 of a float32 times a Python number."""
 
 
-def measure(grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: Asked) -> Measured:
-    """Returns what all replicas together found in the gradients: one small gather where there are several."""
-    _check_norm(asked)
+def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
+    """Returns what this replica finds in its gradients."""
+    _check_norm(plan)
     magnitudes = [_magnitudes(grad) for grad in grads]
+    # Sums, as a maximum may lose a NaN.
     sizes = [_sum([tf.reduce_sum(part) for part in parts]) for parts in magnitudes]
-    scaled = [part for parts, own in zip(magnitudes, overwrites, strict=True) if not own for part in parts]
-    return _agreed(
-        Measured(
-            sizes=tf.stack(sizes),
-            total=_sum([size for size, own in zip(sizes, overwrites, strict=True) if not own]),
-            overwrites=_sum([size for size, own in zip(sizes, overwrites, strict=True) if own]),
-            amax=_largest(scaled) if asked.amax else tf.constant(0.0),
-            norm=tf.sqrt(_sum([tf.reduce_sum(tf.square(part)) for part in scaled])) if asked.norm else tf.constant(0.0),
-            share=tf.constant(0.0) if asked.edge is None else _share_above(scaled, asked.edge),
-            loss_finite=tf.constant(True) if loss is None else tf.reduce_all(tf.math.is_finite(loss)),
-        )
+    scaled = [part for parts in plan.to_unscale(magnitudes) for part in parts]
+    half = [part for place in plan.half for part in magnitudes[place]]
+    measurement = Measurement(
+        sizes=tf.stack(sizes),
+        total=_sum(plan.to_unscale(sizes)),
+        amax=_largest(scaled) if plan.amax else None,
+        norm=tf.sqrt(_sum([tf.reduce_sum(tf.square(part)) for part in scaled])) if plan.norm else None,
+        upper_share=None if plan.edge is None else _share_above(scaled, plan.edge),
+        half_amax=_largest(half) if half else None,
     )
+    loss_finite = tf.constant(True) if loss is None else tf.reduce_all(tf.math.is_finite(loss))
+    overwrites = _sum([sizes[place] for place in plan.overwrites]) if plan.overwrites else None
+    return Observation(measurement, loss_finite, overwrites)
 
 
-def divided(grads: Sequence[Any], scale: Any) -> list[Any]:
-    """Returns gradients, dense or sparse, divided by the scale, in float32 or wider."""
-    return [keras.ops.divide(grad, scale) for grad in grads]
+def agree(observation: Observation) -> Observation:
+    """Returns the worst of what the replicas found: one small all-reduce where there are several.
+
+    Each replica has its own gradients: the inner optimizer adds them up, after the decision.
+    """
+    context = _replica_context()
+    if context.num_replicas_in_sync == 1:
+        return observation
+    measurement = observation.measurement
+    bad_loss = tf.cast(~observation.loss_finite, tf.float32)
+    known: dict[str, Any] = measurement._asdict() | {"overwrites": observation.overwrites, "bad_loss": bad_loss}
+    sizes = known.pop("sizes")
+    numbers = {name: number for name, number in known.items() if number is not None}
+    worst = _worst(context, tf.concat([tf.stack(list(numbers.values())), sizes], 0))
+    agreed = dict(zip(numbers, tf.unstack(worst[: len(numbers)]), strict=True))
+    loss_finite, overwrites = agreed.pop("bad_loss") == 0, agreed.pop("overwrites", None)
+    return Observation(measurement._replace(sizes=worst[len(numbers) :], **agreed), loss_finite, overwrites)
+
+
+def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
+    """Returns gradients, dense or sparse, multiplied by the factor, in float32 or wider."""
+    return [keras.ops.multiply(grad, factor) for grad in grads]
 
 
 def leaves(value: Any, dtype: str) -> list[tf.Tensor]:
@@ -65,28 +87,29 @@ def gate(applied: tf.Tensor, update: Callable[[], None], variables: Sequence[Any
     tf.cond(applied, lambda: _done(update), tf.no_op)
 
 
-def together(
-    finish: Callable[[Measured | None, Update], T],
-    measured: Measured | None,
+def merge_call(
+    finish: Callable[[Observation | None, Update], T],
+    observation: Observation | None,
     update: Callable[[Any, Any, Any], None],
     grads: Sequence[Any],
     variables: Sequence[Any],
 ) -> T:
-    """Returns what `finish` makes of what was measured and of the update, run once for all replicas.
+    """Returns what `finish` returns, run once for all replicas.
 
     A strategy such as `MirroredStrategy` refuses a `cond` on a replica around an update that it has to merge. There
-    the decision is made between the replicas, and the update goes back to each of them.
+    the decision is made in a cross-replica context, and the update goes back to each replica.
     """
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        return finish(measured, lambda scale: update(grads, variables, scale))
+        return single_call(finish, observation, update, grads, variables)
 
-    def between(strategy: Any, measured: Measured | None, grads: Any, variables: Any) -> T:
-        first = measured and Measured(*(strategy.experimental_local_results(leaf)[0] for leaf in measured))
+    def cross_replica(strategy: Any, observation: Observation | None, grads: Any, variables: Any) -> T:
+        # After `agree` all replicas hold the same numbers.
+        first = tf.nest.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], observation)
         return finish(
-            first, lambda scale: strategy.extended.call_for_each_replica(update, args=(grads, variables, scale))
+            first, lambda factor: strategy.extended.call_for_each_replica(update, args=(grads, variables, factor))
         )
 
-    return _replica_context().merge_call(between, args=(measured, grads, variables))
+    return _replica_context().merge_call(cross_replica, args=(observation, grads, variables))
 
 
 def is_constant(value: Any) -> bool:
@@ -96,20 +119,20 @@ def is_constant(value: Any) -> bool:
 
 
 def _replica_context() -> Any:
-    """Returns the replica that this runs on; raises between replicas, where there are no gradients of one."""
+    """Returns the replica that this runs on; raises in a cross-replica context, which has no gradients of its own."""
     context = tf.distribute.get_replica_context()
     if context is None:
         raise ValueError(
-            "A step is taken on a replica, from that replica's gradients. Received: a call between the replicas of a "
+            "A step runs on a replica, with that replica's gradients. Received: a call between the replicas of a "
             f"{type(tf.distribute.get_strategy()).__name__}. Put the step into a function for `strategy.run`."
         )
     return context
 
 
-def _check_norm(asked: Asked) -> None:
+def _check_norm(plan: StepPlan) -> None:
     """Raises if the norm is wanted where no replica knows it."""
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    if asked.norm and replicas > 1:
+    if plan.norm and replicas > 1:
         raise ValueError(
             "`norm=True` needs all gradients in one place, and replicas add theirs up only in the inner optimizer. "
             f"Received: norm=True on {replicas} replicas. Leave it out."
@@ -122,22 +145,10 @@ def _done(update: Callable[[], None]) -> tf.Operation | None:
     return tf.no_op()
 
 
-def _agreed(measured: Measured) -> Measured:
-    """Returns the worst of what the replicas found. Each has its own gradients: they are added up after the gate."""
-    context = _replica_context()
-    if context.num_replicas_in_sync == 1:
-        return measured
-    bad_loss = tf.cast(~measured.loss_finite, tf.float32)
-    numbers = [measured.total, measured.overwrites, measured.amax, measured.share, bad_loss]
-    worst = _worst(context, tf.concat([numbers, measured.sizes], 0))
-    total, overwrites, amax, share, bad_loss = tf.unstack(worst[: len(numbers)])
-    return Measured(worst[len(numbers) :], total, overwrites, amax, measured.norm, share, loss_finite=bad_loss == 0)
-
-
 def _worst(context: Any, mine: tf.Tensor) -> tf.Tensor:
     """Returns the largest of each number over all replicas, NaN above all.
 
-    A maximum may lose a NaN, so that NaN travels as a number of its own. It travels by a sum in which each replica adds
+    A maximum may lose a NaN, so NaN is sent as a number of its own. It is sent by a sum in which each replica adds
     its own row: one collective, where TensorFlow's gather takes several.
     """
     nans = tf.math.is_nan(mine)

@@ -1,50 +1,57 @@
-"""Keras on torch: one wait for the gradients, and from there on the rule runs on the host."""
+"""Keras on torch: one synchronization with the device, after which the rule runs on the host."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gradscale.engine.host import SCALARS
-from gradscale.keras.backends import Asked, Assign, Measured, Update
-from gradscale.keras.packing import on_host
-from gradscale.kernels.torch import share_above
-from gradscale.torch.step.measure import measure as read
-
-T = TypeVar("T")
+from gradscale.engine.measurement import Measurement
+from gradscale.keras.backends import Assign, Observation, StepPlan, only_observation, single_call
+from gradscale.keras.variables import on_host
+from gradscale.kernels.torch import largest, norms, share_above
 
 XP = SCALARS
+
+# Keras leaves several devices to torch: there are no replicas.
+agree = only_observation
+merge_call = torch.compiler.disable(np.errstate(all="ignore")(single_call))
 
 
 @torch.compiler.disable  # the rule runs on the host, where there is nothing to compile
 @torch.no_grad()
-def measure(grads: Sequence[Any], overwrites: Sequence[bool], loss: Any, asked: Asked) -> Measured:
-    """Returns what was found in the gradients. Waits for the device."""
+def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
+    """Returns what is found in the gradients. Synchronizes with the device."""
     values = [_values(grad) for grad in grads]
     device = values[0].device
-    sizes = read(values, device, norm=False, half=False).sizes
-    is_own = torch.tensor(overwrites, device=device)
-    scaled = [grad for grad, own in zip(values, overwrites, strict=True) if not own]
-    nothing = torch.zeros((), device=device)
-    norm = read(scaled, device, norm=True, half=False).total if asked.norm else nothing
-    share = nothing if asked.edge is None else share_above(scaled, torch.tensor(asked.edge, device=device), device)
-    bad_loss = nothing if loss is None else (~torch.isfinite(torch.as_tensor(loss)).all()).to(device, torch.float32)
-    amax = sizes.where(~is_own, 0).amax()
-    known = [amax, sizes.where(is_own, 0).amax(), amax, norm, share, bad_loss]
-    *numbers, bad = np.array(torch.stack(known).tolist(), np.float32)
-    return Measured(sizes, *numbers, loss_finite=np.bool_(bad == 0))
+    sizes = largest(values, device)
+    scaled = plan.to_unscale(values)
+    own = torch.tensor(plan.overwrites, dtype=torch.long, device=device)
+    bad_loss = None if loss is None else ~torch.isfinite(torch.as_tensor(loss)).all()
+    total = sizes.index_fill(0, own, 0).amax() if plan.overwrites else sizes.amax()  # torch's maximum keeps a NaN
+    edge = None if plan.edge is None else torch.tensor(plan.edge, device=device)
+    known = _on_host(
+        total=total,
+        norm=torch.linalg.vector_norm(norms(scaled, device)) if plan.norm else None,
+        upper_share=None if edge is None else share_above(scaled, edge, device),
+        half_amax=sizes[list(plan.half)].amax() if plan.half else None,
+        overwrites=sizes[own].amax() if plan.overwrites else None,
+        bad_loss=bad_loss,
+    )
+    loss_finite, overwrites = np.bool_(known.pop("bad_loss", 0) == 0), known.pop("overwrites", None)
+    return Observation(Measurement(sizes, amax=known["total"], **known), loss_finite, overwrites)
 
 
-def divided(grads: Sequence[Any], scale: Any) -> list[Any]:
-    """Returns gradients divided by the scale, in float32 or wider: one call for all of them."""
+def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
+    """Returns gradients multiplied by the factor, in float32 or wider: one call for all of them."""
     wide = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in grads]
-    return list(torch._foreach_div(wide, float(scale))) if wide else []  # pyright: ignore[reportPrivateImportUsage]
+    return list(torch._foreach_mul(wide, float(factor))) if wide else []  # pyright: ignore[reportPrivateImportUsage]
 
 
 def leaves(value: Any, dtype: str) -> list[Any]:
-    """Returns the elements of a variable's value as numpy scalars. Waits for the device."""
+    """Returns the elements of a variable's value as numpy scalars. Synchronizes with the device."""
     return on_host(value, dtype)
 
 
@@ -60,19 +67,6 @@ def gate(applied: Any, update: Callable[[], None], variables: Sequence[Any], ass
         update()
 
 
-@torch.compiler.disable
-@np.errstate(all="ignore")
-def together(
-    finish: Callable[[Measured | None, Update], T],
-    measured: Measured | None,
-    update: Callable[[Any, Any, Any], None],
-    grads: Sequence[Any],
-    variables: Sequence[Any],
-) -> T:
-    """Returns what `finish` makes of what was measured and of the update."""
-    return finish(measured, lambda scale: update(grads, variables, scale))
-
-
 def is_constant(value: Any) -> bool:
     """Returns False: a variable is read anew at each step."""
     del value
@@ -82,3 +76,11 @@ def is_constant(value: Any) -> bool:
 def _values(grad: Tensor) -> Tensor:
     """Returns the numbers of a gradient, dense or sparse."""
     return grad.coalesce().values() if grad.is_sparse else grad.detach()
+
+
+def _on_host(**found: Tensor | None) -> dict[str, Any]:
+    """Returns the numbers that there are as numpy scalars: one copy for all of them."""
+    there = {name: number for name, number in found.items() if number is not None}
+    device = next(iter(there.values())).device
+    numbers = torch.stack([number.to(device, torch.float32) for number in there.values()])
+    return dict(zip(there, np.array(numbers.tolist(), np.float32), strict=True))
