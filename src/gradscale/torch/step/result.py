@@ -37,14 +37,17 @@ class Traces:
         return names.of([self.parameters[index]() for index in indices], optimizers)
 
     def count(self, index: int) -> int | None:
-        """Returns how many elements of a gradient are not finite; None if it was freed or written to since."""
+        """Returns how many elements of a gradient are not finite; None if it was freed or written to since.
+
+        None too where all are finite, and only their squares were not.
+        """
         grad = self._grads[index]()
         if grad is None or grad._version != self._versions[index]:
             return None
         # Of a DTensor, the local shard: to count in all of it, every rank would have to make this call.
         held = grad.to_local() if hasattr(grad, "to_local") else grad  # type: ignore[attr-defined]
         values = held if held.layout is torch.strided else held.values()
-        return int((~torch.isfinite(values)).sum())
+        return int((~torch.isfinite(values)).sum()) or None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
