@@ -208,7 +208,7 @@ def test_setters_are_refused_where_the_policy_has_no_such_number(name: str) -> N
     ],
 )
 def test_policy_and_numbers_together_are_refused(argument: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=rf"`policy` says all there is to say about the scale\. {text}"):
+    with pytest.raises(ValueError, match=rf"`policy` has all settings of the scale\. {text}"):
         GradScaler("cpu", policy=Static(2.0), **argument)
 
 

@@ -64,8 +64,8 @@ def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor, *arg
     `divisor` is a 0-d float32, or None to leave the gradients as they are. `skip` is 1.0 to leave weights and state
     alone and 0.0 to update them. Other arguments are passed on to `optimizer.step`. Does not synchronize.
     """
-    # Both must be 0-d: Adam and Adagrad raise for the shape (1,). `skip` must be exactly 1 to skip: with 2, as flags
-    # that ranks have summed, a fused kernel steps on gradients that are inf.
+    # Both must be 0-d: Adam and Adagrad raise for the shape (1,). `skip` must be exactly 1 to skip: with 2, which a sum
+    # of the flags of two devices may be, a fused kernel steps on gradients that are inf.
     _create_momentum(optimizer)
     users_own = getattr(optimizer, "grad_scale", None)
     if users_own is not None:

@@ -134,7 +134,7 @@ def multiply_and_check(gradients: Sequence[Tensor], factor: Tensor, found_inf: T
 
 def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns one 0-d bool on `device`: whether any flag is set, to 1 or to any other number but 0."""
-    # A bool, since ranks may have summed their flags: fused kernels skip only for a `found_inf` of exactly 1.
+    # A bool, not a sum of the flags as in torch: fused kernels skip only for a `found_inf` of exactly 1.
     found = [flag.to(device, non_blocking=True).reshape(()) for flag in flags]
     if len(found) == 1:
         return found[0].ne(0)
