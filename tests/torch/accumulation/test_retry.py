@@ -219,7 +219,7 @@ def test_parameters_the_scaler_was_not_told_of_are_refused_after_a_retry() -> No
     scaler = LossScaler(model, Dynamic(init_scale=65536.0))
     optimizer = torch.optim.SGD([*model.parameters(), stranger])
     scaler.backward(narrow(loss_of(model)) + stranger, retries=10)
-    with pytest.raises(RuntimeError, match=r"not told of: param_groups\[0\]\.params\[4\]\. Build it as `LossScaler\("):
+    with pytest.raises(RuntimeError, match=r"does not know: param_groups\[0\]\.params\[4\]\. Build it as `LossScaler\("):
         scaler.step(optimizer)
     optimizer.zero_grad()
     scaler.backward(loss_of(model) + stranger)

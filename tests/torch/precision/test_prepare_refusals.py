@@ -152,7 +152,7 @@ def test_a_frozen_part_in_another_half_type() -> None:
 def test_weights_that_are_not_there() -> None:
     with torch.device("meta"):
         model = small_model()
-    refused(ValueError, r"weights are there. Received: '0.weight' without values", model, SGD(model.parameters()))
+    refused(ValueError, r"materialized weights. Received: '0.weight' without values", model, SGD(model.parameters()))
 
 
 def test_a_lazy_model_that_has_not_run() -> None:

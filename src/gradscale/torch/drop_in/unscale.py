@@ -48,7 +48,7 @@ def refuse_half(optimizer: Optimizer, gradients: Iterable[Tensor]) -> None:
 
 def refuse_divided(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
     """Raises if one of `others`, which have divided their gradients, holds some of the same."""
-    # torch's scaler divides such a gradient once for each optimizer, and the update is too small by a factor of the scale.
+    # torch's scaler divides such a gradient once for each optimizer: the update is too small by a factor of the scale.
     for other in others:
         if other is optimizer:
             continue

@@ -1,4 +1,4 @@
-"""Whether a run needs a scaler, and which of its dtypes are likely to be a mistake."""
+"""Advice on whether a run needs a scaler, and warnings of dtypes that are likely to be a mistake."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -74,6 +74,7 @@ def _vanishing_moments(optimizer: Optimizer) -> str | None:
         return None
     for group in optimizer.param_groups:
         fp16 = any(parameter.dtype is torch.float16 for parameter in group["params"])
+        # Adam's default `eps` of 1e-8 is below 2**-24 = 6e-8, the smallest FP16 number.
         if fp16 and group.get("eps", 1.0) < FP16.smallest_subnormal:
             return (
                 f"{type(optimizer).__name__} keeps squares of gradients in FP16. Those below "
