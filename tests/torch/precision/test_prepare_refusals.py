@@ -1,4 +1,4 @@
-"""What `prepare` refuses, with nothing changed."""
+"""Errors of `prepare`, which change nothing."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +26,7 @@ def snapshot(*models: nn.Module) -> list[Any]:
 def refused(
     error: type[Exception], message: str, model: Any, optimizer: Any, precision: Any = "O2", *watched: nn.Module
 ) -> None:
-    """Checks that the call is refused with this message, and that models and optimizers are as they were."""
+    """Checks that the call raises with this message, and that models and optimizers are as they were."""
     models = [model] if isinstance(model, nn.Module) else model
     before = snapshot(*models, *watched)
     state = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) else None

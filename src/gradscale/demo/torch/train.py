@@ -103,9 +103,9 @@ def adam(task: Task, model: nn.Module) -> torch.optim.Optimizer:
 
 @contextmanager
 def workers() -> Iterator[Workers]:
-    """Yields as many threads as torch would use for one operation, each of which computes alone; one on accelerators."""
-    # FP16 operations on a CPU are slow, and small here: to split one between two cores gains nothing, and is much slower
-    # on a busy machine.
+    """Yields as many threads as torch would use for one operation, each with one core; a single one on accelerators."""
+    # FP16 operations on a CPU are slow, and small here: splitting one between two cores gains nothing, and is much
+    # slower on a busy machine.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
