@@ -302,7 +302,7 @@ class LossScaler:
         return write_saved(self._rule.policy, self._rule.state, float(self._rule.amax_ratio))
 
     def load_state_dict(self, mapping: Mapping[str, Any], system: str | None = None) -> None:
-        """Takes over a saved policy and state, and forgets gradients not yet stepped.
+        """Loads a saved policy and state, and discards gradients not yet stepped.
 
         Args:
             mapping: what `state_dict` returned; or the dict of torch's `GradScaler`; or another system's.

@@ -21,8 +21,7 @@ class Window:
     """What happened since the last step: losses scaled, backward passes begun, stale gradients found.
 
     Attributes:
-        scale: what the gradients of this window are multiplied by, however many micro-batches it holds. Only a backward
-            pass that is run again changes it.
+        scale: the scale of all losses of this window, of every micro-batch. Only a retry changes it.
         loss_finite: whether every loss was finite so far, a 0-d bool.
         overflowed: whether gradients overflowed outside of `step`, although the losses until then were finite.
         backward_begun: whether a backward pass has begun.

@@ -62,8 +62,8 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device: type of the device.
         init_scale: scale of the first step.
-        growth_factor: what the scale is multiplied by when it grows.
-        backoff_factor: what the scale is multiplied by when it backs off.
+        growth_factor: factor by which the scale is multiplied when it grows.
+        backoff_factor: factor by which the scale is multiplied when it backs off.
         growth_interval: clean steps in a row before the scale grows.
         enabled: False makes every method do nothing, and `step` just call the optimizer's.
         policy: a rule for the scale, or `"auto"`, instead of the four numbers above. `NoScaling()` is the same as
@@ -116,7 +116,7 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Returns `outputs` times the scale: a tensor, or an iterable of tensors and further iterables.
 
-        An FP16 tensor comes back in float32, where the product cannot overflow. Does not synchronize with the device.
+        An FP16 tensor is returned in float32, where the product cannot overflow. Does not synchronize with the device.
         """
         if not self._enabled:
             return outputs
@@ -194,7 +194,7 @@ class GradScaler(torch.amp.GradScaler):
         return multiply_and_check(gradients, inv_scale, found_inf)
 
     def _note_sizes(self, optimizer: Optimizer, measured: Measurement) -> None:
-        """Keeps what the policy needs to know of the optimizer's scaled gradients until `update`."""
+        """Keeps the sizes of the optimizer's scaled gradients for the policy until `update`."""
         elements = sum(grad.numel() for grad in gradients_of(optimizer))
         self._per_optimizer_states[id(optimizer)]["sizes"] = (measured, elements)
 
@@ -352,11 +352,11 @@ class GradScaler(torch.amp.GradScaler):
         return self._rule.policy
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Sets what the scale is multiplied by when it grows."""
+        """Sets the factor by which the scale is multiplied when it grows."""
         self._change("growth_factor", new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets what the scale is multiplied by when it backs off."""
+        """Sets the factor by which the scale is multiplied when it backs off."""
         self._change("backoff_factor", new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
@@ -382,7 +382,7 @@ class GradScaler(torch.amp.GradScaler):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a saved state, of this class or of torch's, before the first `scale` or after."""
+        """Loads a saved state of this class or of torch's, before the first `scale` or after."""
         if self._enabled and state_dict:
             # All of it is read and checked before anything is set.
             saved = read_scaler(state_dict, None if self._rule is None else self._rule.policy, self._bounds)

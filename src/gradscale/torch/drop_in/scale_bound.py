@@ -40,7 +40,7 @@ class ScaleBound:
             self._ask(scale)
 
     def lowered(self, scale: Tensor, by: float) -> None:
-        """Lowers the bound: `scale` was updated, at worst to `by` times what it was."""
+        """Lowers the bound after an update that multiplied `scale` by at least `by`."""
         self._bound *= by
         self._factor *= by  # a pending copy is older than this update
         self._version = scale._version

@@ -56,8 +56,8 @@ class Settings:
 
     Attributes:
         init_scale: scale of the first step.
-        growth_factor: what the scale is multiplied by when it grows.
-        backoff_factor: what the scale is multiplied by when it backs off.
+        growth_factor: factor by which the scale is multiplied when it grows.
+        backoff_factor: factor by which the scale is multiplied when it backs off.
         growth_interval: clean steps in a row before the scale grows.
         bounds: the scales that are allowed.
         policy: the rule; None for torch's own, which its kernel runs with the settings above.

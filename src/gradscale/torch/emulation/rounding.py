@@ -18,7 +18,7 @@ EXPONENT = 0x7F800000
 """The exponent bits of a float32. Alone, they are the power of two at or below its magnitude."""
 
 TOP_POWER = 2.0**127
-"""The largest power of two in float32. Used as the power of inf and NaN, so that both stay what they are."""
+"""The largest power of two in float32. Used as the power of inf and NaN, so that rounding does not change them."""
 
 CASTS = {FP16: torch.float16, BF16: torch.bfloat16, FP8_E5M2: torch.float8_e5m2}
 """Formats whose cast in torch is faster than the arithmetic here. Its cast to FP8_E4M3 takes three times as long."""
@@ -117,7 +117,7 @@ def _round_stochastically_(steps: Tensor, random: UniformNumbers) -> Tensor:
 
 
 def _put_overflow_(values: Tensor, format: Format) -> Tensor:
-    """Replaces overflow, and NaN, in rounded values by what the format has for it, and returns them."""
+    """Replaces overflow and NaN in rounded values by the format's inf, NaN or -0, and returns them."""
     if format.has_inf:
         return values.masked_fill_(values > format.max, math.inf).masked_fill_(values < -format.max, -math.inf)
     if format.has_nan:

@@ -35,8 +35,8 @@ class MasterWeights(Optimizer):
     all settings. Gradients are cast, unscaled, clipped and applied one part of the model after the other, so that no
     float32 copy of all of them is made.
 
-    The model's weight is the rounded master in every storage. A weight that was written to elsewhere, for instance by
-    `load_state_dict` of the model, is taken over at the next step.
+    The model's weight is the rounded master in every storage. A weight that other code has written to, for instance
+    `load_state_dict` of the model, becomes the master at the next step.
 
     Args:
         optimizer: the inner optimizer, which does the arithmetic, built on the model's parameters. Step only this
@@ -173,7 +173,7 @@ class MasterWeights(Optimizer):
             master.note_weight()
 
     def _sync(self) -> None:
-        """Takes over masters that were loaded, and weights that other code has written to."""
+        """Applies masters that were loaded, and updates masters of weights that other code has written to."""
         for index, master in enumerate(self._masters()):
             if index in self._loaded:
                 self._storage.restore(self._loaded[index], master.weight, master.stored)
@@ -211,7 +211,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def refine(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Takes over float32 values, by the model's parameters, wherever they round to the weight.
+        """Sets masters to float32 values, by the model's parameters, where these round to the weight.
 
         For weights that were float32 before a cast: masters made from the cast weights have lost the low bits.
         """
@@ -231,7 +231,7 @@ class MasterWeights(Optimizer):
         return super().state_dict() | {saved.KEY: saved.entry_of(values, self.storage, self._storage.state())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a saved state, of this class or of a plain optimizer, before or after the model's.
+        """Loads a saved state of this class or of a plain optimizer, before or after the model's.
 
         The model's weights are not written to. A saved master is used where it rounds to the weight, which it does
         everywhere if the model is loaded from the same checkpoint before the next step. Elsewhere, and for a plain

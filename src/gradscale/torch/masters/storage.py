@@ -36,8 +36,8 @@ class Full(MasterStorage):
         torch._foreach_copy_(list(weights), list(values))  # pyright: ignore[reportPrivateImportUsage]
 
     def adopt(self, weight: Tensor, stored: Tensor) -> None:
-        """Takes over the weight where the stored value does not round to it."""
-        # Not everywhere: weights that were swapped for an average and back again lose nothing so.
+        """Sets the stored value to the weight where it does not round to it."""
+        # Not everywhere: weights that were swapped for an average and back again keep their low bits.
         stored.copy_(refined(weight, stored))
 
     def restore(self, value: Tensor, weight: Tensor, stored: Tensor) -> None:

@@ -20,13 +20,7 @@ REMOVE_SCALER = "Use `LossScaler(model, NoScaling())` or none."
 
 
 def advice(modules: Sequence[ModuleDtype], optimizers: Sequence[Optimizer], scaler: Any) -> tuple[str, list[str]]:
-    """Returns whether a scaler is needed and why, and warnings of what is likely to be a mistake.
-
-    Args:
-        modules: the modules with the dtypes they compute in.
-        optimizers: those of their parameters; without them there is no warning of lost updates.
-        scaler: the scaler, or None.
-    """
+    """Returns whether a scaler is needed and why, and warnings of likely mistakes."""
     trained = {
         weight.dtype for each in modules for weight in each.module.parameters(recurse=False) if weight.requires_grad
     }

@@ -83,8 +83,8 @@ def _check_unwrapped(model: nn.Module) -> None:
         if wrapper := next((WRAPPERS[name] for name in classes if name in WRAPPERS), None):
             raise RuntimeError(
                 f"`prepare` must come before {wrapper}, which holds references to the model's parameters or code. "
-                f"Received: {where}. Prepare the plain model, then wrap what comes back. For an optimizer that must be "
-                "built after that, call `prepare(model, None)`."
+                f"Received: {where}. Prepare the plain model, then wrap it. For an optimizer that must be built after "
+                "that, call `prepare(model, None)`."
             )
         if "forward" in vars(module):
             raise RuntimeError(

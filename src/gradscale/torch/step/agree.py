@@ -1,4 +1,4 @@
-"""Stage two, agree: what was measured, made the same on every rank that shares the scale."""
+"""Stage two, agree: the measurement, reduced over all ranks that share the scale."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +49,8 @@ class Agreement:
         loss_finite = xp.logical_or(rule.leaf(window.loss_finite), overflowed)
         seen = rule.measurement(measurement).seen(rule.leaf(plan.divisor), loss_finite, xp, overflowed)
         if plan.edited:
-            # Edits inside `unscaled`, such as clipping, say nothing about what the backward pass has to hold.
+            # From before the edits inside `unscaled`: a policy that saw clipped gradients would raise the scale until
+            # the backward pass overflows.
             amax = xp.where(seen.finite, rule.leaf(window.unscaled_amax), np.inf)
             seen = replace(seen, amax=amax, upper_share=rule.leaf(window.unscaled_share))
         return measurement, seen if self.ranks == 1 else rule.leaves(self.over_ranks(rule.tensors(seen)))
@@ -57,8 +58,8 @@ class Agreement:
     def over_ranks(self, seen: Seen) -> Seen:
         """Returns `seen` as the worst that any rank saw: one small MAX all-reduce, or nothing for a single rank.
 
-        Each rank's own loss may be fine while the averaged gradients carry another rank's NaN. Without this, one rank
-        would hold its scale for the loss and another would back off, and their scales would part.
+        Each rank's own loss may be finite while the averaged gradients have another rank's NaN. Without this, one rank
+        would keep its scale because of the loss and another would back off, and their scales would differ.
         """
         if self.ranks == 1:
             return seen

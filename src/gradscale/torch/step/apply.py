@@ -1,4 +1,4 @@
-"""Stage four, apply: hands the decided factor and gate to the optimizers, inside their own kernels where they can."""
+"""Stage four, apply: steps the optimizers with the decided factor and gate, in their own kernels if these take them."""
 
 import inspect
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def _has_argument(kind: type[Optimizer], name: str) -> bool:
 
 
 def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Runs the optimizer's step with `divisor` and `skip` folded into its kernel, and returns what it does.
+    """Runs the optimizer's step with `divisor` and `skip` folded into its kernel, and returns its result.
 
     `divisor` is a 0-d float32, or None to leave the gradients as they are. `skip` is 1.0 to leave weights and state
     alone and 0.0 to update them. Other arguments are passed on to `optimizer.step`. Does not synchronize.
@@ -120,7 +120,7 @@ def apply(plan: "StepPlan", applied: Tensor, factor: Tensor) -> bool | None:
 
 
 def hold(optimizer: Optimizer) -> None:
-    """Leaves the optimizer as it is, and keeps torch's schedulers from warning that its `step` was never called."""
+    """Skips the optimizer, without torch's schedulers warning that its `step` was not called."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 

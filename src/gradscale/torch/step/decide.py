@@ -38,7 +38,7 @@ class Rule:
     """A policy and its present state: in host memory if the scale is kept on the CPU, else on the device.
 
     On a device the rule runs on 0-d tensors, so that nothing synchronizes. In host memory it runs on numpy scalars,
-    which is ten times as fast as tiny tensor operations. Both are bit-exact. The state is replaced, never changed.
+    which is ten times as fast as tiny tensor operations. Both give the same bits. The state is replaced, never changed.
 
     Attributes:
         policy: the rule for the scale.
@@ -90,11 +90,11 @@ class Rule:
         return Measurement(None, *(None if found is None else self.leaf(found) for found in measurement[1:]))
 
     def leaves(self, seen: Seen) -> Seen:
-        """Returns what was seen with leaves in place of tensors."""
+        """Returns `seen` with leaves in place of tensors."""
         return Seen(*(self.leaf(getattr(seen, field.name)) for field in fields(Seen)))
 
     def tensors(self, seen: Seen) -> Seen:
-        """Returns what was seen with tensors in place of leaves."""
+        """Returns `seen` with tensors in place of leaves."""
         return Seen(*(self.tensor(getattr(seen, field.name)) for field in fields(Seen)))
 
     def settle(self, device: torch.device) -> torch.device:
@@ -111,7 +111,7 @@ class Rule:
         return array[()] if self._hosted else torch.as_tensor(array, device=self._device)
 
     def load(self, policy: Policy, state: ScaleState, amax_ratio: float = UNKNOWN_RATIO) -> None:
-        """Takes over another policy and its state, in numpy's numbers, to where the present one is kept."""
+        """Loads another policy and its state, given as numpy numbers, on the device of the present one."""
         self.policy, self.state, self.amax_ratio = policy, state, np.float32(amax_ratio)
         self.steps = int(state.applied) + int(state.skipped)
         device, self._device = self._device, None  # `settle` does nothing while it is set
@@ -127,8 +127,8 @@ class Rule:
 
         Args:
             seen: what was measured, unscaled, in leaves.
-            divisor: what the gradients are to be divided by. That is the scale, unless they are unscaled already, or
-                a backward pass was run again at a lower scale and overflowed there too.
+            divisor: what the gradients must be divided by: the scale, unless they are unscaled already, or a backward
+                pass was run again at a lower scale and overflowed there too.
             clip_norm: bound on the norm of all gradients together.
             follows_amax: whether the policy needs the largest magnitude where a norm is read at every step.
             measured: whether this step has measured it. It is estimated from the norm otherwise.
@@ -157,7 +157,7 @@ class Rule:
 
     @np.errstate(all="ignore")
     def lower(self) -> Tensor:
-        """Backs the scale off once, whatever the hysteresis says, and returns the new scale over the old one."""
+        """Backs the scale off once, without hysteresis, and returns the ratio of the new scale to the old one."""
         before = self.state.scale
         overflow = place(Seen(finite=np.bool_(False)), self._put)
         self.state = backed_off(self.policy, self.state, overflow, self.xp)

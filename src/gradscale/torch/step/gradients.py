@@ -1,4 +1,4 @@
-"""The gradients of one or more optimizers: which tensors to read and multiply, and what to call them."""
+"""The gradients of one or more optimizers: the tensors to read and multiply, and the names of their parameters."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class Gradients:
         parameters: the parameters, as a list beside the others: an object for each gradient would cost more than its
             arithmetic.
         grads: the gradients themselves.
-        values: the dense tensors that hold the numbers: the gradients again, but the values of a sparse one, and of a
-            distributed one the part that this rank holds.
+        values: the dense tensors that hold the numbers: the gradients themselves, the values of a sparse one, and the
+            local shard of a distributed one.
         optimizers: those that hold the parameters.
     """
 

@@ -142,7 +142,7 @@ def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _without_sizes(overflow: Tensor) -> Measurement:
-    # In float32 whatever torch's default type is: the rule takes no other.
+    # In float32, the only type of the rule, whatever torch's default type is.
     return Measurement(None, torch.where(overflow, torch.inf, 0.0).to(torch.float32))
 
 
