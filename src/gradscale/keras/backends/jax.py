@@ -1,7 +1,6 @@
 """Keras on JAX: everything is a pure function inside, so that a step can be compiled."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jax.experimental.sparse import JAXSparse
 
 from gradscale.engine.measurement import Measurement
 from gradscale.keras.backends import Assign, Observation, StepPlan, only_observation, single_call
-from gradscale.keras.remember import StepResult
+from gradscale.keras.remember import STATIC, TENSORS, StepResult
 from gradscale.kernels.jax import peak, real_parts, share_above, square
 
 XP = jnp
@@ -21,11 +20,7 @@ XP = jnp
 # Arrays that `keras.distribution` has spread over devices are one array here: there are no replicas.
 agree, merge_call = only_observation, single_call
 
-jax.tree_util.register_dataclass(
-    StepResult,
-    data_fields=list(StepResult.TENSORS),
-    meta_fields=[field.name for field in fields(StepResult) if field.name not in StepResult.TENSORS],
-)
+jax.tree_util.register_dataclass(StepResult, data_fields=TENSORS, meta_fields=STATIC)
 
 
 def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
