@@ -9,18 +9,15 @@ NEEDS = {
     "bench/steps.py": "torch",
     "bench/targets.py": "torch",
     "bench/traffic.py": "torch",
+    "kernels/torch.py": "torch",
     "jax": "jax",
+    "kernels/jax.py": "jax",
     "jax/flax.py": "flax",
     "demo/jax": "jax",
     "keras": "keras",
+    "demo/keras": "keras",
     "mxnet": "mxnet",
     "demo/mxnet": "mxnet",
-    "integrations/lightning.py": "lightning",
-    "integrations/accelerate.py": "accelerate",
-    "integrations/transformers.py": "transformers",
-    "integrations/tensorboard.py": "tensorboard",
-    "integrations/mlflow.py": "mlflow",
-    "integrations/wandb.py": "wandb",
 }
 
 collect_ignore = [f"src/gradscale/{path}" for path, framework in NEEDS.items() if find_spec(framework) is None]

@@ -18,7 +18,7 @@ def run_alone(
 
     Args:
         title: what is measured.
-        rows: makes the rows; it is told whether to be quick.
+        rows: makes the rows; takes whether to be quick.
         draw: makes the plot, for a benchmark that has one.
     """
     parser = argparse.ArgumentParser(description=title)

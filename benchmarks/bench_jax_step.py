@@ -180,7 +180,7 @@ def _side(make: Callable[[Case], tuple[Step, State]], case: Case) -> Side:
         nonlocal state
         state = compiled(state, rows)
 
-    return Side(run, prepare=run, wait=lambda: jax.block_until_ready(state))
+    return Side(run, prepare=run, synchronize=lambda: jax.block_until_ready(state))
 
 
 def sides(case: Case) -> dict[str, Side]:

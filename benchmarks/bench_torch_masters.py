@@ -2,7 +2,7 @@
 
 Claim:    `LossScaler.step(MasterWeights(optimizer), clip_norm=1.0)` takes at most 0.80 of the time of the loop by hand,
           for FP16 parameters, fused AdamW and 25M parameters in 160 tensors; and at most 1.40 of clipping and stepping
-          as many float32 parameters with no scaling. Other kinds of masters are shown without a goal.
+          as many float32 parameters with no scaling. Other storages are shown without a goal.
 Baseline: by hand: copy the FP16 gradients to float32 ones, unscale them, check that all are finite, clip_grad_norm_,
           step AdamW on the masters, copy the masters back. "FP32" is clip_grad_norm_ and the step, on float32
           parameters.
@@ -31,7 +31,7 @@ from gradscale.torch.step.remember import SAMPLE_EVERY
 SCALE = 2.0**10
 STEADY = Dynamic(init_scale=SCALE, growth_interval=10**6)
 BY_HAND, FP32 = "by hand", "FP32 parameters"
-KINDS = ("fp32", "remainder", "kahan", "stochastic")
+STORAGES = ("fp32", "remainder", "kahan", "stochastic")
 GOALS = {BY_HAND: 0.80, FP32: 1.40}
 
 adamw = partial(torch.optim.AdamW, fused=True)
@@ -44,7 +44,7 @@ def sides(tensors: int) -> dict[str, Side]:
         FP32: float32(tensors),
         "fp32": with_masters(tensors, "fp32"),
         "fp32, FP32 gradients": with_masters(tensors, "fp32", grad_fp32=True),
-        **{kind: with_masters(tensors, kind) for kind in KINDS[1:]},
+        **{storage: with_masters(tensors, storage) for storage in STORAGES[1:]},
     }
 
 
@@ -80,10 +80,10 @@ def float32(tensors: int) -> Side:
     return Side(run, partial(give, weights, 1.0))
 
 
-def with_masters(tensors: int, kind: Any, *, grad_fp32: bool = False) -> Side:
+def with_masters(tensors: int, storage: Any, *, grad_fp32: bool = False) -> Side:
     """Returns the step of a scaler and an optimizer with masters."""
     weights = made(tensors, torch.float16)
-    optimizer = MasterWeights(adamw(weights), kind, grad_fp32=grad_fp32)
+    optimizer = MasterWeights(adamw(weights), storage, grad_fp32=grad_fp32)
     scaler = LossScaler(policy=STEADY)
 
     def prepare() -> None:
@@ -109,20 +109,20 @@ def give(weights: Sequence[Tensor], scale: float, dtype: torch.dtype | None = No
 
 
 def rows(quick: bool) -> list[Row]:
-    """Returns a row for each kind and baseline."""
+    """Returns a row for each storage and baseline."""
     tensors = 160 // QUICK_SHARE if quick else 160
     seconds = timed(partial(sides, tensors), 5 if quick else 2 * SAMPLE_EVERY, quick)
     size = f"{tensors * ELEMENTS / 1e6:g}M in {tensors}"
-    kinds = [name for name in seconds if name not in GOALS]
+    storages = [name for name in seconds if name not in GOALS]
     return [
         compared(
-            f"MasterWeights, {kind}: step + clip, AdamW fused, {size}",
+            f"MasterWeights, {storage}: step + clip, AdamW fused, {size}",
             baseline,
-            seconds[kind],
+            seconds[storage],
             seconds[baseline],
-            goal if kind == "fp32" else None,
+            goal if storage == "fp32" else None,
         )
-        for kind in kinds
+        for storage in storages
         for baseline, goal in GOALS.items()
     ]
 

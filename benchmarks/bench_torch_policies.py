@@ -5,7 +5,7 @@ Claim:    a step under `Headroom` takes at most 1.10 of the time of one under `D
 Baseline: the same `LossScaler` with `Dynamic`; for `NoScaling` and `Static` the optimizer's own step.
 Machine:  printed with the results; two CPU threads.
 Command:  python benchmarks/bench_torch_policies.py [--quick]
-Caveats:  a scaler looks at some things once in sixteen steps, so sixteen steps in a row count as one here: the time
+Caveats:  a scaler measures some things once in sixteen steps, so sixteen steps in a row count as one here: the time
           compared is theirs together. `Static` has no goal: it checks for overflow, which a plain step does not. No
           backward pass is timed. No GPU was measured.
 """
@@ -40,7 +40,7 @@ def constant_sides(case: Case) -> dict[str, Side]:
 
 
 def in_blocks(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Returns the mean seconds of a step over each block of turns in which a scaler looks once at everything."""
+    """Returns the mean seconds of a step over each block of turns in which a scaler measures everything once."""
     blocks = range(len(next(iter(seconds.values()))) // SAMPLE_EVERY)
     return {
         name: [fmean(turns[block * SAMPLE_EVERY : (block + 1) * SAMPLE_EVERY]) for block in blocks]

@@ -1,4 +1,4 @@
-"""How often a step reads and writes the gradients, waits for the device, and how much memory it takes meanwhile.
+"""How often a step reads and writes the gradients and synchronizes with the device, and the memory it takes.
 
 Claim:    beyond what the optimizer's own step does, the gradients are read once and written once, and once more read
           when an optimizer that is not fused clips them. The host reads nothing with a fused optimizer, and one flag
@@ -33,7 +33,7 @@ class Budget:
         clip: bound on the norm, or None.
         reads: passes that read the gradients.
         writes: passes that write them.
-        host_reads: how often the host may wait.
+        host_reads: how often the host may synchronize with the device.
     """
 
     optimizer: str

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gradscale.bench.turns import Side
+from gradscale.demo.text import VOCABULARY, Text, load_text
 from gradscale.demo.torch.gpt import GPT
-from gradscale.demo.torch.text import VOCABULARY, Text, load_text
+from gradscale.demo.torch.language import draw_from
 from gradscale.torch import LossScaler
 
 GOAL = 1.01
@@ -116,14 +117,14 @@ def _side(
     make_finish: Callable[[nn.Module, torch.optim.Optimizer], Finish],
 ) -> Side:
     """Returns a side whose turn is one training step. Drawing the batch is not timed."""
-    generator = torch.Generator().manual_seed(1)
+    draw = draw_from(torch.Generator().manual_seed(1))
     optimizer = adamw_fused(list(model.parameters()))
     finish = make_finish(model, optimizer)
     batch = torch.empty(0)
 
     def prepare() -> None:
         nonlocal batch
-        batch = text.batch(training.sequences, training.length + 1, generator)
+        batch = torch.from_numpy(text.batch(draw, training.sequences, training.length + 1))
 
     def run() -> None:
         with torch.autocast("cpu", dtype=torch.float16, enabled=training.half):

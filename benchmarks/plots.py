@@ -1,4 +1,4 @@
-"""The pictures: every timed row against its goal, and the cost of a parameter as models grow."""
+"""The plots: every timed row against its goal, and the cost of a parameter as models grow."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Any
 from matplotlib.figure import Figure
 from rows import TIMES, Row
 
-# Colours that the colour-blind tell apart.
+# Colours that the colour-blind can distinguish.
 MET, MISSED, PLAIN, OTHER = "#0072b2", "#d55e00", "#606060", "#b0b0b0"
 COLOURS = {True: MET, False: MISSED, None: PLAIN}
 
 
 def draw_goals(rows: Sequence[Row], path: Path) -> None:
-    """Writes a picture of the rows that were timed: the ratio, its quartiles, and the goal."""
+    """Writes a plot of the rows that were timed: the ratio, its quartiles, and the goal."""
     timed = [row for row in rows if row.unit == TIMES]
     figure = Figure(figsize=(11, 1.2 + 0.3 * len(timed)), dpi=130, layout="constrained")
     axes: Any = figure.subplots()
@@ -30,7 +30,7 @@ def draw_goals(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_growth(rows: Sequence[Row], path: Path) -> None:
-    """Writes a picture of the rows that tell what a parameter costs in models of several sizes."""
+    """Writes a plot of the rows of what a parameter costs in models of several sizes."""
     sized = sorted((row.parameters, row) for row in rows if row.parameters is not None)
     figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
     axes: Any = figure.subplots()

@@ -65,7 +65,7 @@ def _place(options: argparse.Namespace) -> str:
 
 
 def _measured(path: Path, quick: bool) -> list[Row]:
-    """Returns the rows of one file, and tells on stderr how long it took."""
+    """Returns the rows of one file, and prints to stderr how long it took."""
     start = time.perf_counter()
     found = _rows_function(path)(quick)
     print(f"{path.stem}: {len(found)} rows in {time.perf_counter() - start:.0f} s", file=sys.stderr)

@@ -27,7 +27,7 @@ class Stream:
     """Runs side by side: one row a step, one column a run.
 
     Attributes:
-        amax: the largest parameter gradient, in true units.
+        amax: the largest unscaled parameter gradient.
         hidden: how many times larger the largest gradient of all is.
     """
 

@@ -1,4 +1,4 @@
-"""A model of FP16 weights that lose no update: masters, in 16 bits beside each weight or in full."""
+"""FP16 weights that lose no update: master weights, stored as 16 bits beside each weight or in float32."""
 
 import copy
 
@@ -18,8 +18,8 @@ labels = torch.tensor(digits.target, device=DEVICE)
 
 model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10)).to(DEVICE).half()
 # "remainder" keeps 2 bytes beside each weight, where "fp32" keeps 4: together they are the same float32 masters.
-optimizer = MasterWeights(torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True), "remainder")
-# Built on the masters, not on the optimizer inside: that is where the settings are.
+optimizer = MasterWeights(torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True), storage="remainder")
+# Built on the `MasterWeights`, not on its inner optimizer: that is where the settings are.
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
 scaler = LossScaler(model)
 guard = scaler.guard(scheduler)
@@ -34,17 +34,17 @@ for step in range(STEPS):
     guard.step()
     losses.append(loss.detach())
     if step == STEPS // 2:
-        # What a checkpoint needs, and what "fp32" would go on from as well: the masters are saved in float32.
+        # A checkpoint. Another storage, such as "fp32", can resume from it: the masters are saved in float32.
         saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 resumed = copy.deepcopy(model)
 resumed.load_state_dict(saved["model"])
 other = MasterWeights(torch.optim.AdamW(resumed.parameters(), fused=True))
 other.load_state_dict(saved["optimizer"])
-kept = sum(value.numel() for _, value in other.masters())
+loaded = sum(value.numel() for _, value in other.masters())
 
 metrics = scaler.metrics()
 print(
-    f"{kept} masters loaded, loss {losses[0]:.3f} -> {torch.stack(losses[-20:]).mean():.3f}, "
+    f"{loaded} masters loaded, loss {losses[0]:.3f} -> {torch.stack(losses[-20:]).mean():.3f}, "
     f"skipped {metrics['skipped']:.0f} of {STEPS} steps, scale {metrics['scale']:g}"
 )

@@ -1,4 +1,4 @@
-"""One call for the whole recipe: half weights, float32 norms, master weights, casts at the border, and the scaler."""
+"""One call for the whole recipe: half weights, float32 norms, master weights, input/output casts, and the scaler."""
 
 import torch
 from sklearn.datasets import load_digits

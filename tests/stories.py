@@ -1,4 +1,4 @@
-"""Runs of a policy told by letters, and when two states are the same."""
+"""Runs of a policy, one letter for each step, and a comparison of two states."""
 
 from dataclasses import fields
 from typing import Any
@@ -17,8 +17,8 @@ BY_LETTER = {"c": CLEAN, "o": OVERFLOW, "b": BAD_LOSS, "l": BAD_LOSS_ALONE}
 def after(policy: Any, story: str, state: ScaleState | None = None) -> ScaleState:
     """Returns the state after a story: c for a clean step, o for an overflow, b and l for a non-finite loss."""
     reached: ScaleState = policy.start() if state is None else state
-    for letter in story:
-        reached = policy.next(reached, BY_LETTER[letter], np)
+    for step in story:
+        reached = policy.next(reached, BY_LETTER[step], np)
     return reached
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 
 CHUNK = 8192
-"""Elements of a chunk: 64 kB of float64 stay in the cache while they are looked at more than once."""
+"""Elements of a chunk: 64 kB of float64 stay in the cache while they are read more than once."""
 
 FloatArray = np.ndarray[Any, Any]
 

@@ -47,7 +47,7 @@ class Format:
 
     @property
     def overflow_threshold(self) -> float:
-        """Smallest magnitude that rounds past `max`: half a unit in the last place above it.
+        """Smallest magnitude that rounds past `max`: half the spacing of its largest numbers above it.
 
         Where the tie goes to `max` instead, because its last bit is even (FP8_E4M3), the float above the tie.
 

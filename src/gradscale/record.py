@@ -46,8 +46,8 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """Returns the record as plain Python values, with its schema version and kind.
 
-        Waits for the device where the fields live on one. Infinity is written as the string `"inf"`, because JSON has
-        no word for it.
+        Synchronizes with the device of the fields, if they are on one. Infinity is written as the string `"inf"`, which
+        JSON has no number for.
         """
         body = {field.name: plain(getattr(self, field.name)) for field in fields(self)}
         return {"schema": SCHEMA, "kind": type(self).__name__, **body}
@@ -76,7 +76,7 @@ def place(record: R, put: Callable[[np.ndarray[Any, Any]], Array]) -> R:
 
     Numeric settings become float32, int32 or bool arrays first, so that every framework sees the same values whatever
     it makes of a Python number. Strings, formats and other static settings are kept. Does not validate again: the
-    values were checked when `record` was built, and reading them back would wait for the device.
+    values were checked when `record` was built, and reading them back would synchronize with the device.
     """
     return with_values(record, {name: put(_as_leaf(value)) for name, value in numbers(record).items()})
 

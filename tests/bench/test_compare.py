@@ -24,7 +24,7 @@ def test_every_side_is_timed() -> None:
     assert all(row.median_ms > 0 for row in found.values())
 
 
-def test_times_are_told_in_milliseconds_and_as_ratios_to_torchs_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_given_in_milliseconds_and_as_ratios_to_torchs_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {TORCH: [2.0, 2.0, 4.0], "LossScaler": [1.0, 1.0, 4.0]}
     given = defaultdict(lambda: [2.0, 2.0, 2.0], seconds)
     monkeypatch.setattr("gradscale.bench.compare.take_turns", lambda sides, repeats: given)

@@ -83,13 +83,13 @@ def test_a_policy_gets_gradients_at_the_scale_it_has(policy: Policy) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_a_side_waits_for_the_accelerator_its_parameters_are_on_and_for_nothing_else(
+def test_a_side_synchronizes_with_the_accelerator_its_parameters_are_on_and_with_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waited: list[object] = []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    bare(case()).wait()
+    bare(case()).synchronize()
     assert waited == []
-    bare(Case("elsewhere", SHAPES, torch.optim.SGD, None, "meta")).wait()
+    bare(Case("elsewhere", SHAPES, torch.optim.SGD, None, "meta")).synchronize()
     assert waited == ["meta"]

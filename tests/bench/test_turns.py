@@ -27,9 +27,9 @@ def test_the_clock_runs_from_the_wait_before_to_the_wait_after(monkeypatch: pyte
         return float(len(happened))
 
     monkeypatch.setattr("gradscale.bench.turns.time.perf_counter", clock)
-    side = Side(*(lambda name=name: happened.append(name) for name in ("run", "prepare", "wait")))
+    side = Side(*(lambda name=name: happened.append(name) for name in ("run", "prepare", "synchronize")))
     assert side.turn() == 3.0
-    assert happened == ["prepare", "wait", "clock", "run", "wait", "clock"]
+    assert happened == ["prepare", "synchronize", "clock", "run", "synchronize", "clock"]
 
 
 def test_a_ratio_is_one_of_medians_and_its_quartiles_are_of_rounds() -> None:

@@ -36,9 +36,9 @@ def invoke(*arguments: str) -> Result:
 
 
 def measured(*arguments: str) -> Any:
-    told = invoke(*arguments, "--json")
-    assert told.exit_code == 0, told.output
-    return json.loads(told.stdout)
+    shown = invoke(*arguments, "--json")
+    assert shown.exit_code == 0, shown.output
+    return json.loads(shown.stdout)
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +59,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_a_table_for_each_clip_has_a_row_for_each_side() -> None:
-    told = invoke(*QUICK)
-    assert told.exit_code == 0, told.output
-    lines = told.stdout.splitlines()
+    shown = invoke(*QUICK)
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.splitlines()
     assert "70,000 parameters in 2 tensors" in lines
     assert [line for line in lines if line.startswith("adamw")] == ["adamw fused, clip 1", "adamw fused, no clip"]
     for side in SIDES:
@@ -69,7 +69,7 @@ def test_a_table_for_each_clip_has_a_row_for_each_side() -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_the_table_tells_times_passes_and_waits() -> None:
+def test_the_table_shows_times_passes_and_syncs() -> None:
     rows = [line.split() for line in invoke(*QUICK, "--clip", "1").stdout.splitlines()]
     (torchs,) = [row for row in rows if row[:2] == ["torch", "GradScaler"]]
     assert torchs[3:] == ["1.00", "1.00-1.00", "4.0", "2.0", "0"]
@@ -157,25 +157,25 @@ def test_the_policy_is_that_of_the_loss_scaler() -> None:
         (["--policy", "nope"], "policy 'nope'"),
     ],
 )
-def test_mistakes_are_told_in_one_line_and_exit_with_2(arguments: list[str], text: str) -> None:
-    told = invoke(*arguments)
-    assert told.exit_code == 2
-    assert told.stdout == ""
-    assert len(told.stderr.splitlines()) == 1
-    assert told.stderr.startswith(f"Error: {text}")
+def test_mistakes_are_reported_in_one_line_and_exit_with_2(arguments: list[str], text: str) -> None:
+    shown = invoke(*arguments)
+    assert shown.exit_code == 2
+    assert shown.stdout == ""
+    assert len(shown.stderr.splitlines()) == 1
+    assert shown.stderr.startswith(f"Error: {text}")
 
 
 def test_a_bug_in_the_users_own_code_shows_its_traceback(own: str) -> None:
-    told = invoke("--model", f"{own}:broken")
-    assert isinstance(told.exception, ValueError)
-    assert str(told.exception) == "a bug of the user's"
+    shown = invoke("--model", f"{own}:broken")
+    assert isinstance(shown.exception, ValueError)
+    assert str(shown.exception) == "a bug of the user's"
 
 
 def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BENCH, "find_spec", lambda name: None)
-    told = invoke()
-    assert told.exit_code == 2
-    assert told.stderr == (
+    shown = invoke()
+    assert shown.exit_code == 2
+    assert shown.stderr == (
         'Error: The benchmark needs torch, which is not installed. Run: pip install "gradscale[torch]"\n'
     )
 

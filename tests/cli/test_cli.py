@@ -27,30 +27,30 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def test_help_names_every_command() -> None:
-    told = CliRunner().invoke(app, ["--help"])
-    assert told.exit_code == 0
-    assert all(command in told.output for command in COMMANDS)
+    shown = CliRunner().invoke(app, ["--help"])
+    assert shown.exit_code == 0
+    assert all(command in shown.output for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str) -> None:
-    told = CliRunner().invoke(app, [command, "--help"])
-    assert told.exit_code == 0
-    assert "Usage" in told.output
+    shown = CliRunner().invoke(app, [command, "--help"])
+    assert shown.exit_code == 0
+    assert "Usage" in shown.output
 
 
 def test_the_version_is_the_packages() -> None:
-    told = CliRunner().invoke(app, ["--version"])
-    assert (told.exit_code, told.output) == (0, f"gradscale {__version__}\n")
+    shown = CliRunner().invoke(app, ["--version"])
+    assert (shown.exit_code, shown.output) == (0, f"gradscale {__version__}\n")
 
 
 @pytest.mark.parametrize("arguments", [["nope"], ["formats", "--nope"], ["replay", "-p"]])
 def test_wrong_usage_exits_with_2_and_no_traceback(arguments: Sequence[str]) -> None:
-    told = run(*arguments)
-    assert told.returncode == 2
-    assert "Traceback" not in told.stderr
-    assert told.stderr
-    assert not told.stdout
+    shown = run(*arguments)
+    assert shown.returncode == 2
+    assert "Traceback" not in shown.stderr
+    assert shown.stderr
+    assert not shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -64,25 +64,25 @@ def test_wrong_usage_exits_with_2_and_no_traceback(arguments: Sequence[str]) -> 
     ],
 )
 def test_commands_run_in_a_process_of_their_own(arguments: Sequence[str], text: str) -> None:
-    told = run(*arguments)
-    assert told.returncode == 0, told.stderr
-    assert text in told.stdout
-    assert not told.stderr
+    shown = run(*arguments)
+    assert shown.returncode == 0, shown.stderr
+    assert text in shown.stdout
+    assert not shown.stderr
 
 
 def test_the_installed_script_runs() -> None:
     script = Path(sys.executable).with_name("gradscale")
     if not script.exists():
         pytest.skip("gradscale can be imported here but is not installed")
-    told = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
-    assert told.stdout == f"gradscale {__version__}\n"
+    shown = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout == f"gradscale {__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [["formats"], ["policies"], ["replay", "-p", "static:8"]])
 def test_output_in_a_pipe_fits_80_columns_and_has_no_colour_codes(arguments: Sequence[str]) -> None:
-    told = run(*arguments)
-    assert max(map(len, told.stdout.splitlines())) <= 80
-    assert "\x1b" not in told.stdout
+    shown = run(*arguments)
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    assert "\x1b" not in shown.stdout
 
 
 def test_no_color_is_respected_where_colour_is_forced() -> None:
@@ -112,8 +112,8 @@ def test_a_bug_still_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> Non
         raise ValueError("a bug")
 
     monkeypatch.setattr(sys.modules["gradscale.cli.formats"], "table", broken)
-    told = CliRunner().invoke(app, ["formats"])
-    assert isinstance(told.exception, ValueError)
+    shown = CliRunner().invoke(app, ["formats"])
+    assert isinstance(shown.exception, ValueError)
 
 
 def test_the_documentation_has_a_section_for_every_command_and_its_commands_parse() -> None:
@@ -122,5 +122,5 @@ def test_the_documentation_has_a_section_for_every_command_and_its_commands_pars
     shown = [re.sub(r"^.*?gradscale ", "", block) for block in re.findall(r"```sh\n(.*)\n```", page)]
     assert len(shown) == 10
     for line in shown:
-        told = CliRunner().invoke(app, [*shlex.split(line), "--help"])
-        assert told.exit_code == 0, line
+        shown = CliRunner().invoke(app, [*shlex.split(line), "--help"])
+        assert shown.exit_code == 0, line

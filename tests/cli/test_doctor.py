@@ -27,9 +27,9 @@ def raising(error: Exception) -> Any:
     return raise_it
 
 
-def test_it_tells_versions_adapters_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = doctor(monkeypatch, numpy="gradscale.numpy")
-    assert told.exit_code == 0, told.output
+def test_it_shows_versions_adapters_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = doctor(monkeypatch, numpy="gradscale.numpy")
+    assert shown.exit_code == 0, shown.output
     for text in (
         f"gradscale {__version__}",
         platform.python_version(),
@@ -37,20 +37,20 @@ def test_it_tells_versions_adapters_and_devices(monkeypatch: pytest.MonkeyPatch)
         "Devices: CPU",
         "rich",
     ):
-        assert text in told.output
+        assert text in shown.output
 
 
 def test_an_adapter_that_is_broken_makes_it_exit_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DOCTOR.importlib, "import_module", raising(OSError("libcudart.so.12 [missing]")))
-    told = doctor(monkeypatch, numpy="gradscale.numpy")
-    assert told.exit_code == 1
-    assert "fails to load: OSError: libcudart.so.12 [missing]" in told.output
+    shown = doctor(monkeypatch, numpy="gradscale.numpy")
+    assert shown.exit_code == 1
+    assert "fails to load: OSError: libcudart.so.12 [missing]" in shown.output
 
 
 def test_a_framework_that_is_not_installed_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = doctor(monkeypatch, nothing_of_the_kind="gradscale.numpy")
-    assert told.exit_code == 0
-    assert 'not installed; pip install "gradscale[nothing_of_the_kind]"' in told.output
+    shown = doctor(monkeypatch, nothing_of_the_kind="gradscale.numpy")
+    assert shown.exit_code == 0
+    assert 'not installed; pip install "gradscale[nothing_of_the_kind]"' in shown.output
 
 
 @pytest.mark.parametrize("adapter", ["gradscale.nothing", "gradscale.nothing.deeper"])
@@ -79,7 +79,7 @@ def test_devices_of_a_loaded_framework_are_listed(monkeypatch: pytest.MonkeyPatc
     assert found[3].startswith("a gpu (jax ")
 
 
-def test_a_driver_that_does_not_start_is_told_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_does_not_start_is_reported_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(device_count=raising(OSError("no"))))
     )

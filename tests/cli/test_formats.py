@@ -8,9 +8,9 @@ from gradscale.cli.formats import NOTES
 
 
 def lines() -> list[str]:
-    told = CliRunner().invoke(app, ["formats"], env={"COLUMNS": "80"})
-    assert told.exit_code == 0
-    return told.output.splitlines()
+    shown = CliRunner().invoke(app, ["formats"], env={"COLUMNS": "80"})
+    assert shown.exit_code == 0
+    return shown.output.splitlines()
 
 
 def test_every_format_is_shown_with_its_numbers() -> None:

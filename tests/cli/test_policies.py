@@ -13,9 +13,9 @@ from gradscale.peers import PEERS
 
 @pytest.fixture(scope="module")
 def output() -> str:
-    told = CliRunner().invoke(app, ["policies"], env={"COLUMNS": "200"})
-    assert told.exit_code == 0
-    return told.output
+    shown = CliRunner().invoke(app, ["policies"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
+    return shown.output
 
 
 @pytest.mark.parametrize("name", POLICIES)

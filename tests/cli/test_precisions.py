@@ -18,9 +18,9 @@ def invoke(*arguments: str) -> Result:
 
 @pytest.fixture(scope="module")
 def runs() -> Any:
-    told = invoke("--model", "cnn", "--seeds", "2", "--steps", "2", "--json")
-    assert told.exit_code == 0, told.output
-    return json.loads(told.output)["cnn"]
+    shown = invoke("--model", "cnn", "--seeds", "2", "--steps", "2", "--json")
+    assert shown.exit_code == 0, shown.output
+    return json.loads(shown.output)["cnn"]
 
 
 def test_every_precision_is_trained_with_every_seed(runs: Any) -> None:
@@ -37,10 +37,10 @@ def test_seeds_differ_and_precisions_start_alike(runs: Any) -> None:
 
 
 def test_the_table_has_a_row_for_each() -> None:
-    told = invoke("--model", "cnn", "--seeds", "2", "--steps", "1")
-    assert told.exit_code == 0, told.output
+    shown = invoke("--model", "cnn", "--seeds", "2", "--steps", "1")
+    assert shown.exit_code == 0, shown.output
     for name in ("FP32 (O0)", "O2, remainders", "O3", "FP8, emulated", "accuracy"):
-        assert name in told.output
+        assert name in shown.output
 
 
 def test_a_run_that_ends_in_nan_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +52,6 @@ def test_a_run_that_ends_in_nan_is_shown(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_an_unknown_model_is_refused() -> None:
-    told = invoke("--model", "rnn")
-    assert told.exit_code == 2
-    assert "`--model` must be one of all, cnn, gpt. Received: rnn." in told.output
+    shown = invoke("--model", "rnn")
+    assert shown.exit_code == 2
+    assert "`--model` must be one of all, cnn, gpt. Received: rnn." in shown.output

@@ -21,9 +21,9 @@ def invoke(*arguments: str, stdin: str | bytes = "") -> Result:
 
 
 def replayed(*arguments: str, stdin: str | bytes = "") -> Any:
-    told = invoke(*arguments, "--json", stdin=stdin)
-    assert told.exit_code == 0, told.output
-    return json.loads(told.stdout)
+    shown = invoke(*arguments, "--json", stdin=stdin)
+    assert shown.exit_code == 0, shown.output
+    return json.loads(shown.stdout)
 
 
 def scales(*arguments: str, stdin: str | bytes = "") -> list[float]:
@@ -117,9 +117,9 @@ def test_a_scale_that_a_peer_lets_grow_to_infinity_is_still_json() -> None:
 
 
 def test_the_table_has_a_row_for_each_policy() -> None:
-    told = invoke("-p", "dynamic:init_scale=2", "-p", "static:1024", "-p", "torch", stdin="0 1 1")
-    assert told.exit_code == 0
-    rows = [line.split() for line in told.output.splitlines()]
+    shown = invoke("-p", "dynamic:init_scale=2", "-p", "static:1024", "-p", "torch", stdin="0 1 1")
+    assert shown.exit_code == 0
+    rows = [line.split() for line in shown.output.splitlines()]
     assert ["3", "steps"] in rows
     assert ["static:", "1024", "2", "1024", "1024", "1024", "0", "0", "1"] in rows
     assert ["torch", "2", "16384", "16384", "65536", "0", "0"] in rows
@@ -215,27 +215,27 @@ def test_a_policy_that_is_misspelt_is_refused(spec: str, text: str) -> None:
         (["--amax", "{folder}/nothing"], "", "nothing: No such file or directory"),
     ],
 )
-def test_mistakes_are_told_in_one_line_and_exit_with_2(
+def test_mistakes_are_reported_in_one_line_and_exit_with_2(
     tmp_path: Path, arguments: list[str], stdin: str | bytes, text: str
 ) -> None:
-    told = invoke(*(argument.format(folder=tmp_path) for argument in arguments), stdin=stdin)
-    assert told.exit_code == 2
-    assert told.stdout == ""
-    assert len(told.stderr.splitlines()) == 1
-    assert told.stderr.startswith("Error: ")
+    shown = invoke(*(argument.format(folder=tmp_path) for argument in arguments), stdin=stdin)
+    assert shown.exit_code == 2
+    assert shown.stdout == ""
+    assert len(shown.stderr.splitlines()) == 1
+    assert shown.stderr.startswith("Error: ")
     with pytest.raises(AssertionError, match=text):
-        raise AssertionError(told.stderr)
+        raise AssertionError(shown.stderr)
 
 
 def test_amax_given_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
     path.write_text('{"amax": [1]}')
-    told = invoke(str(path), "--amax", str(path))
-    assert told.exit_code == 2
-    assert "amax is given twice: by --amax and in" in told.stderr
+    shown = invoke(str(path), "--amax", str(path))
+    assert shown.exit_code == 2
+    assert "amax is given twice: by --amax and in" in shown.stderr
 
 
-def test_a_terminal_with_nothing_piped_in_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_with_nothing_piped_in_is_shown_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     with pytest.raises(ValueError, match=r"there is nothing to replay\. Name a file"):
         read_sequences(None, None)

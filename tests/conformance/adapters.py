@@ -8,34 +8,47 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+from tests.conformance.reported import Reported
 
-from gradscale import Policy, Status
+from gradscale import Policy
 
 Array = np.ndarray[Any, Any]
 
 VARIABLE = "GRADSCALE_ADAPTERS"
 """Environment variable with the adapters to run, as in `numpy,torch`. Without it, all whose framework is installed."""
 
+Difference = Literal["losses", "no grads", "no scaling", "norm", "result", "state", "metrics"]
+"""What a drop-in may do as its peer does, in place of what the table says:
+
+    losses: it does not check losses.
+    no grads: a step without gradients raises.
+    no scaling: `NoScaling` switches it off, so that nothing is counted.
+    norm: the user clips, so its result has no norm.
+    result: it returns no result.
+    state: it keeps no more than the scale and the clean steps.
+    metrics: it has no `metrics`.
+
+`test_differences` proves each of them.
+"""
+
 
 @dataclass(frozen=True)
 class Step:
-    """What became of one step of a session, as numpy values.
+    """One step of a session, as numpy values.
 
     Attributes:
-        status: what became of it.
         params: the parameters after the step.
         grads: the gradients that were applied, unscaled and clipped, by parameter; None if the step was skipped.
-        grad_norm: the true norm, or None.
-        factor: what the gradients were multiplied by, or None if the adapter does not tell.
+        reported: the result of the step; None if the adapter returns none.
+        factor: what the gradients were multiplied by, or None if the adapter does not report it.
     """
 
-    status: Status
     params: Mapping[str, Array]
     grads: Mapping[str, Array] | None
-    grad_norm: float | None
+    reported: Reported | None
     factor: float | None = None
 
 
@@ -50,6 +63,10 @@ class Session(Protocol):
         """Returns the scale's state as `to_dict` writes it."""
         ...
 
+    def metrics(self) -> dict[str, Any] | None:
+        """Returns the metrics as Python numbers; None if the adapter has none."""
+        ...
+
 
 class Adapter(Protocol):
     """One framework's way to run the table."""
@@ -57,26 +74,46 @@ class Adapter(Protocol):
     dtypes: frozenset[str]
     """Names of the gradient types that it takes beside float32."""
 
-    def open(self, policy: Policy, params: Mapping[str, Array], lr: float) -> Session:
+    differs: Mapping[Difference, str]
+    """Where it does as its peer does, and why."""
+
+    sampled: bool
+    """Whether it runs only the first case of each kind of policy, as it compiles every case."""
+
+    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> Session:
         """Returns a new session."""
+        ...
+
+    def default(self) -> Policy:
+        """Returns the policy that a user gets who gives none."""
         ...
 
 
 class Registered(NamedTuple):
-    """Where an adapter is found, and the packages it cannot run without."""
+    """Where an adapter is found, under which name, and the packages it cannot run without."""
 
     module: str
     needs: tuple[str, ...]
+    name: str = "ADAPTER"
 
 
 REGISTERED: Mapping[str, Registered] = {
     "numpy": Registered("tests.conformance.numpy_adapter", ("numpy",)),
     "torch": Registered("tests.conformance.torch_adapter", ("torch",)),
+    "torch-foreach": Registered("tests.conformance.torch_adapter", ("torch",), "FOREACH"),
+    "torch-fused": Registered("tests.conformance.torch_adapter", ("torch",), "FUSED"),
+    "torch-gradscaler": Registered("tests.conformance.torch_grad_scaler_adapter", ("torch",)),
+    "torch-gradscaler-foreach": Registered("tests.conformance.torch_grad_scaler_adapter", ("torch",), "FOREACH"),
+    "torch-gradscaler-fused": Registered("tests.conformance.torch_grad_scaler_adapter", ("torch",), "FUSED"),
     "jax": Registered("tests.conformance.jax_adapter", ("jax", "optax")),
-    "jax-jit": Registered("tests.conformance.jax_jit_adapter", ("jax", "optax")),
-    "keras-tensorflow": Registered("tests.conformance.keras_tensorflow_adapter", ("keras", "tensorflow")),
-    "keras-jax": Registered("tests.conformance.keras_jax_adapter", ("keras", "jax")),
-    "keras-torch": Registered("tests.conformance.keras_torch_adapter", ("keras", "torch")),
+    "jax-jit": Registered("tests.conformance.jax_adapter", ("jax", "optax"), "COMPILED"),
+    "jax-value-and-grad": Registered("tests.conformance.jax_value_and_grad_adapter", ("jax", "optax")),
+    "jax-value-and-grad-jit": Registered("tests.conformance.jax_value_and_grad_adapter", ("jax", "optax"), "COMPILED"),
+    "jax-scaled": Registered("tests.conformance.jax_scaled_adapter", ("jax", "optax")),
+    "jax-scaled-jit": Registered("tests.conformance.jax_scaled_adapter", ("jax", "optax"), "COMPILED"),
+    "keras-tensorflow": Registered("tests.conformance.keras_children", ("keras", "tensorflow"), "TENSORFLOW"),
+    "keras-jax": Registered("tests.conformance.keras_children", ("keras", "jax"), "JAX"),
+    "keras-torch": Registered("tests.conformance.keras_children", ("keras", "torch"), "TORCH"),
     "mxnet": Registered("tests.conformance.mxnet_adapter", ("mxnet",)),
 }
 
@@ -95,7 +132,8 @@ def chosen(requested: str | None, registered: Mapping[str, Registered] = REGISTE
 
 def load(name: str, registered: Mapping[str, Registered] = REGISTERED) -> Adapter:
     """Returns an adapter. One that cannot be loaded raises, and so fails the run: it was asked for."""
-    return importlib.import_module(registered[name].module).ADAPTER
+    entry = registered[name]
+    return getattr(importlib.import_module(entry.module), entry.name)
 
 
 def adapters() -> dict[str, Adapter]:

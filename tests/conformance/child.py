@@ -13,9 +13,9 @@ import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
-from tests.conformance.adapters import Array, Session, Step
+from tests.conformance.adapters import Array, Difference, Session, Step
 
 from gradscale import Policy
 
@@ -35,9 +35,15 @@ class ChildSession:
     def state(self) -> dict[str, Any]:
         return self._child.ask("state", self._number)
 
+    def metrics(self) -> dict[str, Any] | None:
+        return self._child.ask("metrics", self._number)
+
 
 class ChildAdapter:
     """Runs the adapter of another module in a process with its own environment, started when it is first needed."""
+
+    sampled = False
+    differs: Mapping[Difference, str] = {}
 
     def __init__(self, module: str, environment: Mapping[str, str], dtypes: frozenset[str]) -> None:
         self.dtypes = dtypes
@@ -45,8 +51,11 @@ class ChildAdapter:
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def open(self, policy: Policy, params: Mapping[str, Array], lr: float) -> ChildSession:
+    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> ChildSession:
         return ChildSession(self, self.ask("open", policy, dict(params), lr))
+
+    def default(self) -> Policy:
+        return self.ask("default")
 
     def ask(self, *call: Any) -> Any:
         """Returns what the child answers to a call; raises if it raised."""
@@ -94,8 +103,12 @@ def answered(adapter: Any, sessions: list[Session], verb: str, *arguments: Any) 
     if verb == "open":
         sessions.append(adapter.open(*arguments))
         return len(sessions) - 1
+    if verb == "default":
+        return adapter.default()
     session = sessions[arguments[0]]
-    return session.state() if verb == "state" else session.step(arguments[1], **arguments[2])
+    if verb == "step":
+        return session.step(arguments[1], **arguments[2])
+    return session.state() if verb == "state" else session.metrics()
 
 
 if __name__ == "__main__":

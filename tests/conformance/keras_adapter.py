@@ -2,24 +2,26 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import keras  # noqa: TID253
 import numpy as np
-from tests.conformance.adapters import Array, Step
+from tests.conformance.adapters import Array, Difference, Step
+from tests.conformance.reported import reported
 
 from gradscale import Policy
-from gradscale.keras import LossScaleOptimizer
+from gradscale.keras import LossScaleOptimizer, StepResult
 
 
 class KerasSession:
-    def __init__(self, policy: Policy, params: Mapping[str, Array], lr: float) -> None:
+    def __init__(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> None:
         self._lr = lr
         self._optimizer = LossScaleOptimizer(keras.optimizers.SGD(lr), policy=policy)
         self._variables = {
             name: keras.Variable(param, dtype=param.dtype.name, name=name) for name, param in params.items()
         }
         self._optimizer.build(list(self._variables.values()))
+        self._last: StepResult | None = None
 
     def step(self, grads: Mapping[str, Array | None], *, clip_norm: float | None = None, loss: float = 1.0) -> Step:
         before = self._params()
@@ -27,18 +29,21 @@ class KerasSession:
         tensors = [None if grad is None else keras.ops.convert_to_tensor(grad) for grad in grads.values()]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Gradients do not exist for variables")
-            result = self._optimizer.apply_if_finite(
+            result = self._last = self._optimizer.apply_if_finite(
                 tensors, list(self._variables.values()), loss=np.float32(loss), norm=clip_norm is not None
             )
         after = self._params()
         # What was applied shows only in what it did.
         present = [name for name, grad in grads.items() if grad is not None]
         applied = {name: (before[name] - after[name]) / self._lr for name in present}
-        norm = None if result.grad_norm is None else float(result.grad_norm)
-        return Step(result.status, after, applied if result.status == "applied" else None, norm)
+        found = reported(result)
+        return Step(after, applied if found.applied else None, found)
 
     def state(self) -> dict[str, Any]:
         return self._optimizer.state.to_dict()
+
+    def metrics(self) -> dict[str, Any]:
+        return self._optimizer.metrics(self._last)
 
     def _params(self) -> dict[str, Array]:
         return {
@@ -47,8 +52,14 @@ class KerasSession:
 
 
 class KerasAdapter:
-    def open(self, policy: Policy, params: Mapping[str, Array], lr: float) -> KerasSession:
+    sampled = False
+    differs: Mapping[Difference, str] = {}
+
+    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> KerasSession:
         return KerasSession(policy, params, lr)
+
+    def default(self) -> Policy:
+        return LossScaleOptimizer(keras.optimizers.SGD()).policy
 
 
 ADAPTER = KerasAdapter()

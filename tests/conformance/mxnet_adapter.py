@@ -1,21 +1,24 @@
 """The MXNet adapter in the conformance table."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import mxnet as mx  # noqa: TID253
 from mxnet import autograd, gluon, nd  # noqa: TID253
-from tests.conformance.adapters import Array, Step
+from tests.conformance.adapters import Array, Difference, Step
+from tests.conformance.reported import reported
 
 from gradscale import Policy
-from gradscale.mxnet import init_trainer, scale_loss
+from gradscale.mxnet import LossScaler, init_trainer, scale_loss
+from gradscale.policies.auto import as_policy
 
 
 class MxnetSession:
     """Makes its parameters at the first step: a gradient of MXNet has the type of its parameter."""
 
-    def __init__(self, policy: Policy, params: Mapping[str, Array], lr: float) -> None:
-        self._policy, self._lr = policy, lr
+    def __init__(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> None:
+        self._policy: Policy | Literal["auto"] = policy
+        self._lr = lr
         # MXNet has no parameters without elements, so these take no part.
         self._empty = {name: param for name, param in params.items() if not param.size}
         self._start = {name: param for name, param in params.items() if param.size}
@@ -37,11 +40,17 @@ class MxnetSession:
         # What was applied is not kept anywhere, but plain SGD shows it.
         applied = {name: (before[name] - after[name]) / after[name].dtype.type(self._lr) for name in present}
         applied |= {name: param for name, param in self._empty.items() if grads[name] is not None}
-        norm = None if clip_norm is None else result.grad_norm  # which is always known: it costs nothing
-        return Step(result.status, after | self._empty, applied if result.applied else None, norm)
+        return Step(after | self._empty, applied if result.applied else None, reported(result))
 
     def state(self) -> dict[str, Any]:
-        return self._scaler.state.to_dict() if self._params else self._policy.start().to_dict()
+        return self._begun().state.to_dict()
+
+    def metrics(self) -> dict[str, Any]:
+        return self._begun().metrics()
+
+    def _begun(self) -> LossScaler:
+        """Returns the scaler; before the first step, one like it."""
+        return self._scaler if self._params else LossScaler(as_policy(self._policy))
 
     def _begin(self, grads: Mapping[str, Array | None]) -> None:
         for name, value in self._start.items():
@@ -65,10 +74,17 @@ class MxnetSession:
 
 
 class MxnetAdapter:
+    sampled = False
+    differs: Mapping[Difference, str] = {}
     dtypes = frozenset({"float16", "float64"})
 
-    def open(self, policy: Policy, params: Mapping[str, Array], lr: float) -> MxnetSession:
+    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> MxnetSession:
         return MxnetSession(policy, params, lr)
+
+    def default(self) -> Policy:
+        parameter = gluon.Parameter("weight", shape=(1,))
+        parameter.initialize()
+        return init_trainer(gluon.Trainer({"weight": parameter}, "sgd")).policy
 
 
 ADAPTER = MxnetAdapter()

@@ -1,6 +1,8 @@
-"""The table of scales for the policies that look at the size of the gradients: true gradients in, the scale out.
+"""The table of scales for the policies that measure the gradients: unscaled gradients in, the scale out.
 
-Written by hand. With FP16 and a margin of 2 bits the peak may reach 16376, so that a peak of 2**-10 aims at 2**23.
+Written by hand. Each number of a row is a tensor of `ELEMENTS` elements of that value, whose norm is 3 bits above its
+largest magnitude: a policy that is given the one in place of the other ends up at another scale. With FP16 and a
+margin of 2 bits the peak may reach 16376, so that a peak of 2**-10 aims at 2**23.
 """
 
 import math
@@ -12,9 +14,14 @@ from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
 from gradscale.policies.log_max import LogMax
 
+ELEMENTS = 64
+
+CLIPS = (None, 2.0**-12)
+"""Bounds on the norm that must not change a scale: none, and one that clips most of the steps."""
+
 
 class Row(NamedTuple):
-    """A step with these gradients, in true units, and the scale after it."""
+    """A step with these unscaled gradients, and the scale after it."""
 
     grads: tuple[float, ...]
     scale: float
@@ -30,10 +37,13 @@ class ScaleCase:
     rows: tuple[Row, ...]
 
 
+EQUAL = (2.0**-10, 0.0)
 SMALL = (2.0**-10, -(2.0**-20))
 LARGE = (-16.0, 0.0)
 ZERO = (0.0, 0.0)
 INF = (math.inf, 0.0)
+MINUS_INF = (2.0**-10, -math.inf)
+NAN = (math.nan, 16.0)
 
 SCALE_CASES = (
     ScaleCase(
@@ -94,7 +104,7 @@ SCALE_CASES = (
         ),
     ),
     ScaleCase(
-        # The variance starts at 1 and is 1/2, 1/3, ... 1/7 after steps that are all alike: 2.2 to 1.2 bits of room.
+        # The variance starts at 1 and is 1/2, 1/3, ... 1/7 after equal steps: 2.2 to 1.2 bits.
         "logmax leaves room for deviations, and less the longer there are none",
         LogMax(),
         (
@@ -120,7 +130,7 @@ SCALE_CASES = (
         ),
     ),
     ScaleCase(
-        "histogram rises while few gradients are above the edge, and waits longer for a scale that failed twice",
+        "histogram rises while few gradients are above the edge, and takes longer to try a scale that failed twice",
         Histogram(init_scale=1024.0, period=2),
         (
             Row((1.0, 0.5), 1024.0),
@@ -147,5 +157,34 @@ SCALE_CASES = (
         "histogram tolerates a share below its threshold",
         Histogram(init_scale=4096.0, period=1, threshold=0.5),
         (Row((1.0, 0.5), 8192.0), Row((1.0, 0.5), 4096.0)),
+    ),
+    ScaleCase(
+        # The finite gradients beside those that overflow are no peak to learn from: 16 would lower the aim to 2**9.
+        "headroom learns no peak from a step that overflows",
+        Headroom(init_scale=2.0**23),
+        (
+            Row(SMALL, 2.0**23),
+            Row(NAN, 2.0**22),
+            Row(SMALL, 2.0**22),
+            Row(MINUS_INF, 2.0**21),
+            Row(SMALL, 2.0**21),
+        ),
+    ),
+    ScaleCase(
+        # 16 bits down at first, as far as the floor; and 16 up with the first gradients that it sees.
+        "headroom takes gradients that are finite only while scaled for an overflow",
+        Headroom(init_scale=2.0**-20),
+        (Row((2.0**130, 0.0), 2.0**-24), Row(SMALL, 2.0**-8)),
+    ),
+    ScaleCase(
+        "logmax learns no peak from a step that overflows",
+        LogMax(deviations=0.0),
+        (Row(SMALL, 2.0**21), Row(NAN, 2.0**20), Row(MINUS_INF, 2.0**18), Row(SMALL, 2.0**19)),
+    ),
+    ScaleCase(
+        # 20 steps, as an adapter that clips may measure the largest magnitude less often after the first 16.
+        "headroom follows gradients for longer than every step is measured",
+        Headroom(init_scale=2.0**23),
+        (*[Row(EQUAL, 2.0**23)] * 18, Row(LARGE, 2.0**9), Row(LARGE, 2.0**9)),
     ),
 )

@@ -1,4 +1,4 @@
-"""The registry of adapters: which run, and that one asked for in vain fails the run."""
+"""The registry of adapters: which run, and that one requested that does not load fails the run."""
 
 import pytest
 from tests.conformance.adapters import REGISTERED, Registered, chosen, load

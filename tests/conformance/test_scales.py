@@ -1,16 +1,24 @@
-"""Every adapter moves the scale as the table says when a policy looks at the size of the gradients."""
+"""Every adapter moves the scale as the table says when a policy measures the gradients, whether it clips or not."""
 
 import numpy as np
 import pytest
 from tests.conformance.adapters import Adapter
-from tests.conformance.scales import SCALE_CASES, ScaleCase
+from tests.conformance.scales import CLIPS, ELEMENTS, SCALE_CASES, ScaleCase
+from tests.conformance.skips import losses, skip_if_different, skip_if_sampled
 
 
+@pytest.mark.parametrize("clip_norm", CLIPS, ids=lambda clip_norm: f"clip_norm={clip_norm}")
 @pytest.mark.parametrize("case", SCALE_CASES, ids=lambda case: case.name)
-def test_the_scale_follows_the_gradients_of_the_table(adapter: Adapter, case: ScaleCase) -> None:
-    session = adapter.open(case.policy, {"first": np.zeros(1, np.float32), "second": np.zeros(1, np.float32)}, lr=0.125)
+def test_the_scale_follows_the_gradients_of_the_table(
+    adapter: Adapter, case: ScaleCase, clip_norm: float | None
+) -> None:
+    skip_if_sampled(adapter, case, SCALE_CASES)
+    skip_if_different(adapter, losses(row.loss for row in case.rows))
+    params = {name: np.zeros(ELEMENTS, np.float32) for name in ("first", "second")}
+    session = adapter.open(case.policy, params, lr=0.125)
     for number, row in enumerate(case.rows):
-        scaled = np.array(row.grads) * session.state()["scale"]
-        first, second = scaled.astype(np.float32)
-        session.step({"first": np.array([first]), "second": np.array([second])}, loss=row.loss)
+        scaled = (np.array(row.grads) * session.state()["scale"]).astype(np.float32)
+        grads = {name: np.full(ELEMENTS, value) for name, value in zip(params, scaled, strict=True)}
+        step = session.step(grads, clip_norm=clip_norm, loss=row.loss)
         assert session.state()["scale"] == row.scale, number
+        assert step.reported is None or step.reported.next_scale == row.scale, number

@@ -1,15 +1,22 @@
-"""The PyTorch adapter in the conformance table."""
+"""The PyTorch adapter in the conformance table, with each way that torch runs an optimizer."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 import torch  # noqa: TID253
-from tests.conformance.adapters import Array, Step
+from tests.conformance.adapters import Array, Difference, Step
+from tests.conformance.reported import reported
 
 from gradscale import Policy
 from gradscale.torch import LossScaler
+
+# Not float16: what is unscaled stays in `.grad`, which holds no smaller numbers than its type does.
+PLAIN_TYPES = frozenset({"bfloat16", "float64", "complex64"})
+# Only the plain loop takes gradients of another type than their parameters.
+FOREACH_TYPES = PLAIN_TYPES - {"bfloat16"}
+FUSED_TYPES = FOREACH_TYPES - {"complex64"}
 
 
 def as_tensor(array: Array) -> torch.Tensor:
@@ -18,45 +25,75 @@ def as_tensor(array: Array) -> torch.Tensor:
     return torch.from_numpy(array.copy())
 
 
-class TorchSession:
-    def __init__(self, policy: Policy, params: Mapping[str, Array], lr: float) -> None:
-        self._scaler = LossScaler(policy=policy)
-        self._leaf = torch.zeros((), requires_grad=True)
-        self._params = {name: torch.nn.Parameter(as_tensor(param)) for name, param in params.items()}
-        # Only the plain loop takes gradients of another type than their parameters.
-        self._optimizer = torch.optim.SGD(self._params.values(), lr=lr, foreach=False)
-
-    def step(self, grads: Mapping[str, Array | None], *, clip_norm: float | None = None, loss: float = 1.0) -> Step:
-        self._scaler.backward(self._leaf * 0 + loss)
-        for name, grad in grads.items():
-            if grad is not None:
-                tensor = as_tensor(grad)
-                self._params[name].grad_dtype = tensor.dtype
-                self._params[name].grad = tensor
-        result = self._scaler.step(self._optimizer, clip_norm=clip_norm)
-        applied = None
-        if not result.skipped():
-            held = {name: param.grad for name, param in self._params.items()}
-            applied = {name: as_array(grad) for name, grad in held.items() if grad is not None}
-        params = {name: as_array(param.detach()) for name, param in self._params.items()}
-        self._optimizer.zero_grad()
-        norm = None if result.grad_norm is None else float(result.grad_norm)
-        return Step(result.status, params, applied, norm)
-
-    def state(self) -> dict[str, Any]:
-        return self._scaler.state_dict()["state"]
-
-
 def as_array(tensor: torch.Tensor) -> Array:
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
 
 
+class Model:
+    """Parameters with an optimizer, and gradients given by hand."""
+
+    def __init__(self, params: Mapping[str, Array], lr: float, kind: Mapping[str, bool]) -> None:
+        self.params = {name: torch.nn.Parameter(as_tensor(param)) for name, param in params.items()}
+        self.optimizer = torch.optim.SGD(list(self.params.items()), lr=lr, **kind)
+        self._leaf = torch.zeros((), requires_grad=True)
+
+    def loss(self, value: float) -> torch.Tensor:
+        """Returns a loss whose backward pass reaches none of the parameters."""
+        return self._leaf * 0 + value
+
+    def give(self, grads: Mapping[str, Array | None]) -> None:
+        for name, grad in grads.items():
+            if grad is not None:
+                tensor = as_tensor(grad)
+                self.params[name].grad_dtype = tensor.dtype
+                self.params[name].grad = tensor
+
+    def after(self, result: Any) -> Step:
+        """Returns what a step left behind, and clears the gradients."""
+        found = None if result is None else reported(result)
+        applied = None
+        if found is None or found.applied:
+            held = {name: param.grad for name, param in self.params.items()}
+            applied = {name: as_array(grad) for name, grad in held.items() if grad is not None}
+        params = {name: as_array(param.detach()) for name, param in self.params.items()}
+        self.optimizer.zero_grad()
+        return Step(params, applied, found)
+
+
+class TorchSession:
+    def __init__(
+        self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float, kind: Mapping[str, bool]
+    ) -> None:
+        self._model = Model(params, lr, kind)
+        self._scaler = LossScaler(torch.nn.ParameterDict(self._model.params), policy)
+
+    def step(self, grads: Mapping[str, Array | None], *, clip_norm: float | None = None, loss: float = 1.0) -> Step:
+        self._scaler.backward(self._model.loss(loss))
+        self._model.give(grads)
+        return self._model.after(self._scaler.step(self._model.optimizer, clip_norm=clip_norm))
+
+    def state(self) -> dict[str, Any]:
+        return self._scaler.state_dict()["state"]
+
+    def metrics(self) -> dict[str, Any]:
+        return self._scaler.metrics()
+
+
 class TorchAdapter:
-    # Not float16: what is unscaled stays in `.grad`, which holds no smaller numbers than its type does.
-    dtypes = frozenset({"bfloat16", "float64", "complex64"})
+    sampled = False
+    differs: Mapping[Difference, str] = {}
 
-    def open(self, policy: Policy, params: Mapping[str, Array], lr: float) -> TorchSession:
-        return TorchSession(policy, params, lr)
+    def __init__(self, dtypes: frozenset[str], **kind: bool) -> None:
+        self.dtypes = dtypes
+        self._kind = kind
+
+    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> TorchSession:
+        return TorchSession(policy, params, lr, self._kind)
+
+    def default(self) -> Policy:
+        return LossScaler().policy
 
 
-ADAPTER = TorchAdapter()
+ADAPTER = TorchAdapter(PLAIN_TYPES, foreach=False)
+FOREACH = TorchAdapter(FOREACH_TYPES, foreach=True)
+FUSED = TorchAdapter(FUSED_TYPES, fused=True)

@@ -14,15 +14,15 @@ LR = 0.5
 
 @dataclass(frozen=True)
 class Update:
-    """A step: scaled gradients in, and what becomes of them.
+    """A step: scaled gradients in, and the update that follows.
 
     Attributes:
         grads: scaled gradients by parameter; a parameter may be left out.
-        status: what becomes of the step.
+        status: the status of the step.
         factor: what the gradients are multiplied by.
         applied: the gradients that are applied, or None.
         params: the parameters after `param -= LR * grad`.
-        norm: the true norm, where `clip_norm` is given.
+        norm: the norm, unscaled, where `clip_norm` is given.
         clip_norm: bound on the norm.
         loss: the unscaled loss.
     """
@@ -152,7 +152,7 @@ UPDATE_CASES = (
         ),
     ),
     UpdateCase(
-        "the norm over all arrays is clipped in true units, by the same factor that unscales",
+        "the norm over all arrays is clipped unscaled, by the same factor that unscales",
         Static(8.0),
         {"weight": [0.0], "bias": [0.0]},
         (

@@ -1,4 +1,4 @@
-"""The demo as a whole: the comparison, the table, the picture, and the subcommand."""
+"""The demo as a whole: the comparison, the table, the plot, and the subcommand."""
 
 import io
 from importlib.util import find_spec
@@ -9,23 +9,18 @@ import numpy as np
 import pytest
 import typer
 from rich.console import Console
+from tests.demo.four_recipes import RECIPES, compared
 from typer.testing import CliRunner
 
 from gradscale.cli.demo import demo
-from gradscale.demo import FRAMEWORKS, WAYS, Comparison, Run, extra
-from gradscale.demo.digits import TEST_SIZE, Digits, load_digits
+from gradscale.demo import FRAMEWORKS, Comparison, Run, compare, extra, load_demo
+from gradscale.demo.digits import AUTOENCODER, TEST_SIZE, Digits, load_digits
 from gradscale.demo.extra import MissingExtra, check_extra
-from gradscale.demo.numpy import compare
-from gradscale.demo.numpy.model import SUBJECT
 from gradscale.demo.plot import save_plot, smoothed
 from gradscale.demo.table import make_table
 from gradscale.histogram import best_static_scale, overflow_share
 
 STEPS = 12
-
-
-def compared(digits: Digits, steps: int, seed: int = 0) -> list[Run]:
-    return list(compare(digits, seed, steps, lambda way: None))
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +29,8 @@ def digits() -> Digits:
 
 
 @pytest.fixture(scope="module")
-def runs(digits: Digits) -> list[Run]:
-    return compared(digits, STEPS)
+def runs() -> list[Run]:
+    return compared("numpy", STEPS)
 
 
 def test_the_digits_are_split_and_none_is_in_both_parts(digits: Digits) -> None:
@@ -47,19 +42,19 @@ def test_the_digits_are_split_and_none_is_in_both_parts(digits: Digits) -> None:
     assert sorted(map(bytes, together)) == sorted(map(bytes, shuffled))
 
 
-def test_the_four_ways_are_run_in_order(runs: list[Run]) -> None:
-    assert tuple(run.way for run in runs) == WAYS
+def test_the_four_recipes_are_run_in_order(runs: list[Run]) -> None:
+    assert tuple(run.recipe for run in runs) == RECIPES
     assert all(len(run.losses) == len(run.scales) == STEPS for run in runs)
 
 
-def test_every_way_starts_from_the_same_weights_and_batches(runs: list[Run]) -> None:
+def test_every_recipe_starts_from_the_same_weights_and_batches(runs: list[Run]) -> None:
     first = [run.losses[0] for run in runs]
     assert first == pytest.approx([first[0]] * 4, rel=1e-3)
     assert first[1] == first[2] == first[3]
 
 
-def test_a_seed_gives_the_same_runs_again(digits: Digits, runs: list[Run]) -> None:
-    for again, run in zip(compared(digits, STEPS), runs, strict=True):
+def test_a_seed_gives_the_same_runs_again(runs: list[Run]) -> None:
+    for again, run in zip(compared("numpy", STEPS), runs, strict=True):
         assert (again.losses, again.scales, again.lost, again.scores) == (
             run.losses,
             run.scales,
@@ -68,8 +63,8 @@ def test_a_seed_gives_the_same_runs_again(digits: Digits, runs: list[Run]) -> No
         )
 
 
-def test_another_seed_gives_other_runs(digits: Digits, runs: list[Run]) -> None:
-    assert compared(digits, 1, seed=1)[0].losses[0] != runs[0].losses[0]
+def test_another_seed_gives_other_runs(runs: list[Run]) -> None:
+    assert compared("numpy", 1, seed=1)[0].losses[0] != runs[0].losses[0]
 
 
 def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: list[Run]) -> None:
@@ -78,10 +73,10 @@ def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: list[Ru
     assert overflow_share(full.histogram, scale=static.scales[0]) == 0.0
 
 
-def test_every_step_is_told(digits: Digits) -> None:
-    told: list[str] = []
-    list(compare(digits, 0, 3, told.append))
-    assert told == [way for way in WAYS for _ in range(3)]
+def test_every_step_is_reported() -> None:
+    reported: list[str] = []
+    compare(load_demo("numpy"), {"autoencoder": 3}, 0, lambda model, recipe: reported.append(recipe))
+    assert reported == [recipe for recipe in RECIPES for _ in range(3)]
 
 
 def test_fp32_loses_nothing_and_unscaled_fp16_loses_half(runs: list[Run]) -> None:
@@ -93,19 +88,19 @@ def test_fp32_loses_nothing_and_unscaled_fp16_loses_half(runs: list[Run]) -> Non
 
 def test_the_table_has_a_row_for_each_run_and_fits_a_terminal(runs: list[Run]) -> None:
     written = io.StringIO()
-    Console(width=80, file=written).print(make_table(Comparison(SUBJECT, runs)))
+    Console(width=80, file=written).print(make_table(Comparison(AUTOENCODER, runs)))
     text = written.getvalue()
     for run in runs:
-        assert run.way in text
+        assert run.recipe in text
         assert f"{run.scores['accuracy']:.1%}" in text
 
 
-@pytest.mark.parametrize("name", ["picture.png", "picture.svg"])
-def test_the_same_runs_draw_the_same_picture(runs: list[Run], tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["plot.png", "plot.svg"])
+def test_the_same_runs_draw_the_same_plot(runs: list[Run], tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    save_plot([Comparison(SUBJECT, runs)], path)
+    save_plot([Comparison(AUTOENCODER, runs)], path)
     first = path.read_bytes()
-    save_plot([Comparison(SUBJECT, runs)], path)
+    save_plot([Comparison(AUTOENCODER, runs)], path)
     assert path.read_bytes() == first
     assert first.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
 
@@ -122,14 +117,14 @@ def invoke(*arguments: Any) -> Any:
     return CliRunner().invoke(app, ["--framework", "numpy", *(str(argument) for argument in arguments)])
 
 
-def test_the_command_trains_and_writes_the_picture(tmp_path: Path) -> None:
-    told = invoke("--steps", 3, "--seed", 1, "--out", tmp_path / "new" / "picture.svg")
-    assert told.exit_code == 0
-    assert all(way in told.output for way in WAYS)
-    assert (tmp_path / "new" / "picture.svg").stat().st_size > 1000
+def test_the_command_trains_and_writes_the_plot(tmp_path: Path) -> None:
+    shown = invoke("--steps", 3, "--seed", 1, "--out", tmp_path / "new" / "plot.svg")
+    assert shown.exit_code == 0
+    assert all(recipe in shown.output for recipe in RECIPES)
+    assert (tmp_path / "new" / "plot.svg").stat().st_size > 1000
 
 
-def test_a_folder_gets_a_picture_of_its_own(tmp_path: Path) -> None:
+def test_a_folder_gets_a_plot_of_its_own(tmp_path: Path) -> None:
     assert invoke("--steps", 1, "--out", tmp_path / "v1.2").exit_code == 2
     (tmp_path / "v1.2").mkdir()
     assert invoke("--steps", 1, "--out", tmp_path / "v1.2").exit_code == 0
@@ -140,21 +135,21 @@ def test_a_folder_gets_a_picture_of_its_own(tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         (
-            ("--out", "picture.gif"),
-            "`--out` must be a folder, or a file that ends in .png or .svg. Received: picture.gif.",
+            ("--out", "plot.gif"),
+            "`--out` must be a folder, or a file that ends in .png or .svg. Received: plot.gif.",
         ),
-        (("--out", "/dev/null/picture.png"), "Error: "),
+        (("--out", "/dev/null/plot.png"), "Error: "),
         (("--steps", 0), "--steps"),
         (("--seed", -1), "--seed"),
         (("--model", "gpt"), "`--model` must be one of all, autoencoder. Received: gpt."),
         (("--framework", "caffe"), f"`--framework` must be one of {', '.join(FRAMEWORKS)}. Received: caffe."),
     ],
 )
-def test_a_mistake_is_told_without_a_traceback(arguments: tuple[Any, ...], text: str) -> None:
-    told = invoke(*arguments)
-    assert told.exit_code == 2
-    assert text in told.stderr
-    assert isinstance(told.exception, SystemExit)
+def test_a_mistake_is_reported_without_a_traceback(arguments: tuple[Any, ...], text: str) -> None:
+    shown = invoke(*arguments)
+    assert shown.exit_code == 2
+    assert text in shown.stderr
+    assert isinstance(shown.exception, SystemExit)
 
 
 @pytest.mark.parametrize("missing", [("torch", "jax", "keras"), ("torch", "optax", "keras")])
@@ -162,8 +157,8 @@ def test_without_torch_keras_and_all_of_jax_the_command_takes_numpy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: tuple[str, ...]
 ) -> None:
     monkeypatch.setitem(demo.__globals__, "find_spec", lambda name: None if name in missing else find_spec(name))
-    told = CliRunner().invoke(app, ["--steps", "1", "--out", str(tmp_path)])
-    assert (told.exit_code, "autoencoder" in told.output) == (0, True)
+    shown = CliRunner().invoke(app, ["--steps", "1", "--out", str(tmp_path)])
+    assert (shown.exit_code, "autoencoder" in shown.output) == (0, True)
     asked_for = CliRunner().invoke(app, ["--framework", "torch", "--out", str(tmp_path)])
     assert asked_for.exit_code == 2
     assert 'must be installed: pip install "gradscale[torch]". Received: torch.' in asked_for.stderr
@@ -173,14 +168,14 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extra, "PACKAGES", ("numpy", "no_such_package"))
     with pytest.raises(MissingExtra, match=r'not installed: no_such_package\. Run: pip install "gradscale\[demo\]"'):
         check_extra()
-    told = invoke()
-    assert (told.exit_code, "gradscale[demo]" in told.stderr) == (2, True)
+    shown = invoke()
+    assert (shown.exit_code, "gradscale[demo]" in shown.stderr) == (2, True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_unscaled_fp16_fails_where_fp32_and_scaled_fp16_learn(seed: int) -> None:
-    full, unscaled, static, dynamic = compared(load_digits(seed), steps=800, seed=seed)
+    full, unscaled, static, dynamic = compared("numpy", steps=800, seed=seed)
     assert full.scores["accuracy"] > 0.95
     assert unscaled.scores["accuracy"] < 0.2
     for scaled in (static, dynamic):

@@ -1,35 +1,30 @@
 """The demo in JAX: its model, its runs, and the subcommand."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from tests.demo.four_ways import check_command, check_same_start, check_static_scale
+from tests.demo.four_recipes import FourRecipes, compared
 
-from gradscale.demo import WAYS, Run, load_demo
-from gradscale.demo.text import VOCABULARY, load_numbers
+from gradscale.demo import Run, load_demo, text
+from gradscale.demo.text import VOCABULARY
 from gradscale.formats import FP16
 
 jax = pytest.importorskip("jax")
 
-from gradscale.demo.jax import compare, language  # noqa: E402
+from gradscale.demo.jax import language  # noqa: E402
 from gradscale.demo.jax.gpt import gpt, init_gpt, init_taps  # noqa: E402
 
-STEPS = 3
 
+class TestJax(FourRecipes):
+    framework, model, score, lost = "jax", "gpt", "perplexity", 0.08
 
-def compared(steps: int, seed: int = 0) -> list[Run]:
-    (comparison,) = compare({"gpt": steps}, seed, lambda model, way: None)
-    return list(comparison.runs)
-
-
-@pytest.fixture(scope="module")
-def runs() -> list[Run]:
-    return compared(STEPS)
+    def test_the_histogram_holds_activations_too(self, runs: list[Run]) -> None:
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(language.init_params(0)))
+        histogram = runs[0].histogram
+        assert histogram.nonzero + int(histogram.zeros) > 2 * parameters
 
 
 def test_the_text_is_half_a_megabyte_of_every_character() -> None:
-    together = np.concatenate(load_numbers())
+    together = np.concatenate([text.load_text().train, text.load_text().test])
     assert 300_000 < len(together) < 1_000_000
     assert set(np.unique(together).tolist()) == set(range(len(VOCABULARY)))
     assert "import" in "".join(VOCABULARY[number] for number in together[:20_000])
@@ -45,49 +40,12 @@ def test_the_gpt_does_not_see_what_it_is_to_predict() -> None:
 
 
 def test_the_second_heads_gradient_is_too_small_for_fp16() -> None:
-    assert language.AHEAD_WEIGHT / (language.LENGTH * language.SEQUENCES) < FP16.smallest_subnormal / 2
-
-
-def test_the_four_ways_are_run_in_order(runs: list[Run]) -> None:
-    assert tuple(load_demo("jax").steps) == ("gpt",)
-    assert tuple(run.way for run in runs) == WAYS
-    assert all(len(run.losses) == len(run.scales) == STEPS for run in runs)
-
-
-def test_every_way_starts_from_the_same_weights_and_batches(runs: list[Run]) -> None:
-    check_same_start(runs)
-
-
-def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: list[Run]) -> None:
-    check_static_scale(runs)
-
-
-def test_a_seed_gives_the_same_run_again_and_another_gives_another(runs: list[Run]) -> None:
-    again, other = compared(1)[3], compared(1, seed=1)[3]
-    assert (again.losses, again.lost) == (runs[3].losses[:1], runs[3].lost[:1])
-    assert other.losses != again.losses
-
-
-def test_the_histogram_holds_activations_too(runs: list[Run]) -> None:
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(language.init_params(0)))
-    histogram = runs[0].histogram
-    assert histogram.nonzero + int(histogram.zeros) > 2 * parameters
-
-
-def test_only_unscaled_fp16_loses_gradients(runs: list[Run]) -> None:
-    full, unscaled, static, dynamic = runs
-    assert set(full.lost) == {0.0}
-    assert min(unscaled.lost) > 0.08
-    assert max(static.lost + dynamic.lost) < 0.01
-
-
-def test_the_command_trains_and_writes_the_picture(tmp_path: Path) -> None:
-    check_command("jax", "perplexity", tmp_path)
+    assert text.AHEAD_WEIGHT / (text.LENGTH * text.SEQUENCES) < FP16.smallest_subnormal / 2
 
 
 @pytest.mark.slow
 def test_unscaled_fp16_fails_where_fp32_and_scaled_fp16_learn() -> None:
-    runs = compared(load_demo("jax").steps["gpt"])
+    runs = compared("jax", load_demo("jax").steps["gpt"])
     perplexity = [run.scores["perplexity"] for run in runs]
     assert perplexity[1] > 0.9 * len(VOCABULARY)
     assert max(perplexity[0], *perplexity[2:]) < 15

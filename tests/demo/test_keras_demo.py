@@ -9,53 +9,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.demo.four_ways import check_command, check_same_start, check_static_scale
+from tests.demo.four_recipes import FourRecipes, compared
 
-from gradscale.demo import FRAMEWORKS, WAYS, Run, load_demo
+from gradscale.demo import FRAMEWORKS, load_demo
 
 if find_spec("keras") is None:
     pytest.skip("Keras is not installed", allow_module_level=True)
 
 # Keras is not imported before this, so that it runs on the backend that the demo chooses.
-from gradscale.demo.keras import backend, compare
+from gradscale.demo.keras import backend
 
 keras: Any = sys.modules["keras"]
 
 # Keras 3.15 converts tensors in a way that numpy 2 frowns upon.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 
-STEPS = 3
 
-
-def compared(steps: int, seed: int = 0) -> list[Run]:
-    (comparison,) = compare({"autoencoder": steps}, seed, lambda model, way: None)
-    return list(comparison.runs)
-
-
-@pytest.fixture(scope="module")
-def runs() -> list[Run]:
-    return compared(STEPS)
-
-
-def test_the_four_ways_are_run_in_order(runs: list[Run]) -> None:
-    assert tuple(load_demo("keras").steps) == ("autoencoder",)
-    assert tuple(run.way for run in runs) == WAYS
-    assert all(len(run.losses) == len(run.scales) == STEPS for run in runs)
-
-
-def test_every_way_starts_from_the_same_weights_and_batches(runs: list[Run]) -> None:
-    check_same_start(runs)
-
-
-def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: list[Run]) -> None:
-    check_static_scale(runs)
-
-
-def test_only_unscaled_fp16_loses_gradients(runs: list[Run]) -> None:
-    full, unscaled, static, dynamic = runs
-    assert set(full.lost) == {0.0}
-    assert min(unscaled.lost) > 0.4
-    assert max(static.lost + dynamic.lost) < 0.01
+class TestKeras(FourRecipes):
+    framework, model, score, lost = "keras", "autoencoder", "accuracy", 0.4
 
 
 def test_keras_comes_before_numpy_which_is_always_there() -> None:
@@ -69,7 +40,7 @@ def test_the_chosen_backend_is_taken_and_the_environment_stays_as_it_was(monkeyp
     assert "KERAS_BACKEND" not in os.environ
 
 
-def test_no_backend_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_backend_at_all_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KERAS_BACKEND", raising=False)
     monkeypatch.delitem(sys.modules, "keras")
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
@@ -77,22 +48,18 @@ def test_no_backend_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         backend.import_keras()
 
 
-def test_a_backend_that_cannot_train_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_backend_that_cannot_train_is_reported_in_a_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gradscale", "demo", "--framework", "keras", "--out", str(tmp_path)]
-    told = subprocess.run(command, env=os.environ | {"KERAS_BACKEND": "numpy"}, capture_output=True, text=True)
-    assert told.returncode == 2
-    assert told.stderr.splitlines()[-1] == (
+    shown = subprocess.run(command, env=os.environ | {"KERAS_BACKEND": "numpy"}, capture_output=True, text=True)
+    assert shown.returncode == 2
+    assert shown.stderr.splitlines()[-1] == (
         "Error: Keras must run on one of torch, jax, tensorflow. Received: numpy. Set KERAS_BACKEND."
     )
 
 
-def test_the_command_trains_and_writes_the_picture(tmp_path: Path) -> None:
-    check_command("keras", "accuracy", tmp_path)
-
-
 @pytest.mark.slow
 def test_unscaled_fp16_fails_where_fp32_and_scaled_fp16_learn() -> None:
-    runs = compared(load_demo("keras").steps["autoencoder"])
+    runs = compared("keras", load_demo("keras").steps["autoencoder"])
     accuracy = [run.scores["accuracy"] for run in runs]
     assert accuracy[1] < 0.2
     assert min(accuracy[0], *accuracy[2:]) > 0.85

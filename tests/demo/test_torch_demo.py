@@ -1,6 +1,7 @@
 """The demo in PyTorch: its data, its models, its runs, and the subcommand."""
 
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -8,21 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from tests.demo.four_recipes import RECIPES
 from typer.testing import CliRunner
 
 from gradscale.cli.demo import demo
-from gradscale.demo import FP8_WAYS, WAYS, Run, load_demo
+from gradscale.demo import Run, load_demo
+from gradscale.demo import compare as compare_runs
 from gradscale.demo.digits import load_digits
+from gradscale.demo.run import Comparison
+from gradscale.demo.text import AHEAD_WEIGHT, LENGTH, SEQUENCES, VOCABULARY, Text, load_text
+from gradscale.demo.train import Tick
+from gradscale.demo.workers import Stopped, Workers
 from gradscale.histogram import best_static_scale, overflow_share
 
 torch = pytest.importorskip("torch")
 
-from gradscale.demo.torch import compare  # noqa: E402
 from gradscale.demo.torch.cnn import DigitsTask  # noqa: E402
 from gradscale.demo.torch.gpt import GPT  # noqa: E402
-from gradscale.demo.torch.language import AHEAD_WEIGHT, LENGTH, SEQUENCES, LanguageTask  # noqa: E402
-from gradscale.demo.torch.text import VOCABULARY, Text, load_text  # noqa: E402
-from gradscale.demo.torch.workers import Stopped, Workers  # noqa: E402
+from gradscale.demo.torch.language import LanguageTask, draw_from  # noqa: E402
 from gradscale.formats import FP16  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -31,8 +35,12 @@ STEPS = 3
 MODELS = ("cnn", "gpt")
 
 
+def compare(plan: Mapping[str, int], seed: int, tick: Tick) -> list[Comparison]:
+    return compare_runs(load_demo("torch"), plan, seed, tick)
+
+
 def compared(steps: int = STEPS, seed: int = 0) -> dict[str, list[Run]]:
-    comparisons = compare(dict.fromkeys(MODELS, steps), seed, lambda model, way: None)
+    comparisons = compare(dict.fromkeys(MODELS, steps), seed, lambda model, recipe: None)
     return {comparison.subject.model: list(comparison.runs) for comparison in comparisons}
 
 
@@ -47,15 +55,15 @@ def runs() -> dict[str, list[Run]]:
 
 
 def test_the_text_is_half_a_megabyte_of_every_character(text: Text) -> None:
-    together = torch.cat([text.train, text.test])
+    together = torch.from_numpy(np.concatenate([text.train, text.test]))
     assert 300_000 < len(together) < 1_000_000
     assert set(together.unique().tolist()) == set(range(len(VOCABULARY)))
     assert "import" in "".join(VOCABULARY[number] for number in text.train[:20_000].tolist())
 
 
 def test_a_batch_of_text_is_stretches_of_the_training_text(text: Text) -> None:
-    short = Text(torch.arange(50), torch.arange(0))
-    rows = short.batch(1000, 10, torch.Generator().manual_seed(0))
+    short = Text(np.arange(50), np.arange(0))
+    rows = torch.from_numpy(short.batch(draw_from(torch.Generator().manual_seed(0)), 1000, 10))
     assert rows.shape == (1000, 10)
     assert torch.equal(rows.diff(), torch.ones(1000, 9, dtype=torch.int64))
     assert (rows.min(), rows.max()) == (0, 49)
@@ -88,14 +96,14 @@ def test_the_second_heads_gradient_is_too_small_for_fp16() -> None:
     assert AHEAD_WEIGHT / (LENGTH * SEQUENCES) < FP16.smallest_subnormal / 2
 
 
-def test_the_six_ways_are_run_in_order(runs: dict[str, list[Run]]) -> None:
+def test_the_six_recipes_are_run_in_order(runs: dict[str, list[Run]]) -> None:
     assert tuple(runs) == tuple(load_demo("torch").steps) == MODELS
     for model in MODELS:
-        assert tuple(run.way for run in runs[model]) == WAYS + FP8_WAYS
+        assert tuple(run.recipe for run in runs[model]) == (*RECIPES, "FP8 unscaled", "FP8 dynamic")
         assert all(len(run.losses) == len(run.scales) == STEPS for run in runs[model])
 
 
-def test_every_way_starts_from_the_same_weights_and_batches(runs: dict[str, list[Run]]) -> None:
+def test_every_recipe_starts_from_the_same_weights_and_batches(runs: dict[str, list[Run]]) -> None:
     for model in MODELS:
         full, *narrow = (run.losses[0] for run in runs[model])
         halves, eighths = narrow[:3], narrow[3:]
@@ -125,7 +133,7 @@ def test_another_seed_gives_other_runs(runs: dict[str, list[Run]]) -> None:
 
 def test_training_leaves_torchs_random_numbers_and_threads_alone(runs: dict[str, list[Run]]) -> None:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    compare({"cnn": 1}, 0, lambda model, way: None)
+    compare({"cnn": 1}, 0, lambda model, recipe: None)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
 
@@ -153,15 +161,15 @@ def test_only_unscaled_runs_lose_gradients(runs: dict[str, list[Run]]) -> None:
         assert max(fp8_dynamic.lost) < 0.1 * min(fp8_unscaled.lost)
 
 
-def test_every_step_is_told() -> None:
-    told: list[tuple[str, str]] = []
-    ways = load_demo("torch").ways
-    compare({"cnn": 2, "gpt": 1}, 0, lambda model, way: told.append((model, way)))
-    assert sorted(told) == sorted([("cnn", way) for way in ways] * 2 + [("gpt", way) for way in ways])
+def test_every_step_is_reported() -> None:
+    reported: list[tuple[str, str]] = []
+    names = [recipe.name for recipe in load_demo("torch").recipes]
+    compare({"cnn": 2, "gpt": 1}, 0, lambda model, recipe: reported.append((model, recipe)))
+    assert sorted(reported) == sorted([("cnn", name) for name in names] * 2 + [("gpt", name) for name in names])
 
 
 def test_an_error_stops_the_other_runs() -> None:
-    def fail(model: str, way: str) -> None:
+    def fail(model: str, recipe: str) -> None:
         raise RuntimeError("the screen is gone")
 
     with pytest.raises(RuntimeError, match="the screen is gone"):
@@ -169,7 +177,7 @@ def test_an_error_stops_the_other_runs() -> None:
 
 
 def test_work_that_nobody_waits_for_is_stopped() -> None:
-    workers, begun = Workers(CPU), threading.Event()
+    workers, begun = Workers(threads=1), threading.Event()
     futures: list[Future[None]] = []
 
     def work() -> None:
@@ -197,29 +205,29 @@ def invoke(*arguments: Any) -> Any:
 
 
 def test_the_command_takes_torch_where_it_is_installed(tmp_path: Path) -> None:
-    told = invoke("--steps", 1, "--out", tmp_path / "picture.png")
-    assert told.exit_code == 0
-    assert "cnn" in told.output
-    assert "perplexity" in told.output
-    assert (tmp_path / "picture.png").stat().st_size > 1000
+    shown = invoke("--steps", 1, "--out", tmp_path / "plot.png")
+    assert shown.exit_code == 0
+    assert "cnn" in shown.output
+    assert "perplexity" in shown.output
+    assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_one_model_can_be_chosen(tmp_path: Path) -> None:
-    told = invoke("--steps", 1, "--model", "gpt", "--out", tmp_path)
-    assert told.exit_code == 0
-    assert "perplexity" in told.output
-    assert "cnn" not in told.output
+    shown = invoke("--steps", 1, "--model", "gpt", "--out", tmp_path)
+    assert shown.exit_code == 0
+    assert "perplexity" in shown.output
+    assert "cnn" not in shown.output
 
 
 def test_an_unknown_model_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    told = invoke("--framework", "torch", "--model", "bert", "--out", tmp_path)
-    assert told.exit_code == 2
-    assert "`--model` must be one of all, cnn, gpt. Received: bert." in told.stderr
+    shown = invoke("--framework", "torch", "--model", "bert", "--out", tmp_path)
+    assert shown.exit_code == 2
+    assert "`--model` must be one of all, cnn, gpt. Received: bert." in shown.stderr
 
 
 @pytest.mark.slow
 def test_unscaled_fp16_and_fp8_fail_where_fp32_and_scaled_runs_learn() -> None:
-    comparisons = compare(load_demo("torch").steps, 0, lambda model, way: None)
+    comparisons = compare(load_demo("torch").steps, 0, lambda model, recipe: None)
     cnn, gpt = (comparison.runs for comparison in comparisons)
 
     accuracy = [run.scores["accuracy"] for run in cnn]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradscale.policies.arithmetic import bounded, larger, pow2_floor, smaller
+from gradscale.policies.arithmetic import bounded, exp2_linear, larger, log2_linear, pow2_floor, root, smaller, two_to
 
 
 @given(st.floats(2.0**-126, 2.0**126, width=32))
@@ -39,3 +39,29 @@ def test_larger_and_smaller_pass_over_a_nan_that_comes_first() -> None:
 @pytest.mark.parametrize(("x", "kept"), [(0.5, 1.0), (1.5, 1.5), (3.0, 2.0), (math.inf, 2.0), (-math.inf, 1.0)])
 def test_bounded_keeps_a_value_between_its_bounds(x: float, kept: float) -> None:
     assert bounded(np.float32(x), 1.0, 2.0, np) == kept
+
+
+@given(st.floats(2.0**-126, 2.0**126, width=32))
+def test_the_logarithm_is_close_never_above_and_undone_by_the_power(x: float) -> None:
+    log = log2_linear(np.float32(x), np)
+    assert math.log2(x) - 0.0861 <= log <= math.log2(x) + 1e-5
+    assert exp2_linear(log, np) == pytest.approx(x, rel=1e-5)
+
+
+@given(st.integers(-126, 126))
+def test_the_logarithm_is_exact_at_powers_of_two(exponent: int) -> None:
+    assert log2_linear(np.float32(2.0**exponent), np) == exponent
+    assert exp2_linear(np.float32(exponent), np) == 2.0**exponent
+
+
+@given(st.floats(0, 60000))
+def test_the_root_is_close_and_never_too_small(x: float) -> None:
+    found = root(np.float32(x))
+    assert found >= math.sqrt(np.float32(x)) * (1 - 1e-6)
+    if 0.0005 <= x <= 2000:
+        assert found <= math.sqrt(x) * 1.01
+
+
+@pytest.mark.parametrize("bits", range(16))
+def test_two_to_is_exact_for_whole_bits(bits: int) -> None:
+    assert two_to(float(bits), np.float32(1), np) == 2.0**bits

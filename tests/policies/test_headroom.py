@@ -48,12 +48,20 @@ def assert_state(actual: HeadroomState, **expected: Any) -> None:
 
 
 def test_it_starts_at_its_init_scale_with_the_ceiling_two_bits_below_the_maximum() -> None:
-    assert_state(Headroom(init_scale=8).start(), scale=8.0, peak=0.0, ceiling=LIMIT, calm=1.0, failed=0.0, drop=2**-16)
+    assert_state(
+        Headroom(init_scale=8).start(),
+        scale=8.0,
+        peak=0.0,
+        ceiling=LIMIT,
+        recovery_factor=1.0,
+        failed_scale=0.0,
+        backoff_factor=2**-16,
+    )
 
 
 def test_the_first_gradient_sets_the_peak_and_the_largest_power_of_two_that_leaves_the_margin() -> None:
     assert 1.5 * 2**13 <= LIMIT < 1.5 * 2**14
-    assert_state(after(Headroom(), clean(1.5)), scale=2**13, peak=1.5, ceiling=LIMIT, drop=0.5, applied=1)
+    assert_state(after(Headroom(), clean(1.5)), scale=2**13, peak=1.5, ceiling=LIMIT, backoff_factor=0.5, applied=1)
 
 
 @pytest.mark.parametrize(("margin_bits", "exponent"), [(0, 15), (1, 14), (2, 13), (15, 0)])
@@ -103,8 +111,8 @@ def test_an_overflow_is_remembered_by_the_scale_that_failed() -> None:
         state,
         scale=2**10,
         peak=1.0,
-        failed=2**12,
-        drop=2**-4,
+        failed_scale=2**12,
+        backoff_factor=2**-4,
         ceiling=LIMIT,
         applied=1,
         skipped=2,
@@ -114,44 +122,48 @@ def test_an_overflow_is_remembered_by_the_scale_that_failed() -> None:
 
 def test_an_overflow_that_the_gradients_do_not_explain_lowers_the_ceiling_to_half_of_what_failed() -> None:
     state = after(Headroom(recovery=0, leak=0), clean(1.0), OVERFLOW, OVERFLOW, clean(1.0))
-    assert_state(state, scale=2**11, peak=1.0, ceiling=2**11, calm=0.5, drop=0.5, applied=2, skipped=2)
+    assert_state(
+        state, scale=2**11, peak=1.0, ceiling=2**11, recovery_factor=0.5, backoff_factor=0.5, applied=2, skipped=2
+    )
 
 
 def test_an_overflow_that_larger_gradients_explain_leaves_the_ceiling_alone() -> None:
     state = after(Headroom(recovery=0), clean(1.0), *[OVERFLOW] * 4, clean(2.0**12))
-    assert_state(state, scale=0.5, peak=2**12, ceiling=LIMIT, calm=1.0, drop=0.5, applied=2, skipped=4)
+    assert_state(
+        state, scale=0.5, peak=2**12, ceiling=LIMIT, recovery_factor=1.0, backoff_factor=0.5, applied=2, skipped=4
+    )
 
 
 def test_an_overflow_that_larger_gradients_explain_in_part_costs_the_rest() -> None:
     state = after(Headroom(recovery=0), clean(1.0), OVERFLOW, OVERFLOW, clean(2.0))
-    assert (state.ceiling, state.calm) == (2.0 * 2**11, 0.5)
+    assert (state.ceiling, state.recovery_factor) == (2.0 * 2**11, 0.5)
 
 
 def test_only_the_first_clean_step_after_an_overflow_judges_it() -> None:
     state = after(Headroom(recovery=0), clean(1.0), OVERFLOW, clean(1.0), clean(1.0))
-    assert (state.ceiling, state.calm, state.failed) == (2**12, 0.5, 0)
+    assert (state.ceiling, state.recovery_factor, state.failed_scale) == (2**12, 0.5, 0)
 
 
 def test_a_lowered_ceiling_rises_by_its_share_and_stops_at_the_limit() -> None:
     policy = Headroom(recovery=2.0**-4, leak=0)
     state = after(policy, clean(1.0), OVERFLOW, clean(1.0))
-    assert state.ceiling == 2**12 * (1 + 2**-5)  # calm is 1/2
+    assert state.ceiling == 2**12 * (1 + 2**-5)  # recovery_factor is 1/2
     assert after(policy, *[clean(1.0)] * 100, start=state).ceiling == LIMIT
 
 
-def test_each_proof_of_the_ceiling_halves_the_calm_down_to_a_32nd() -> None:
+def test_each_proof_of_the_ceiling_halves_its_recovery_down_to_a_32nd() -> None:
     policy = Headroom(recovery=0)
-    state, calms = after(policy, clean(1.0)), []
+    state, factors = after(policy, clean(1.0)), []
     for _ in range(7):
         state = after(policy, OVERFLOW, clean(1.0), start=state)
-        calms.append(float(state.calm))
-    assert calms == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 32, 1 / 32]
+        factors.append(float(state.recovery_factor))
+    assert factors == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 32, 1 / 32]
 
 
-def test_a_ceiling_too_low_to_be_believed_hurries_back_whatever_the_calm() -> None:
+def test_a_ceiling_too_low_to_be_believed_recovers_fast_whatever_its_recovery_factor() -> None:
     policy = Headroom(recovery=2.0**-10, leak=0)
     state = after(policy, clean(1.0), *[OVERFLOW] * 5, clean(1.0))
-    assert (state.ceiling, state.calm) == (2.0**-3 * (1 + 2**-5), 0.5)
+    assert (state.ceiling, state.recovery_factor) == (2.0**-3 * (1 + 2**-5), 0.5)
 
 
 def test_the_ceiling_never_comes_down_so_far_that_the_peak_turns_subnormal() -> None:
@@ -178,7 +190,7 @@ def test_zeros_before_any_gradient_raise_the_scale_by_16_bits_and_no_higher_than
 
 def test_zeros_after_a_gradient_change_nothing_but_the_counter() -> None:
     state = after(Headroom(), clean(1.0), clean(0.0), clean(1e-45))
-    assert_state(state, scale=2**13, peak=1.0, drop=0.5, ceiling=LIMIT, applied=3)
+    assert_state(state, scale=2**13, peak=1.0, backoff_factor=0.5, ceiling=LIMIT, applied=3)
 
 
 def test_zeros_at_a_scale_that_hides_the_peak_itself_raise_the_scale() -> None:
@@ -189,7 +201,9 @@ def test_zeros_at_a_scale_that_hides_the_peak_itself_raise_the_scale() -> None:
 
 @pytest.mark.parametrize("amax", [math.nan, math.inf])
 def test_a_magnitude_that_is_no_magnitude_is_ignored(amax: float) -> None:
-    assert_state(after(Headroom(), clean(1.0), clean(amax)), scale=2**13, peak=1.0, drop=0.5, ceiling=LIMIT, applied=2)
+    assert_state(
+        after(Headroom(), clean(1.0), clean(amax)), scale=2**13, peak=1.0, backoff_factor=0.5, ceiling=LIMIT, applied=2
+    )
     assert_state(after(Headroom(), clean(amax)), ceiling=LIMIT, applied=1)
 
 

@@ -30,32 +30,32 @@ def assert_state(actual: HistogramState, **expected: Any) -> None:
 
 
 def test_it_starts_at_its_init_scale_with_the_wait_of_a_period() -> None:
-    assert_state(Histogram(init_scale=8, period=5).start(), scale=8.0, wait=5)
+    assert_state(Histogram(init_scale=8, period=5).start(), scale=8.0, retry_interval=5)
 
 
 def test_a_quiet_step_is_counted() -> None:
-    assert_state(after(Histogram(init_scale=8, period=5), QUIET), scale=8.0, wait=5, clean_steps=1, applied=1)
+    assert_state(after(Histogram(init_scale=8, period=5), QUIET), scale=8.0, retry_interval=5, clean_steps=1, applied=1)
 
 
 def test_the_scale_doubles_at_the_last_quiet_step_of_the_period_and_not_before() -> None:
     policy = Histogram(init_scale=8, period=3)
-    assert_state(after(policy, QUIET, QUIET), scale=8.0, wait=3, clean_steps=2, applied=2)
-    assert_state(after(policy, QUIET, QUIET, QUIET), scale=16.0, wait=3, applied=3)
+    assert_state(after(policy, QUIET, QUIET), scale=8.0, retry_interval=3, clean_steps=2, applied=2)
+    assert_state(after(policy, QUIET, QUIET, QUIET), scale=16.0, retry_interval=3, applied=3)
 
 
 def test_a_share_above_the_threshold_halves_the_scale_at_once_and_the_step_is_applied() -> None:
     state = after(Histogram(init_scale=8, period=3), QUIET, LOUD)
-    assert_state(state, scale=4.0, failed=8.0, wait=3, applied=2)
+    assert_state(state, scale=4.0, failed_scale=8.0, retry_interval=3, applied=2)
 
 
 def test_a_share_at_the_threshold_is_still_quiet() -> None:
     policy = Histogram(init_scale=8, period=1, threshold=0.01)
-    assert_state(after(policy, LOUD), scale=16.0, wait=1, applied=1)
+    assert_state(after(policy, LOUD), scale=16.0, retry_interval=1, applied=1)
 
 
 def test_an_overflow_lowers_the_scale_by_the_edge() -> None:
     state = after(Histogram(init_scale=8, period=3), OVERFLOW)
-    assert_state(state, scale=0.5, failed=8.0, wait=3, skipped=1, consecutive_skips=1)
+    assert_state(state, scale=0.5, failed_scale=8.0, retry_interval=3, skipped=1, consecutive_skips=1)
 
 
 @pytest.mark.parametrize(("edge", "scale"), [(0.3, 2.0), (0.9, 4.0), (0.5, 4.0)])
@@ -66,7 +66,7 @@ def test_an_edge_that_is_no_power_of_two_lowers_by_the_next_below(edge: float, s
 def test_a_scale_that_fails_again_is_left_alone_for_twice_as_long() -> None:
     policy = Histogram(init_scale=8, period=2)
     again = after(policy, LOUD, QUIET, QUIET, LOUD)
-    assert_state(again, scale=4.0, failed=8.0, wait=4, applied=4)
+    assert_state(again, scale=4.0, failed_scale=8.0, retry_interval=4, applied=4)
     assert after(policy, *[QUIET] * 3, start=again).scale == 4
     assert after(policy, *[QUIET] * 4, start=again).scale == 8
 
@@ -75,14 +75,14 @@ def test_the_wait_never_exceeds_the_longest() -> None:
     policy = Histogram(init_scale=8, period=2, longest_wait=6)
     state = after(policy, LOUD)
     for _ in range(4):
-        state = after(policy, *[QUIET] * int(state.wait), LOUD, start=state)
-    assert (state.wait, state.scale) == (6, 4)
+        state = after(policy, *[QUIET] * int(state.retry_interval), LOUD, start=state)
+    assert (state.retry_interval, state.scale) == (6, 4)
 
 
 def test_rises_below_the_scale_that_failed_take_a_period_each() -> None:
     policy = Histogram(init_scale=256, period=2)
     state = after(policy, LOUD, QUIET, QUIET, LOUD, QUIET, QUIET, QUIET, QUIET, OVERFLOW)
-    assert (state.scale, state.failed, state.wait) == (16, 256, 8)
+    assert (state.scale, state.failed_scale, state.retry_interval) == (16, 256, 8)
     assert [after(policy, *[QUIET] * n, start=state).scale for n in (2, 4, 6, 13, 14)] == [32, 64, 128, 128, 256]
 
 
@@ -90,16 +90,16 @@ def test_a_scale_that_failed_and_then_lasts_is_forgiven() -> None:
     policy = Histogram(init_scale=8, period=2)
     again = after(policy, LOUD, QUIET, QUIET, LOUD)
     lasted = after(policy, *[QUIET] * 8, start=again)
-    assert_state(lasted, scale=16.0, failed=0.0, wait=2, applied=12)
+    assert_state(lasted, scale=16.0, failed_scale=0.0, retry_interval=2, applied=12)
 
 
 def test_a_fall_below_the_scale_that_failed_does_not_lengthen_the_wait() -> None:
-    assert after(Histogram(period=2), LOUD, LOUD, LOUD, OVERFLOW).wait == 2
+    assert after(Histogram(period=2), LOUD, LOUD, LOUD, OVERFLOW).retry_interval == 2
 
 
 def test_a_share_that_is_no_number_moves_nothing() -> None:
     state = after(Histogram(init_scale=8, period=1), Seen(upper_share=np.float32(math.nan)))
-    assert_state(state, scale=8.0, wait=1, applied=1)
+    assert_state(state, scale=8.0, retry_interval=1, applied=1)
 
 
 def test_the_edge_is_given_as_a_magnitude_of_the_format() -> None:

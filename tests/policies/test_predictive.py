@@ -170,6 +170,20 @@ def test_a_non_finite_loss_moves_nothing_but_the_counters(
 
 
 @pytest.mark.parametrize("kind", [*KINDS, Dynamic])
+@pytest.mark.parametrize("loss_finite", [True, False])
+@given(data=st.data(), story=events, amax=magnitudes)
+@settings(max_examples=30, deadline=None)
+def test_no_magnitude_of_a_step_that_overflowed_is_read(
+    kind: type, loss_finite: bool, data: st.DataObject, story: list[Any], amax: float
+) -> None:
+    policy = data.draw(policies(kind))
+    state = walk(policy, story)[-1]
+    flags = np.bool_(False), np.bool_(loss_finite)
+    overflowed = policy.next(state, Seen(*flags, amax=np.float32(np.inf), norm=np.float32(np.inf)), np)
+    assert_same(overflowed, policy.next(state, Seen(*flags, amax=np.float32(amax), norm=np.float32(amax)), np))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, Dynamic])
 @pytest.mark.parametrize("placed", [True, False])
 @given(data=st.data(), story=events)
 @settings(max_examples=20, deadline=None)

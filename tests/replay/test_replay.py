@@ -361,6 +361,6 @@ def test_the_presets_of_all_systems_replay_together_as_each_does_alone() -> None
 
 def test_the_examples_of_the_documentation_run() -> None:
     page = Path(__file__).parents[2] / "docs" / "replay.md"
-    told = doctest.testfile(str(page), module_relative=False)
-    assert told.attempted > 10
-    assert told.failed == 0
+    results = doctest.testfile(str(page), module_relative=False)
+    assert results.attempted > 10
+    assert results.failed == 0

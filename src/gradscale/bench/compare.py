@@ -11,16 +11,16 @@ from gradscale.policies.contract import Policy
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one side's step costs.
+    """The cost of one side's step.
 
     Attributes:
-        side: which way to make the step.
+        side: name of the side.
         median_ms: the median of its times.
-        times_torch: that median, in units of the median of torch's scaler.
+        times_torch: that median over the median of torch's scaler.
         quartiles: of the ratios to torch's scaler in the same round.
         passes_read: how often the gradients are read.
         passes_written: how often the gradients are written.
-        host_reads: how often the host waits for a value, beyond what the optimizer and the clip do by themselves.
+        host_reads: synchronizations with the device, beyond those of the optimizer and the clip by themselves.
         peak_allocated: the most bytes that new tensors take at one time.
     """
 

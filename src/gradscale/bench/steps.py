@@ -137,20 +137,20 @@ def _side(case: Case, parameters: Sequence[Tensor], run: Callable[[], object], b
         run: makes the step.
         begin: opens the step, and returns what its gradients are multiplied by.
     """
-    true = _true_gradients(tuple(map(tuple, case.shapes)), case.device)
+    unscaled = _unscaled_gradients(tuple(map(tuple, case.shapes)), case.device)
 
     def prepare() -> None:
         for parameter in parameters:
             parameter.grad = None
         scale = begin()
-        for parameter, gradient in zip(parameters, true, strict=True):
+        for parameter, gradient in zip(parameters, unscaled, strict=True):
             parameter.grad = gradient * scale
 
-    return StepSide(run, prepare, _wait_for(case.device), parameters=parameters)
+    return StepSide(run, prepare, _synchronizer(case.device), parameters=parameters)
 
 
 @lru_cache(maxsize=1)  # the sides of one case share them: one set of gradients less for each
-def _true_gradients(shapes: tuple[tuple[int, ...], ...], device: str) -> list[Tensor]:
+def _unscaled_gradients(shapes: tuple[tuple[int, ...], ...], device: str) -> list[Tensor]:
     return _random(shapes, device, seed=1, size=1e-3)
 
 
@@ -161,8 +161,8 @@ def _random(shapes: Sequence[tuple[int, ...]], device: str, *, seed: int, size: 
     return [(values * size).to(device) for values in made]
 
 
-def _wait_for(device: str) -> Callable[[], object]:
-    """Returns what waits until `device` has done its work; the CPU always has."""
+def _synchronizer(device: str) -> Callable[[], object]:
+    """Returns what synchronizes with `device`; for the CPU it does nothing."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != torch.device(device).type:
         return lambda: None

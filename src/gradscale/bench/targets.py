@@ -44,10 +44,10 @@ def shapes_of(factory: str) -> Shapes:
     # A tensor is iterable, too, and would come apart into its rows.
     several = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor)
     given: list[Any] = list(parameters) if several else [parameters]
-    if strangers := [type(item).__name__ for item in given if not isinstance(item, Tensor)]:
+    if unknown := [type(item).__name__ for item in given if not isinstance(item, Tensor)]:
         raise BadTarget(
             "The function of `--model` must return a torch.nn.Module or an iterable of parameters. "
-            f"Received: {strangers[0]} from {factory}."
+            f"Received: {unknown[0]} from {factory}."
         )
     trained = {id(parameter): tuple(parameter.shape) for parameter in given if parameter.requires_grad}
     if not any(map(math.prod, trained.values())):
@@ -96,7 +96,7 @@ def optimizer_of(
 
 
 def _check_kernels(called: str, make: Callable[[list[Tensor]], Optimizer], device: str) -> None:
-    """Raises if torch has no such optimizer for a device, which it tells only at the first step."""
+    """Raises if torch has no such optimizer for a device, which it reports only at the first step."""
     parameter = nn.Parameter(torch.zeros(1, device=device))
     parameter.grad = torch.zeros_like(parameter)
     try:

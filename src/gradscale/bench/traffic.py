@@ -16,10 +16,10 @@ OVERWRITES = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
 """Operators that write their first argument without reading it."""
 
 SHAPE_ONLY = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
-"""Operators that look at the shape of an argument and leave its memory alone."""
+"""Operators that read the shape of an argument and not its memory."""
 
 HOST_READS = {"_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero", "masked_select", "unique2"}
-"""Operators whose outcome the host has to know before it can go on."""
+"""Operators whose result the host reads: they synchronize with the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Traffic(TorchDispatchMode):
 
     An operator is taken to go over each of its arguments once, however often it is given the same one, and to change
     those that its schema says it changes. Views cost nothing. What happens inside of an operator is not seen: the
-    temporaries of its kernel, or that a fused optimizer was told to skip. Such a step counts as one that was applied.
+    temporaries of its kernel, or that `found_inf` made a fused optimizer skip. Such a step counts as applied.
 
     Args:
         gradients: dense tensors. Whatever shares their storage is gradient memory.
@@ -50,7 +50,7 @@ class Traffic(TorchDispatchMode):
     Attributes:
         gradient_bytes: what one pass over the gradients is.
         by_operator: the bytes read and written by each operator.
-        host_reads: the operators that the host had to wait for, in order.
+        host_reads: the operators that synchronized with the device, in order.
         peak_allocated: the most bytes that tensors made inside took at one time.
     """
 
@@ -135,10 +135,10 @@ def count(side: StepSide) -> Traffic:
 def _uses(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, bool, bool]]:
     """Yields the tensors that an operator is given, each with whether it is read and whether it is written."""
     # Fused optimizers say that they write gradients, and do so only where they divide them by a scale.
-    spares_gradients = _name(func).startswith("_fused_") and kwargs.get("grad_scale") is None
+    keeps_gradients = _name(func).startswith("_fused_") and kwargs.get("grad_scale") is None
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        writes = argument.is_write and not (spares_gradients and argument.name == "grads")
+        writes = argument.is_write and not (keeps_gradients and argument.name == "grads")
         reads = not (writes and (argument.is_out or _name(func) in OVERWRITES))
         for tensor in _tensors(value):
             yield tensor, reads, writes

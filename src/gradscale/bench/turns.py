@@ -16,20 +16,20 @@ class Side:
     Attributes:
         run: what is timed.
         prepare: what must be done before, outside of the clock.
-        wait: returns once the device has done all it was given; called before the clock starts and before it stops.
+        synchronize: returns once the device is idle; called before the clock starts and before it stops.
     """
 
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
-    wait: Callable[[], object] = lambda: None
+    synchronize: Callable[[], object] = lambda: None
 
     def turn(self) -> float:
         """Returns how many seconds one run took."""
         self.prepare()
-        self.wait()
+        self.synchronize()
         start = time.perf_counter()
         self.run()
-        self.wait()
+        self.synchronize()
         return time.perf_counter() - start
 
 

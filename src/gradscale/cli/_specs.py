@@ -88,7 +88,7 @@ def _pairs(text: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Returns a word, a whole number, a number or a power, as in 2**16 or 2^16, by what `text` looks like."""
+    """Returns a word, a whole number, a number or a power, as in 2**16 or 2^16, by the form of `text`."""
     if text.lower() in WORDS:
         return WORDS[text.lower()]
     if power := POWER.fullmatch(text):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from gradscale.cli._border import console, fail, mistakes_told, table
+from gradscale.cli._console import console, fail, table, usage_errors
 from gradscale.cli._specs import parse_policy
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 LEGEND = (
     "ms: the median; the sides take turns. vs torch: the ratio of the medians, then the quartiles of the ratios within "
-    "a round. read, written: passes over the memory of the gradients, the update's own included. waits: for a value on "
-    "the host, beyond those of the step without scaling."
+    "a round. read, written: passes over the memory of the gradients, the update's own included. syncs: "
+    "synchronizations with the device, beyond those of the step without scaling."
 )
 
 
@@ -74,7 +74,7 @@ def bench(
     """
     if find_spec("torch") is None:
         fail('The benchmark needs torch, which is not installed. Run: pip install "gradscale[torch]"')
-    with mistakes_told():
+    with usage_errors():
         rule, clips, size = parse_policy(policy), _clips(clip, no_clip), _size(model, parameters, tensors)
     from gradscale.bench.compare import compare
     from gradscale.bench.targets import BadTarget, use_threads
@@ -136,7 +136,7 @@ def _show(cases: "Sequence[Case]", measured: "Sequence[Sequence[Measured]]") -> 
     screen.print(f"{about.device}, {about.threads} CPU threads, torch {about.torch}, {about.machine}")
     screen.print(f"{about.parameters:,} parameters in {about.tensors:,} tensors")
     for case, sides in zip(cases, measured, strict=True):
-        rows = table("side", "ms", "vs torch", "quartiles", "read", "written", "waits")
+        rows = table("side", "ms", "vs torch", "quartiles", "read", "written", "syncs")
         for side in sides:
             low, high = side.quartiles
             ratios = (f"{side.times_torch:.2f}", f"{low:.2f}-{high:.2f}")
@@ -148,11 +148,11 @@ def _show(cases: "Sequence[Case]", measured: "Sequence[Sequence[Measured]]") -> 
 
 def _as_json(cases: "Sequence[Case]", measured: "Sequence[Sequence[Measured]]") -> dict[str, Any]:
     """Returns everything that was measured."""
-    told = [
+    listed = [
         {"case": case.name, "clip": case.clip, "sides": [asdict(side) for side in sides]}
         for case, sides in zip(cases, measured, strict=True)
     ]
-    return {**_about(cases[0]), "cases": told}
+    return {**_about(cases[0]), "cases": listed}
 
 
 def _about(case: "Case") -> dict[str, Any]:

@@ -9,53 +9,53 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from gradscale.cli._border import console, fail, mistakes_told
-from gradscale.demo import FRAMEWORKS, Comparison, Demo, load_demo
+from gradscale.cli._console import chosen_models, console, fail, usage_errors
+from gradscale.demo import FRAMEWORKS, Comparison, Demo, compare, load_demo
 from gradscale.demo.extra import MissingExtra, check_extra
 from gradscale.demo.plot import save_plot
 from gradscale.demo.table import make_table
 
-PICTURES = (".png", ".svg")
+ENDINGS = (".png", ".svg")
 
 
 def demo(
     framework: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(FRAMEWORKS)}: the first of them that is installed, unless said otherwise."),
+        typer.Option(help=f"{', '.join(FRAMEWORKS)}: by default the first that is installed."),
     ] = None,
     model: Annotated[str, typer.Option(help="Which model to train: cnn or gpt, with torch.")] = "all",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the split, the start and the batches.")] = 0,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps that each run trains for, instead of what the model needs.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where the picture goes: a .png or .svg file, or a folder.")] = Path(
+    out: Annotated[Path, typer.Option(help="Where the plot goes: a .png or .svg file, or a folder.")] = Path(
         "gradscale-demo.png"
     ),
 ) -> None:
-    """Train networks in FP16 and FP8 with and without loss scaling; show a table and draw a picture.
+    """Train networks in FP16 and FP8 with and without loss scaling; show a table and draw a plot.
 
     With torch, a deep CNN reads digits, and a small GPT learns the next
     character of Python's own source code and, at a small weight, the one after.
     With jax, the GPT alone. With keras, mxnet and numpy, an autoencoder redraws
-    digits and, at a small weight, names them; keras runs on what KERAS_BACKEND
-    says.
-    Small gradients become zero, and nothing tells. A scale brings them back.
+    digits and, at a small weight, names them; KERAS_BACKEND chooses the
+    backend of keras.
+    Small gradients become zero without any error. A scale brings them back.
     FP16 is the machine's own; FP8 is emulated, with torch only.
     """
     try:
         check_extra()
     except MissingExtra as error:
         fail(str(error))
-    with mistakes_told():
-        path = _picture_path(out)
+    with usage_errors():
+        path = _plot_path(out)
         shown = _load(framework)
-        plan = {chosen: steps or shown.steps[chosen] for chosen in _chosen(shown, model)}
+        plan = {chosen: steps or shown.steps[chosen] for chosen in chosen_models(model, shown.steps)}
     comparisons = _train(shown, plan, seed)
     save_plot(comparisons, path)
     screen = console()
     for comparison in comparisons:
         screen.print(make_table(comparison))
-    screen.print(f"picture: {path}", soft_wrap=True)
+    screen.print(f"plot: {path}", soft_wrap=True)
 
 
 def _load(framework: str | None) -> Demo:
@@ -76,18 +76,9 @@ def _is_installed(framework: str) -> bool:
     return all(find_spec(package) for package in FRAMEWORKS[framework])
 
 
-def _chosen(shown: Demo, model: str) -> list[str]:
-    """Returns the models to train."""
-    if model == "all":
-        return list(shown.steps)
-    if model not in shown.steps:
-        raise ValueError(f"`--model` must be one of {', '.join(('all', *shown.steps))}. Received: {model}.")
-    return [model]
-
-
-def _picture_path(out: Path) -> Path:
+def _plot_path(out: Path) -> Path:
     """Returns the file to write, in a folder that exists and can be written to."""
-    is_file = out.suffix in PICTURES and not out.is_dir()
+    is_file = out.suffix in ENDINGS and not out.is_dir()
     if out.suffix and not is_file and not out.is_dir():
         raise ValueError(f"`--out` must be a folder, or a file that ends in .png or .svg. Received: {out}.")
     path = out if is_file else out / "demo.png"
@@ -102,13 +93,13 @@ def _train(shown: Demo, plan: Mapping[str, int], seed: int) -> list[Comparison]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console()) as progress:
         bars = {
-            (model, way): progress.add_task(f"{model} {way}", total=steps, start=False)
+            (model, recipe.name): progress.add_task(f"{model} {recipe.name}", total=steps, start=False)
             for model, steps in plan.items()
-            for way in shown.ways
+            for recipe in shown.recipes
         }
 
-        def tick(model: str, way: str) -> None:
-            progress.start_task(bars[model, way])
-            progress.advance(bars[model, way])
+        def tick(model: str, recipe: str) -> None:
+            progress.start_task(bars[model, recipe])
+            progress.advance(bars[model, recipe])
 
-        return shown.compare(plan, seed, tick)
+        return compare(shown, plan, seed, tick)

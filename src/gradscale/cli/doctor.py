@@ -15,7 +15,7 @@ import typer
 from rich.markup import escape
 
 from gradscale import __version__
-from gradscale.cli._border import console, table
+from gradscale.cli._console import console, table
 
 STDERR = 2
 
@@ -28,23 +28,20 @@ ADAPTERS = {
     "jax": "gradscale.jax",
     "keras": "gradscale.keras",
     "mxnet": "gradscale.mxnet",
-    "lightning": "gradscale.integrations.lightning",
-    "accelerate": "gradscale.integrations.accelerate",
-    "transformers": "gradscale.integrations.transformers",
 }
-"""The adapter of each framework, whether this version of gradscale has it yet or not."""
+"""The adapter of each framework."""
 
 OTHERS = ("ml_dtypes", "typer", "rich", "optax", "tensorflow", "tensorflow-cpu", "scikit-learn", "matplotlib")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is known of one framework here.
+    """The state of one framework in this environment.
 
     Attributes:
         framework: its name.
         version: the version installed; None where it is not.
-        adapter: what became of loading gradscale's adapter, in a few words.
+        adapter: whether gradscale's adapter loads, in a few words.
         broken: whether the adapter should have loaded and did not.
     """
 
@@ -59,7 +56,7 @@ def doctor() -> None:
     screen = console()
     python = f"Python {platform.python_version()}, {sys.executable}"
     screen.print(escape(f"gradscale {__version__}\n{python}\n{platform.platform()}"), soft_wrap=True)
-    with screen.status("loading the frameworks that are installed"), _errors_unseen():
+    with screen.status("loading the frameworks that are installed"), _stderr_dropped():
         findings = [examine(framework, adapter) for framework, adapter in ADAPTERS.items()]
     rows = table("framework", "version", "adapter", prose=2)
     for found in findings:
@@ -81,7 +78,7 @@ def examine(framework: str, adapter: str) -> Finding:
         return Finding(framework, None, f'not installed; pip install "gradscale[{framework}]"')
     try:
         importlib.import_module(adapter)
-    except Exception as error:  # whatever is wrong with an installation, the user shall be told here
+    except Exception as error:  # whatever is wrong with an installation is reported here
         return Finding(framework, version, f"fails to load: {type(error).__name__}: {error}", broken=True)
     return Finding(framework, version, f"{adapter} loads")
 
@@ -108,7 +105,7 @@ def devices() -> list[str]:
 
 
 @contextmanager
-def _errors_unseen() -> Generator[None]:
+def _stderr_dropped() -> Generator[None]:
     """Drops what is written to the error stream, by compiled code too: TensorFlow greets there when it is loaded."""
     sys.stderr.flush()
     kept = os.dup(STDERR)

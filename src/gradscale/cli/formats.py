@@ -2,7 +2,7 @@
 
 import math
 
-from gradscale.cli._border import console, table
+from gradscale.cli._console import console, table
 from gradscale.formats import FORMATS, Format
 
 NOTES = {

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from gradscale.cli._border import console, number, table
+from gradscale.cli._console import console, number, table
 from gradscale.cli._specs import POLICIES
 from gradscale.formats import Format
 from gradscale.peers import PEERS
@@ -24,7 +24,7 @@ ABOUT_PRESETS = (
 
 
 def policies() -> None:
-    """List the policies: gradscale's own, and the presets that follow other systems to the bit."""
+    """List the policies: gradscale's own, and the presets that follow other systems bit-exactly."""
     screen = console()
     for name, policy_class in POLICIES.items():
         screen.print(f"[bold]{name}[/bold]: {escape(_first_line(policy_class))}", _settings(policy_class))

@@ -8,13 +8,13 @@ import numpy as np
 import typer
 from rich.progress import Progress
 
-from gradscale.cli._border import console, fail, mistakes_told, table
+from gradscale.cli._console import chosen_models, console, fail, table, usage_errors
+from gradscale.demo import load_demo
 from gradscale.demo.extra import MissingExtra, check_extra
 
 if TYPE_CHECKING:
     from gradscale.demo.torch.precisions import Outcome
 
-STEPS = {"cnn": 400, "gpt": 300}
 LEGEND = (
     "loss: mean of the last 20 steps and over the seeds. vs FP32: by how much it differs from FP32 with the same seed, "
     "mean and standard deviation. skipped: steps per run."
@@ -29,54 +29,43 @@ def precisions(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every run as JSON.")] = False,
 ) -> None:
-    """Train the demo's models in every precision, and show what each costs in loss and score.
+    """Train the demo's models in every precision, and compare loss and score.
 
-    FP32, FP16 as O1, O2 with each way to keep the low bits of weights, O3, BF16, and emulated FP8. Takes minutes.
+    FP32, FP16 as O1, O2 with every kind of master weights, O3, BF16, and emulated FP8. Takes minutes.
     """
     try:
         check_extra()
         from gradscale.demo.torch.precisions import RECIPES, compare_precisions
+
+        known = load_demo("torch").steps
     except (MissingExtra, ImportError) as error:
         fail(str(error))
-    with mistakes_told():
-        chosen = _chosen(model)
+    with usage_errors():
+        chosen = chosen_models(model, known)
     found: dict[str, dict[str, list[Outcome]]] = {}
     with Progress(console=console(), disable=as_json) as progress:
         for name in chosen:
             bar = progress.add_task(name, total=len(RECIPES) * seeds)
             found[name] = compare_precisions(
-                name, steps or STEPS[name], range(seeds), lambda bar=bar: progress.advance(bar)
+                name, steps or known[name], range(seeds), lambda bar=bar: progress.advance(bar)
             )
     if as_json:
-        print(
-            json.dumps(
-                {
-                    name: {way: [asdict(run) for run in runs] for way, runs in ways.items()}
-                    for name, ways in found.items()
-                }
-            )
-        )
+        print(json.dumps(found, default=asdict))
         return
-    for name, ways in found.items():
-        _show(name, ways)
+    for name, recipes in found.items():
+        _show(name, recipes)
     console().print(LEGEND)
 
 
-def _chosen(model: str) -> list[str]:
-    if model != "all" and model not in STEPS:
-        raise ValueError(f"`--model` must be one of all, {', '.join(STEPS)}. Received: {model}.")
-    return list(STEPS) if model == "all" else [model]
-
-
-def _show(name: str, ways: "dict[str, list[Outcome]]") -> None:
-    base = next(iter(ways.values()))
+def _show(name: str, recipes: "dict[str, list[Outcome]]") -> None:
+    base = next(iter(recipes.values()))
     scores = list(base[0].scores)
     rows = table(name, "loss", "vs FP32", *scores, "skipped")
-    for way, runs in ways.items():
+    for recipe, runs in recipes.items():
         losses = np.array([run.loss for run in runs])
         differences = losses - [run.loss for run in base]
         rows.add_row(
-            way,
+            recipe,
             f"{losses.mean():.4f}",
             "" if runs is base else f"{differences.mean():+.4f} ± {differences.std(ddof=1):.4f}",
             *(f"{np.mean([run.scores[score] for run in runs]):.3f}" for score in scores),

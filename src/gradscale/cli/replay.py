@@ -9,7 +9,7 @@ import numpy as np
 import typer
 from rich.markup import escape
 
-from gradscale.cli._border import console, mistakes_told, number, table
+from gradscale.cli._console import console, number, table, usage_errors
 from gradscale.cli._sequences import read_sequences
 from gradscale.cli._specs import parse_policy
 from gradscale.formats import get_format
@@ -56,7 +56,7 @@ def replay(
 
     Example: echo 0 0 1 0 | gradscale replay -p dynamic:growth_interval=2 -p torch -p static:1024
     """
-    with mistakes_told():
+    with usage_errors():
         policies = [parse_policy(spec) for spec in policy]
         run = run_replay(policies, **read_sequences(flags, amax), format=get_format(format))
     if as_json:
@@ -68,12 +68,12 @@ def replay(
 def _show(run: Replay, specs: list[str]) -> None:
     """Prints a row for each policy."""
     rows = table("policy", "skipped", "final", "lowest", "highest", "floor", "ceiling", "stuck")
-    for spec, told in zip(specs, run.summaries(), strict=True):
-        scales = (told.final_scale, told.lowest_scale, told.highest_scale)
-        counts = (told.steps_at_floor, told.steps_at_ceiling)
-        stuck = "" if told.first_stuck_step is None else str(told.first_stuck_step)
+    for spec, summary in zip(specs, run.summaries(), strict=True):
+        scales = (summary.final_scale, summary.lowest_scale, summary.highest_scale)
+        counts = (summary.steps_at_floor, summary.steps_at_ceiling)
+        stuck = "" if summary.first_stuck_step is None else str(summary.first_stuck_step)
         words = re.sub(r"([:,])\s*", r"\1 ", spec)  # so that a long one breaks between its settings
-        rows.add_row(escape(words), str(told.skipped), *map(number, scales), *map(str, counts), stuck)
+        rows.add_row(escape(words), str(summary.skipped), *map(number, scales), *map(str, counts), stuck)
     screen = console()
     screen.print(f"{len(run.scales)} steps", rows)
     screen.print(LEGEND)

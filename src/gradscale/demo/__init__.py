@@ -1,14 +1,15 @@
-"""The demo: networks on real data in true FP16 and emulated FP8, with and without loss scaling.
+"""The demo: networks on real data in FP16 and emulated FP8, with and without loss scaling.
 
-Read the `train.py` of a framework first: its loop is how `gradscale.torch`, `gradscale.jax`, `gradscale.keras`,
-`gradscale.mxnet` and `gradscale.numpy` are used.
+`train.py` has the one loop and the comparison. The `train.py` of a framework has one step of that loop, which is how
+`gradscale.torch`, `gradscale.jax`, `gradscale.keras`, `gradscale.mxnet` or `gradscale.numpy` is used.
 """
 
 from importlib import import_module
 
-from gradscale.demo.run import FP8_WAYS, WAYS, Comparison, Demo, Run
+from gradscale.demo.run import Comparison, Run
+from gradscale.demo.train import Demo, compare
 
-__all__ = ["FP8_WAYS", "FRAMEWORKS", "WAYS", "Comparison", "Demo", "Run", "load_demo"]
+__all__ = ["FRAMEWORKS", "Comparison", "Demo", "Run", "compare", "load_demo"]
 
 FRAMEWORKS: dict[str, tuple[str, ...]] = {
     "torch": ("torch",),
@@ -17,7 +18,7 @@ FRAMEWORKS: dict[str, tuple[str, ...]] = {
     "mxnet": ("mxnet",),
     "numpy": ("numpy",),
 }
-"""Frameworks that have a demo, and the packages it needs. The first that is installed is the one to show."""
+"""Frameworks that have a demo, and the packages it needs. The first that is installed is the default."""
 
 
 def load_demo(framework: str) -> Demo:

@@ -1,4 +1,4 @@
-"""What the demo needs beyond gradscale's own dependencies, and how to say that it is missing."""
+"""The packages of the `demo` extra."""
 
 from importlib.util import find_spec
 
@@ -10,7 +10,7 @@ class MissingExtra(ImportError):
 
 
 def check_extra() -> None:
-    """Raises if a package of the `demo` extra is not installed. Imports none of them."""
+    """Raises `MissingExtra` if a package of the `demo` extra is not installed. Imports none of them."""
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         raise MissingExtra(
             f'The demo needs packages that are not installed: {", ".join(missing)}. Run: pip install "gradscale[demo]"'

@@ -1,4 +1,4 @@
-"""The picture: the loss, the scale and what is lost to zero, over the steps of the runs."""
+"""The plot: the loss, the scale and the gradients lost to zero, over the steps of the runs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from gradscale.demo.extra import check_extra
 from gradscale.demo.run import Comparison
 
-# Colours that the colour-blind tell apart; wide lines below narrow ones, so that runs that agree are all seen.
+# Colours that the colour-blind can distinguish; wide lines below narrow ones, so that runs that agree are all seen.
 STYLES = (
     {"color": "#b0b0b0", "linewidth": 6.0},
     {"color": "#d55e00", "linewidth": 2.0},
@@ -25,7 +25,7 @@ SMOOTHING = 0.9
 
 
 def save_plot(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Writes a picture with a row for each comparison to `path`, as PNG or SVG by its ending. Needs no display."""
+    """Writes a plot with a row for each comparison to `path`, as PNG or SVG by its ending. Needs no display."""
     check_extra()
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -49,9 +49,9 @@ def _decorate(axes: Any, draw: Callable[[Any, Comparison], None], comparison: Co
 
 
 def _draw_losses(axes: Any, comparison: Comparison) -> None:
-    score = comparison.subject.scores[0]
+    score, spec = next(iter(comparison.subject.scores.items()))
     for run, style in zip(comparison.runs, STYLES, strict=False):
-        label = f"{run.way}: {score.name} {run.scores[score.name]:{score.spec}}"
+        label = f"{run.recipe}: {score} {run.scores[score]:{spec}}"
         axes.plot(smoothed(run.losses), label=label, **style)
     axes.set_yscale("log")
     axes.set_title(comparison.subject.loss_title, loc="left", fontweight="bold")

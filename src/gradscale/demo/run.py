@@ -1,33 +1,14 @@
-"""What the demo of every framework makes, and the table and the picture show: runs, compared."""
+"""Training runs and their comparison: what every framework's demo produces, and the table and the plot show."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from gradscale.histogram import EXPONENTS, ExponentHistogram
+from gradscale.histogram import EXPONENTS, ExponentHistogram, exponent_histogram
 
-WAYS = ("FP32", "FP16 unscaled", "FP16 static", "FP16 dynamic")
-"""The ways to train that every framework compares."""
-
-FP8_WAYS = ("FP8 unscaled", "FP8 dynamic")
-"""Those that are compared where FP8 can be emulated."""
-
-SAMPLE_EVERY = 10
-"""Steps between two looks at what a run has lost: each costs a pass in FP32."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """Something that is measured on test data when a run is done.
-
-    Attributes:
-        name: heading of its column.
-        spec: how its number is written, as in a format string.
-    """
-
-    name: str
-    spec: str
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -36,33 +17,71 @@ class Subject:
 
     Attributes:
         model: its short name.
-        loss_title: what the loss that is shown is a loss of.
-        scores: what is measured in the end. The first says whether it has learned what it was to learn.
+        loss_title: which loss is plotted.
+        scores: the metrics on test data, with the format of their numbers. The first shows whether FP16 has failed.
         caption: what the columns mean.
     """
 
     model: str
     loss_title: str
-    scores: tuple[Score, ...]
+    scores: Mapping[str, str]
     caption: str
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of one step, beside those that FP32 has for the same weights and batch.
+
+    Attributes:
+        kept: the step's own gradients of the parameters, scaled or not.
+        reference: the FP32 gradients of the parameters, in the same order.
+        activations: the FP32 gradients of the activations.
+    """
+
+    kept: Sequence[Array]
+    reference: Sequence[Array]
+    activations: Sequence[Array]
+
+    def lost(self) -> float:
+        """Returns the share of the parameters' nonzero FP32 gradients that are zero in `kept`."""
+        nonzero = sum(np.count_nonzero(reference) for reference in self.reference)
+        pairs = zip(self.kept, self.reference, strict=True)
+        return sum(np.count_nonzero((kept == 0) & (reference != 0)) for kept, reference in pairs) / max(1, nonzero)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step.
+
+    Attributes:
+        loss: the loss that is plotted.
+        scale: the scale that the loss was multiplied by.
+        skipped: whether the step was skipped.
+        grads: its gradients; None unless they were asked for.
+    """
+
+    loss: float
+    scale: float
+    skipped: bool
+    grads: Gradients | None
 
 
 @dataclass
 class Run:
-    """What became of a training run.
+    """A training run.
 
     Attributes:
-        way: how it was trained, by name.
-        losses: the loss that is shown, at each step.
+        recipe: name of its recipe.
+        losses: the loss that is plotted, at each step.
         scales: the scale at each step.
-        sampled: the steps at which the next was sampled.
-        lost: share of the parameters' gradients that FP32 has and the run has lost to zero, at the same weights.
-        histogram: exponents of the true gradients, of parameters and activations, at those steps.
+        sampled: the steps whose gradients were compared with FP32's.
+        lost: share of the parameters' gradients lost to zero at those steps.
+        histogram: exponents of the unscaled FP32 gradients, of parameters and activations, at those steps.
         skipped: the steps that were skipped.
-        scores: what was measured in the end, by name.
+        scores: the metrics after training, by name.
     """
 
-    way: str
+    recipe: str
     losses: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
@@ -71,35 +90,27 @@ class Run:
     skipped: list[int] = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
 
+    def add(self, step: Step) -> None:
+        """Appends a step."""
+        index = len(self.losses)
+        self.losses.append(step.loss)
+        self.scales.append(step.scale)
+        if step.skipped:
+            self.skipped.append(index)
+        if step.grads is not None:
+            self.sampled.append(index)
+            self.lost.append(step.grads.lost())
+            self.histogram += exponent_histogram([*step.grads.reference, *step.grads.activations])
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same training in all the ways.
+    """The same training with every recipe.
 
     Attributes:
         subject: what was trained.
-        runs: a run for each way, in order.
+        runs: a run for each recipe, in order.
     """
 
     subject: Subject
     runs: Sequence[Run]
-
-
-Tick = Callable[[str, str], None]
-"""Called after each step with the name of the model and that of the way. May come from several threads."""
-
-
-@dataclass(frozen=True)
-class Demo:
-    """The demo of one framework.
-
-    Attributes:
-        ways: the ways it compares, in order.
-        steps: the models it can train, by short name, and how many steps each needs to learn.
-        compare: trains the models that it is given, each for so many steps, with a seed; tells each step; returns a
-            comparison for each model.
-    """
-
-    ways: Sequence[str]
-    steps: Mapping[str, int]
-    compare: Callable[[Mapping[str, int], int, Tick], list[Comparison]]

@@ -1,4 +1,4 @@
-"""The table: how the runs ended."""
+"""The table: the final metrics of the runs."""
 
 import math
 
@@ -21,16 +21,11 @@ def make_table(comparison: Comparison) -> Table:
     caption = f"{subject.caption}; {LOST}"
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
     table.add_column(subject.model, no_wrap=True)
-    for heading in (first.name, "loss", *(score.name for score in others), "lost", "skipped", "scale"):
+    for heading in (first, "loss", *others, "lost", "skipped", "scale"):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in comparison.runs:
-        table.add_row(
-            run.way,
-            f"{run.scores[first.name]:{first.spec}}",
-            f"{np.mean(run.losses[-LAST_STEPS:]):.3f}",
-            *(f"{run.scores[score.name]:{score.spec}}" for score in others),
-            f"{np.mean(run.lost):.1%}",
-            f"{len(run.skipped)}",
-            f"2^{math.log2(run.scales[-1]):.0f}",
-        )
+        score, *further = (f"{run.scores[name]:{spec}}" for name, spec in subject.scores.items())
+        loss = f"{np.mean(run.losses[-LAST_STEPS:]):.3f}"
+        scale = f"2^{math.log2(run.scales[-1]):.0f}"
+        table.add_row(run.recipe, score, loss, *further, f"{np.mean(run.lost):.1%}", f"{len(run.skipped)}", scale)
     return table

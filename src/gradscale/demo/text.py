@@ -1,30 +1,74 @@
-"""The text: the source code of Python's own standard library, which comes with the interpreter."""
+"""The source code of Python's own standard library as a text, and the GPT that two demos train on it."""
 
+import math
 import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from gradscale.demo.run import Array, Subject
 
 MODULES = ("argparse", "ast", "dataclasses", "difflib", "inspect", "subprocess")
 """Modules of one file each, in every Python since 3.11: about half a megabyte."""
 
 VOCABULARY = "\n" + "".join(map(chr, range(32, 127)))
-"""The characters: the printable ones of ASCII and the end of a line. Others are left out of the text."""
+"""The characters: the printable ones of ASCII and the newline. Others are left out of the text."""
 
 TEST_SHARE = 0.1
 
-Array = np.ndarray[Any, Any]
+LANGUAGE = Subject(
+    model="gpt",
+    loss_title="Loss of the GPT's second head",
+    scores={"perplexity": ".1f", "main head": ".1f"},
+    caption="perplexity, loss: of the second head; main head: its perplexity",
+)
+"""A GPT with a head for the next character and, at a small weight, a head for the character after it."""
+
+AHEAD_WEIGHT = 1e-5
+"""Weight of the second head's loss. It is why FP16 fails: the gradient of its logits is at most this over the 512
+characters of a batch, 2e-8, and everything below 3e-8 is zero in FP16."""
+
+LEARNING_RATE = 4e-3
+LENGTH = 32
+SEQUENCES = 16
+TEST_SEQUENCES = 512
+WIDTH, HEADS, DEPTH = 32, 4, 2
 
 
-def load_numbers() -> tuple[Array, Array]:
-    """Returns the text as numbers of characters, in order: the part to train on, and the rest.
+@dataclass(frozen=True)
+class Text:
+    """Characters by their index in `VOCABULARY`; the first part for training, the rest for the test."""
 
-    The same interpreter gives the same text.
-    """
+    train: Array
+    test: Array
+
+    def batch(self, draw: Callable[..., Array], sequences: int = SEQUENCES, length: int = LENGTH + 2) -> Array:
+        """Returns random sequences of the training text, one in each row.
+
+        Args:
+            draw: returns random integers from 0 up to its argument, in the shape `size`, as numpy's `integers` does.
+            sequences: how many.
+            length: of each; by default the second head's targets are included.
+        """
+        return self.train[draw(len(self.train) - length + 1, size=(sequences, 1)) + np.arange(length)]
+
+    def test_rows(self) -> Array:
+        """Returns the beginning of the test text in rows like those of a batch."""
+        return self.test[: TEST_SEQUENCES * (LENGTH + 2)].reshape(TEST_SEQUENCES, LENGTH + 2)
+
+
+def load_text() -> Text:
+    """Returns the text. The same interpreter gives the same text."""
     folder = Path(sysconfig.get_path("stdlib"))
     source = "".join((folder / f"{module}.py").read_text(encoding="utf-8") for module in MODULES)
-    number = {character: index for index, character in enumerate(VOCABULARY)}
-    numbers = np.array([number[character] for character in source if character in number])
-    train_size = int(len(numbers) * (1 - TEST_SHARE))
-    return numbers[:train_size], numbers[train_size:]
+    index_of = {character: index for index, character in enumerate(VOCABULARY)}
+    indices = np.array([index_of[character] for character in source if character in index_of])
+    train_size = int(len(indices) * (1 - TEST_SHARE))
+    return Text(indices[:train_size], indices[train_size:])
+
+
+def gpt_scores(next_loss: float, ahead_loss: float) -> dict[str, float]:
+    """Returns the GPT's scores by the mean cross-entropies of its two heads."""
+    return {"perplexity": math.exp(ahead_loss), "main head": math.exp(next_loss)}

@@ -2,11 +2,11 @@
 
 from gradscale.engine.culprits import Culprit
 from gradscale.engine.stuck import ScaleStuck
+from gradscale.explain import LayerRow
 from gradscale.keras import precision
 from gradscale.keras.adopt import adopt, read_tf_checkpoint
 from gradscale.keras.callback import ScaleMonitor, ScaleRow
-from gradscale.keras.explain import explain
-from gradscale.keras.explain_rows import Explanation, LayerRow
+from gradscale.keras.explain import Explanation, explain
 from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.keras.remember import StepResult
 

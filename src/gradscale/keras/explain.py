@@ -1,24 +1,48 @@
-"""`explain`: what of a model computes and is stored in which precision, and whether a scaler is needed."""
+"""`explain`: which layers of a model compute and are stored in which dtype, and whether a scaler is needed."""
 
+import math
 import re
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 
+from gradscale.explain import LayerRow, explanation_text, layer_table, merged_rows
 from gradscale.keras.explain_advice import advice
-from gradscale.keras.explain_rows import Explanation, LayerRow
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What `explain` found. Printed, it is a table.
+
+    Attributes:
+        layers: which layers compute in which dtype.
+        optimizer: class of the optimizer, with its inner optimizer; empty for a model that is not compiled.
+        scaling: whether a scaler is needed, and why.
+        warnings: what is likely to be a mistake.
+    """
+
+    layers: tuple[LayerRow, ...]
+    optimizer: str
+    scaling: str
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Returns a table of layers, the optimizer, the advice on scaling and the warnings."""
+        optimizer = f"Optimizer: {self.optimizer or 'none: the model is not compiled'}"
+        tables = [layer_table("layer", self.layers, buffers=False), optimizer]
+        return explanation_text(tables, self.scaling, self.warnings)
 
 
 def explain(model: Any, *, warn: bool = False) -> Explanation:
-    """Returns what of `model` computes and is stored in which precision, and what is likely to be a mistake.
+    """Returns which layers of `model` compute and are stored in which dtype, and what is likely to be a mistake.
 
         print(explain(model))
 
-    Runs nothing. Knows the optimizer of a model that is compiled; before that, nothing is said of it. Layers that are
-    alike, and whose names differ in a number at the end only, share a row.
+    Does not run the model. The optimizer is that of a compiled model; for any other model it is not reported. Layers
+    of the same class and dtypes, whose names differ only in a number at the end, share a row.
 
     Args:
         model: a Keras model or layer.
@@ -31,76 +55,75 @@ def explain(model: Any, *, warn: bool = False) -> Explanation:
         raise TypeError(f"`model` must be a Keras model or layer. Received: {type(model).__name__}.")
     layers = _layers(model)
     optimizer = getattr(model, "optimizer", None)
+    rows = merged_rows((_row(model, layer) for layer in layers), _shared_name)
     scaling, mistakes = advice(layers, _outputs(model), optimizer)
     for mistake in mistakes if warn else ():
         warnings.warn(mistake, stacklevel=2)
-    return Explanation(_rows(model, layers), _kind(optimizer), scaling, tuple(mistakes))
+    return Explanation(rows, _kind(optimizer), scaling, tuple(mistakes))
 
 
 def _layers(model: Any) -> list[Any]:
     """Returns the layers that compute something: those that hold weights themselves, or no other layers."""
-    inner = {id(layer): layer for layer in _flattened(model)}.values()  # a layer may stand in several places
-    computing = [layer for layer in inner if not isinstance(layer, keras.layers.InputLayer)]
+    found = {id(layer): layer for layer in _flattened(model)}.values()  # a layer may be in several places
+    computing = [layer for layer in found if not isinstance(layer, keras.layers.InputLayer)]
     return [layer for layer in computing if _own_weights(layer) or not layer._layers]
 
 
 def _flattened(layer: Any) -> Iterator[Any]:
-    """Yields a layer and all that are inside it, in their order, which Keras' own `_flatten_layers` turns around."""
+    """Yields a layer and all of its sublayers in order. Keras' own `_flatten_layers` reverses the order."""
     yield layer
-    for inner in layer._layers:
-        yield from _flattened(inner)
+    for sublayer in layer._layers:
+        yield from _flattened(sublayer)
 
 
 def _own_weights(layer: Any) -> list[Any]:
-    """Returns the floating-point variables of a layer, without those of layers inside it."""
-    inside = {id(weight) for inner in layer._layers for weight in inner.variables}
-    return [weight for weight in layer.variables if id(weight) not in inside and "float" in weight.dtype]
+    """Returns the floating-point variables of a layer, without those of its sublayers."""
+    of_sublayers = {id(weight) for sublayer in layer._layers for weight in sublayer.variables}
+    return [weight for weight in layer.variables if id(weight) not in of_sublayers and "float" in weight.dtype]
 
 
 def _outputs(model: Any) -> list[Any]:
-    """Returns the layers whose results the model returns, as far as it tells."""
+    """Returns the layers whose results the model returns, where Keras knows them."""
     if isinstance(model, keras.Sequential):
         return model.layers[-1:]
     names = getattr(model, "output_names", ())
     return [layer for layer in getattr(model, "layers", ()) if layer.name in names]
 
 
-def _rows(model: Any, layers: Iterable[Any]) -> tuple[LayerRow, ...]:
-    alike: defaultdict[tuple[str, ...], list[Any]] = defaultdict(list)
-    for layer in layers:
-        base = re.sub(r"_\d+(?=/|$)", "", _path(model, layer))
-        alike[base, type(layer).__name__, _stored(layer), layer.compute_dtype].append(layer)
-    return tuple(
-        LayerRow(
-            name=base if len(group) > 1 else _path(model, group[0]),
-            count=len(group),
-            kind=kind,
-            weights=weights,
-            runs=runs,
-            elements=sum(_elements(weight.shape) for layer in group for weight in _own_weights(layer)),
-        )
-        for (base, kind, weights, runs), group in alike.items()
+def _row(model: Any, layer: Any) -> tuple[str, LayerRow]:
+    """Returns the row of a layer, and its path without the numbers that Keras adds."""
+    weights, path = _own_weights(layer), _path(model, layer)
+    row = LayerRow(
+        name=path,
+        count=1,
+        kind=type(layer).__name__,
+        weights=", ".join(sorted({weight.dtype for weight in weights})),
+        compute_dtype=layer.compute_dtype,
+        elements=sum(math.prod(weight.shape) for weight in weights),
     )
+    return _unnumbered(path), row
+
+
+def _shared_name(paths: Sequence[str]) -> str:
+    return paths[0] if len(paths) == 1 else _unnumbered(paths[0])
+
+
+def _unnumbered(path: str) -> str:
+    """Returns a path without numbers at the end of names.
+
+    >>> _unnumbered("block_1/dense_2")
+    'block/dense'
+    """
+    return re.sub(r"_\d+(?=/|$)", "", path)
 
 
 def _path(model: Any, layer: Any) -> str:
-    """Returns where in the model a layer stands. A layer without weights knows no more than its name."""
+    """Returns the path of a layer in the model; its name where it has no weights, since Keras sets no path then."""
     return (layer.path or layer.name).removeprefix(f"{model.name}/")
 
 
-def _stored(layer: Any) -> str:
-    return ", ".join(sorted({weight.dtype for weight in _own_weights(layer)}))
-
-
-def _elements(shape: Sequence[int]) -> int:
-    elements = 1
-    for size in shape:
-        elements *= size
-    return elements
-
-
 def _kind(optimizer: Any) -> str:
-    """Returns the class of an optimizer, with what is inside it.
+    """Returns the class of an optimizer, with its inner optimizer.
 
     >>> _kind(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
     'LossScaleOptimizer(SGD)'

@@ -1,4 +1,4 @@
-"""What a model computes in, as Keras' dtype policy, paired with the optimizer that goes with it."""
+"""Keras' dtype policy, paired with the scaling policy and the optimizer that it needs."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,13 +13,13 @@ from gradscale.policies.static import NoScaling
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """A dtype policy of Keras, and the rule for the scale that it needs.
+    """A dtype policy of Keras, and the scaling policy that it needs.
 
     Attributes:
         name: the dtype policy, as in `"mixed_float16"`.
         compute_dtype: what layers compute in.
         variable_dtype: what weights are stored in.
-        policy: the rule for the scale: `NoScaling()` unless layers compute in FP16, or weights are stored in it.
+        policy: the scaling policy: `NoScaling()` unless layers compute in FP16, or weights are stored in it.
     """
 
     name: str
@@ -29,14 +29,14 @@ class Precision:
 
     @property
     def needs_scaling(self) -> bool:
-        """Whether gradients pass through FP16, where small ones vanish."""
+        """Whether gradients pass through FP16, where small gradients vanish."""
         return "float16" in (self.compute_dtype, self.variable_dtype)
 
     def optimizer(self, inner_optimizer: Any) -> Any:
-        """Returns the optimizer to compile a model with: scaled where FP16 needs it, and otherwise as it came.
+        """Returns the optimizer to compile a model with: wrapped where FP16 needs it, and otherwise unchanged.
 
         Args:
-            inner_optimizer: an optimizer, or what `keras.optimizers.get` makes one of, such as `"adam"`.
+            inner_optimizer: an optimizer, or anything that `keras.optimizers.get` accepts, such as `"adam"`.
 
         Raises:
             ValueError: it scales the loss already.
@@ -47,27 +47,27 @@ class Precision:
 
 
 def set(name: Any, policy: Policy | Literal["auto"] = "auto") -> Precision:
-    """Sets Keras' dtype policy for all layers that are made from now on, and returns it with the rule it needs.
+    """Sets Keras' dtype policy for all layers that are built afterwards, and returns it with its scaling policy.
 
         chosen = precision.set("mixed_float16")
         model = make_model()
         model.compile(optimizer=chosen.optimizer("adam"), loss="mse")
 
-    The same lines train in `"mixed_bfloat16"` and `"float32"`, where nothing is scaled and nothing is paid for.
+    The same lines train in `"mixed_bfloat16"` and `"float32"`, where nothing is scaled, at no cost.
 
     Args:
         name: a dtype policy of Keras, or its name.
-        policy: the rule for the scale where it is FP16; elsewhere it is not looked at.
+        policy: the scaling policy for FP16; ignored for other dtypes.
     """
     keras.config.set_dtype_policy(name)
     return current(policy)
 
 
 def current(policy: Policy | Literal["auto"] = "auto") -> Precision:
-    """Returns Keras' present dtype policy with the rule it needs.
+    """Returns Keras' current dtype policy with its scaling policy.
 
     Args:
-        policy: the rule for the scale where it is FP16; elsewhere it is not looked at.
+        policy: the scaling policy for FP16; ignored for other dtypes.
     """
     chosen: Any = keras.config.dtype_policy()
     found = Precision(chosen.name, chosen.compute_dtype, chosen.variable_dtype, policy)

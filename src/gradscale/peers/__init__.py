@@ -21,7 +21,8 @@ from gradscale.peers import (
     tf_keras,
     torch,
 )
-from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._peer import Peer
+from gradscale.peers._saved import Imported
 from gradscale.peers._unpickle import StandIn, unpickled
 from gradscale.policies.contract import Policy, ScaleState
 
@@ -45,7 +46,17 @@ _MODULES = (
     chainer,
 )
 
-PEERS: Mapping[str, Peer] = MappingProxyType({module.PEER.name: module.PEER for module in _MODULES})
+
+def _peers() -> dict[str, Peer]:
+    """Returns every system by the name of its module, with `-` for `_`. One that saves nothing has no `read`."""
+    peers: dict[str, Peer] = {}
+    for module in _MODULES:
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
+        peers[name] = Peer(name, module.VARIANTS, getattr(module, "read", None), getattr(module, "write", None))
+    return peers
+
+
+PEERS: Mapping[str, Peer] = MappingProxyType(_peers())
 """Every system, by name."""
 
 _ALIASES = {
@@ -60,7 +71,7 @@ _ALIASES = {
 
 
 def preset(system: str, variant: str | None = None, **peer_config: Any) -> Policy:
-    """Returns a policy that moves the scale exactly as another system does, off-by-ones and missing bounds included.
+    """Returns a policy that changes the scale exactly as another system does, off-by-ones and missing bounds included.
 
     Args:
         system: name of the system, in any case, with `-` or `_`; `gradscale.peers.PEERS` has them all.
@@ -80,7 +91,7 @@ def preset(system: str, variant: str | None = None, **peer_config: Any) -> Polic
 
 
 def import_state(system: str, mapping: Mapping[str, Any] | Sequence[Any] | bytes) -> Imported:
-    """Returns the policy and the state that another system saved, to go on exactly where it would have.
+    """Returns the policy and the state that another system saved, to continue exactly as it would have.
 
     Settings that the system does not save are its defaults. Never runs code from the file: a pickled DeepSpeed or apex
     scaler is read as plain attributes, and a pickle that holds anything else is refused.
@@ -107,7 +118,7 @@ def import_state(system: str, mapping: Mapping[str, Any] | Sequence[Any] | bytes
 
 
 def export_state(system: str, policy: Policy, state: ScaleState) -> dict[str, Any]:
-    """Returns `state` as the mapping that another system loads. Waits for the device that the state lives on.
+    """Returns `state` as the mapping that another system loads. Synchronizes with the device of the state.
 
     Takes that system's presets, and gradscale's own policies where that system can follow them. The bounds that
     `Dynamic` has by default are dropped where it has none; bounds that were chosen are not.

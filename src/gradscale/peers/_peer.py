@@ -1,4 +1,4 @@
-"""What is known of one other system: its rules, and how it writes its state."""
+"""One other system: its rules, and how it reads and writes its state."""
 
 import inspect
 import re
@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gradscale.peers._saved import Imported
 from gradscale.policies.contract import Policy, ScaleState
-
-Imported = tuple[Policy, ScaleState]
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another loss scaler, as far as gradscale can speak for it.
+    """Another system's loss scalers.
 
     Attributes:
         name: what users call it.
@@ -44,15 +43,15 @@ class Peer:
     def _variant(self, wanted: str) -> Callable[..., Policy]:
         """Returns the rule called `wanted`: its whole name, or the last part of it, whatever the case.
 
-        What stands before the last part may be more or less than here, but not what another rule has there. Of two
-        rules that only a note in parentheses tells apart, the one with the same note is meant.
+        There may be more or fewer parts before the last one than here, but none that only another rule has. Of two
+        rules that differ in a note in parentheses alone, the one with the same note is meant.
         """
         wanted = str(wanted)
         known = {word for name in self.variants for word in _qualifiers(name)}
-        said = _qualifiers(wanted) & known
+        given = _qualifiers(wanted) & known
         for shorten in (_whole, _unqualified, _last_part):
-            alike = {name: rule for name, rule in self.variants.items() if shorten(name) == shorten(wanted)}
-            found = {rule for name, rule in alike.items() if said <= _qualifiers(name)}
+            matching = {name: rule for name, rule in self.variants.items() if shorten(name) == shorten(wanted)}
+            found = {rule for name, rule in matching.items() if given <= _qualifiers(name)}
             if len(found) == 1:
                 return found.pop()
         raise ValueError(

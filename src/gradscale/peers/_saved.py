@@ -1,24 +1,30 @@
 """Reading what other systems saved: one value at a time, each checked, none trusted."""
 
 import math
+import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 import numpy as np
 
+from gradscale.policies.contract import Policy, ScaleState
+
+Imported = tuple[Policy, ScaleState]
+
 _INT32 = np.iinfo(np.int32)
 _SHORT = reprlib.Repr()
 _SHORT.maxother = 120
+_TENSORFLOW_SUFFIX = re.compile(r"(:0)?(/\.ATTRIBUTES/VARIABLE_VALUE)?$")
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A mapping that another system saved.
 
-    Values may be Python numbers, numpy arrays or any framework's tensors of one element; reading a tensor waits for
-    its device.
+    Values may be Python numbers, numpy arrays or any framework's tensors of one element; reading a tensor
+    synchronizes with its device.
 
     Attributes:
         what: whose mapping it is, for the error messages: "torch's GradScaler".
@@ -102,7 +108,7 @@ class Saved:
 
 
 def shown(value: Any) -> str:
-    """Returns a value and its type for an error message, cut short: what a file holds can be endless when spelt out."""
+    """Returns a value and its type for an error message, cut short: a value from a file can be very long."""
     return f"{_SHORT.repr(value)} ({type(value).__name__})"
 
 
@@ -131,3 +137,59 @@ def settings_of(holder: Any, names: Sequence[str]) -> dict[str, Any]:
     """Returns the values that `holder` has under `names`; it may be a mapping, or an object with attributes."""
     values = cast("Mapping[str, Any]", holder if isinstance(holder, Mapping) else getattr(holder, "__dict__", {}))
     return {name: values[name] for name in names if name in values}
+
+
+def last_name(key: str) -> str:
+    """Returns the last part of a variable's name, without what TensorFlow puts behind it.
+
+    >>> last_name("model/loss_scale/good_steps/.ATTRIBUTES/VARIABLE_VALUE")
+    'good_steps'
+    """
+    return re.split(r"[/.]", _TENSORFLOW_SUFFIX.sub("", str(key)))[-1]
+
+
+def picked(what: str, mapping: Mapping[str, Any], required: Sequence[str], settings: Sequence[str] = ()) -> Saved:
+    """Returns the variables called `required`, and those of the `settings` that are there.
+
+    A key is a bare name, or a path that ends in one: `optimizer/loss_scale/good_steps`, `manager.scale_sense`. Paths
+    that end in another name belong to the rest of the checkpoint; a bare name must be known.
+    """
+    found: dict[str, Any] = {}
+    for key, value in mapping.items():
+        name = last_name(key)
+        if name != str(key) and name not in (*required, *settings):
+            continue
+        if name in found:
+            raise ValueError(f"{what} saves one `{name}`. Received two, the second as {key!r}. Pass the part of one.")
+        found[name] = value
+    return Saved(what, found).only(*required, *(name for name in settings if name in found))
+
+
+def without_weights(mapping: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Returns `mapping` without the arrays and tensors that are called other than `names`.
+
+    For systems whose checkpoints have bare names for everything. A plain number stays: it was put there by hand.
+    """
+    return {key: value for key, value in mapping.items() if last_name(key) in names or not hasattr(value, "shape")}
+
+
+def given(saved: Saved, *numbers: str, counts: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns those of the named settings that were saved, as Python numbers, for the keywords of a preset."""
+    values: dict[str, Any] = {name: saved.number(name) for name in numbers if name in saved.values}
+    return values | {name: saved.count(name) for name in counts if name in saved.values}
+
+
+def started(policy: Any, **leaves: Any) -> Imported:
+    """Returns `policy` and its first state with `leaves` set, each in the type that the state has it in."""
+    start = policy.start()
+    return policy, replace(start, **{name: getattr(start, name).dtype.type(value) for name, value in leaves.items()})
+
+
+def check_order(saved: Saved, first: str, then: str, steps: int) -> int:
+    """Returns `steps`, which the counters `first` and `then` are apart; raises if they are in the wrong order."""
+    if steps < 0:
+        raise ValueError(
+            f"`{first}` of {saved.what} must come before `{then}`. Received: "
+            f"{first}={saved.values[first]!r}, {then}={saved.values[then]!r}."
+        )
+    return steps

@@ -1,4 +1,4 @@
-"""Checks of the settings other systems take: refused where the system itself refuses them, or could not work."""
+"""Checks of other systems' settings: refused where the system itself refuses them, or could not work with them."""
 
 import math
 
@@ -7,11 +7,25 @@ import numpy as np
 from gradscale.policies.checks import check_count, check_number
 
 
+def _check_between(name: str, value: float, low: float, high: float, rule: str) -> None:
+    check_number(name, value)
+    if not low < value < high:
+        raise ValueError(f"`{name}` must be {rule}. Received: {name}={value!r}.")
+
+
 def check_positive(name: str, value: float) -> None:
     """Raises unless `value` is a finite number above zero."""
-    check_number(name, value)
-    if not 0 < value < math.inf:
-        raise ValueError(f"`{name}` must be positive and finite. Received: {name}={value!r}.")
+    _check_between(name, value, 0, math.inf, "positive and finite")
+
+
+def check_growth(name: str, value: float) -> None:
+    """Raises unless `value` is finite and greater than 1."""
+    _check_between(name, value, 1, math.inf, "greater than 1 and finite")
+
+
+def check_backoff(name: str, value: float) -> None:
+    """Raises unless `value` lies between 0 and 1."""
+    _check_between(name, value, 0, 1, "between 0 and 1")
 
 
 def check_float32(name: str, value: float) -> None:
@@ -22,24 +36,10 @@ def check_float32(name: str, value: float) -> None:
 
 
 def check_limit(name: str, value: float) -> None:
-    """Raises unless `value` is a number from zero up, infinity included: a bound that may be out of the way."""
+    """Raises unless `value` is a number from zero up, infinity included: a bound that may have no effect."""
     check_number(name, value)
     if not value >= 0:
         raise ValueError(f"`{name}` must not be negative or NaN. Received: {name}={value!r}.")
-
-
-def check_growth(name: str, value: float) -> None:
-    """Raises unless `value` is finite and greater than 1."""
-    check_number(name, value)
-    if not 1 < value < math.inf:
-        raise ValueError(f"`{name}` must be greater than 1 and finite. Received: {name}={value!r}.")
-
-
-def check_backoff(name: str, value: float) -> None:
-    """Raises unless `value` lies between 0 and 1."""
-    check_number(name, value)
-    if not 0 < value < 1:
-        raise ValueError(f"`{name}` must be between 0 and 1. Received: {name}={value!r}.")
 
 
 def whole(name: str, value: float) -> int:
@@ -50,6 +50,9 @@ def whole(name: str, value: float) -> int:
     return int(value)
 
 
-def is_power_of_two(value: float) -> bool:
-    """Returns whether `value` is a power of two that float32 holds in full precision."""
-    return math.frexp(value)[0] == 0.5 and 2.0**-126 <= value <= 2.0**127
+def check_kernel(init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int) -> None:
+    """Raises unless these are settings that torch's `GradScaler` takes."""
+    check_float32("init_scale", init_scale)
+    check_growth("growth_factor", growth_factor)
+    check_backoff("backoff_factor", backoff_factor)
+    check_count("growth_interval", growth_interval)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self, cast
 from gradscale.peers._saved import shown
 
 LARGEST_PICKLE = 2**28
-"""Bytes of the largest `data.pkl` taken from a zip file; tensors lie beside it, so real ones are far smaller."""
+"""Bytes of the largest `data.pkl` taken from a zip file; tensors are beside it, so real ones are far smaller."""
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 """First pickle of a file that `torch.save` wrote before torch 1.6; a version and a system come before the object."""

@@ -4,23 +4,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import numpy as np
-
-from gradscale.peers._express import expressed, scalars
+from gradscale.peers._export import ladder_for, values_of
 from gradscale.peers._iterations import modulo_rule, read_iterations, write_iterations
-from gradscale.peers._peer import Imported, Peer
-from gradscale.peers._saved import Saved
-from gradscale.peers._settings import (
-    check_backoff,
-    check_float32,
-    check_growth,
-    check_limit,
-    check_positive,
-    is_power_of_two,
-    whole,
-)
+from gradscale.peers._saved import Imported, Saved, started
+from gradscale.peers._settings import check_growth, check_kernel, check_limit, check_positive, whole
 from gradscale.peers._unpickle import attributes_of
-from gradscale.peers.ladder import NO_LIMIT, Ladder, LadderState
+from gradscale.peers.ladder import NO_LIMIT, Ladder, kernel_ladder
 from gradscale.policies.checks import check_count, check_number
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import Static
@@ -81,7 +70,7 @@ def contrib_fp16_optimizer(
 ) -> Ladder | Static:
     """Returns the rule of `contrib.optimizers.FP16_Optimizer`: dynamic unless a static scale is given.
 
-    The class takes the first two; the next three it sets itself, and saves. `init_scale` is what its sister classes
+    The class takes the first two; the next three it sets itself, and saves. `init_scale` is what apex's other classes
     call `cur_scale` at the start.
     """
     if dynamic_loss_scale is False or (dynamic_loss_scale is None and static_loss_scale is not None):
@@ -97,27 +86,21 @@ def update_scale_hysteresis(
     hysteresis: int = 1,
 ) -> Ladder:
     """Returns the rule of the `update_scale_hysteresis` kernel: torch's, with credits that any clean step restores."""
-    check_float32("init_scale", init_scale)
-    check_growth("growth_factor", growth_factor)
-    check_backoff("backoff_factor", backoff_factor)
-    check_count("growth_interval", growth_interval)
+    check_kernel(init_scale, growth_factor, backoff_factor, growth_interval)
     check_count("hysteresis", hysteresis)
-    exact = is_power_of_two(growth_factor) and is_power_of_two(backoff_factor)
-    return Ladder(
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
+    return kernel_ladder(
+        init_scale,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
         hysteresis=hysteresis,
         refill="clean",
         fewest_credits=NO_LIMIT,
-        refuses_inf=True,
-        arithmetic="float32" if exact else "mixed",
     )
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what `amp.state_dict()` or the `state_dict()` of either `FP16_Optimizer` says.
+    """Returns the policy and the state of `amp.state_dict()`, or of the `state_dict()` of either `FP16_Optimizer`.
 
     amp saves no settings: its defaults are assumed. Of several losses, pass the one that is wanted.
     """
@@ -126,9 +109,8 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     if "loss_scaler" in mapping:
         return _read_object(attributes_of(mapping["loss_scaler"]))
     saved = Saved("apex amp", _only_loss(mapping)).only("loss_scale", "unskipped")
-    scale = saved.scale("loss_scale")
-    state = LadderState(scale=np.float64(scale), clean_steps=np.int32(saved.count("unskipped")))
-    return _amp_rule(scale, 2000, None, MAX_LOSS_SCALE), state
+    policy = _amp_rule(saved.scale("loss_scale"), 2000, None, MAX_LOSS_SCALE)
+    return started(policy, clean_steps=saved.count("unskipped"))
 
 
 def _only_loss(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,7 +125,7 @@ def _only_loss(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_object(attributes: Mapping[str, Any]) -> Imported:
-    """Returns what a scaler object says: `amp.LossScaler`, or one of the older `fp16_utils` ones."""
+    """Returns the same of a scaler object: `amp.LossScaler`, or one of the older `fp16_utils` ones."""
     if "_loss_scale" in attributes:
         return _read_amp_object(Saved("apex's amp.LossScaler", attributes))
     dynamic = "scale_window" in attributes
@@ -154,10 +136,10 @@ def _read_object(attributes: Mapping[str, Any]) -> Imported:
 def _read_amp_object(saved: Saved) -> Imported:
     scale = saved.scale("_loss_scale")
     if not saved.flag("dynamic"):
-        return Static(scale), Static(scale).start()
+        return started(Static(scale))
     lowest = None if saved.values.get("_min_loss_scale") is None else saved.scale("_min_loss_scale")
     policy = _amp_rule(scale, saved.count("_scale_seq_len", lowest=1), lowest, saved.scale("_max_loss_scale"))
-    return policy, LadderState(scale=np.float64(scale), clean_steps=np.int32(saved.count("_unskipped")))
+    return started(policy, clean_steps=saved.count("_unskipped"))
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
@@ -171,21 +153,16 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
         rule = modulo_rule(1.0, 2.0, 1000, floor=1.0)
         return write_iterations("apex's contrib FP16_Optimizer", policy, state, rule, ())
     rule = _amp_rule(1.0, 2000, None, MAX_LOSS_SCALE)
-    expressed("apex amp", policy, rule, ("growth_interval", "floor", "ceiling"))
-    values = scalars(state)
+    ladder_for("apex amp", policy, rule, ("growth_interval", "floor", "ceiling"))
+    values = values_of(state)
     return {"loss_scaler0": {"loss_scale": values.scale("scale"), "unskipped": values.count("clean_steps")}}
 
 
-PEER = Peer(
-    name="apex",
-    variants={
-        "amp.LossScaler": amp_loss_scaler,
-        "fp16_utils.DynamicLossScaler": fp16_utils_dynamic_loss_scaler,
-        "fp16_utils.LossScaler": fp16_utils_loss_scaler,
-        "contrib.optimizers.FP16_Optimizer": contrib_fp16_optimizer,
-        "contrib.optimizers.fp16_optimizer._update_scale": contrib_fp16_optimizer,
-        "update_scale_hysteresis": update_scale_hysteresis,
-    },
-    read=read,
-    write=write,
-)
+VARIANTS = {
+    "amp.LossScaler": amp_loss_scaler,
+    "fp16_utils.DynamicLossScaler": fp16_utils_dynamic_loss_scaler,
+    "fp16_utils.LossScaler": fp16_utils_loss_scaler,
+    "contrib.optimizers.FP16_Optimizer": contrib_fp16_optimizer,
+    "contrib.optimizers.fp16_optimizer._update_scale": contrib_fp16_optimizer,
+    "update_scale_hysteresis": update_scale_hysteresis,
+}

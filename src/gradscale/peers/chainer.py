@@ -1,11 +1,10 @@
-"""Chainer: `Optimizer.loss_scaling`, which searches upwards fast and then creeps."""
+"""Chainer: `Optimizer.loss_scaling`, which doubles at each step until the first overflow, and then grows slowly."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from gradscale.peers._peer import Peer
 from gradscale.peers._settings import check_growth, check_positive
 from gradscale.policies.arithmetic import Namespace, bounded
 from gradscale.policies.contract import ScaleState, Seen, counted
@@ -21,7 +20,7 @@ class SearchState(ScaleState):
     """State of a `ChainerScaling`.
 
     Attributes:
-        overflowed: some step has overflowed, and the fast search upwards is over.
+        overflowed: a step has overflowed, and the doubling is over.
     """
 
     overflowed: Array = leaf("bool", False)
@@ -50,7 +49,7 @@ class ChainerScaling(Record):
         return SearchState(scale=np.float64(_LOWEST))
 
     def next(self, state: SearchState, seen: Seen, xp: Namespace) -> SearchState:
-        """Returns the state after one step. `stuck` says that an overflow found the scale at 1."""
+        """Returns the state after one step. `stuck` means that an overflow found the scale at 1."""
         clean = xp.logical_and(seen.finite, seen.loss_finite)
         overflow = xp.logical_not(clean)
         overflowed = xp.logical_or(state.overflowed, overflow)
@@ -80,4 +79,4 @@ def loss_scaling(interval: float = 1000, scale: float | None = None) -> ChainerS
     return ChainerScaling(2.0 ** (1.0 / interval))
 
 
-PEER = Peer(name="chainer", variants={"Optimizer.loss_scaling": loss_scaling, "Optimizer": loss_scaling})
+VARIANTS = {"Optimizer.loss_scaling": loss_scaling, "Optimizer": loss_scaling}

@@ -6,13 +6,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from gradscale.peers._express import scalars
+from gradscale.peers._export import values_of
 from gradscale.peers._iterations import modulo_rule, read_iterations, write_iterations
-from gradscale.peers._peer import Imported, Peer
-from gradscale.peers._saved import Saved, whole_or_inside
+from gradscale.peers._saved import Imported, Saved, started, whole_or_inside
 from gradscale.peers._settings import check_limit, check_positive, whole
 from gradscale.peers._unpickle import attributes_of
-from gradscale.peers.ladder import Ladder, LadderState
+from gradscale.peers.ladder import Ladder
 from gradscale.policies.checks import check_count, check_number
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import NoScaling, Static
@@ -36,8 +35,8 @@ def dynamic_loss_scaler(
 ) -> Ladder:
     """Returns the rule of `DynamicLossScaler`, which ZeRO uses: Python floats, hysteresis, a floor, no ceiling.
 
-    Where it raises because the scale is at the floor already, the state is `stuck`; so it is if
-    `raise_error_at_min_scale` is off. `dtype` only chooses the words of its log.
+    Where it raises because the scale is at the floor already, the state is `stuck`, also if `raise_error_at_min_scale`
+    is off. `dtype` only changes the text of its log.
     """
     del raise_error_at_min_scale, dtype
     check_positive("init_scale", init_scale)
@@ -106,7 +105,7 @@ def config(
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what a checkpoint says, or the optimizer's part of it: ZeRO's, the fused or the unfused one.
+    """Returns the policy and the state of a checkpoint, or of its optimizer: ZeRO's, the fused or the unfused one.
 
     Without ZeRO the floor and the hysteresis are not saved, and their defaults are assumed.
     """
@@ -116,7 +115,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
         if "cur_scale" in part:
             return _read_optimizer(part)
         if "fp32_groups_flat" in part:
-            return NoScaling(), NoScaling().start()
+            return started(NoScaling())
     raise ValueError(
         "A DeepSpeed checkpoint of an FP16 run holds `loss_scaler` (ZeRO) or `cur_scale` in its `optimizer` or "
         f"`optimizer_state_dict`. Received keys: {sorted(map(str, mapping))}. A run in BF16 or FP32 has no scale."
@@ -124,28 +123,28 @@ def read(mapping: Mapping[str, Any]) -> Imported:
 
 
 def _read_object(attributes: Mapping[str, Any]) -> Imported:
-    """Returns what ZeRO's scaler object says; older ones lack `consecutive_hysteresis`."""
+    """Returns the policy and the state of ZeRO's scaler object; older ones lack `consecutive_hysteresis`."""
     dynamic = "scale_window" in attributes
     saved = Saved(
         "DeepSpeed's loss scaler", {"consecutive_hysteresis": False, **attributes, "dynamic_loss_scale": dynamic}
     )
-    policy, state = read_iterations(saved, saved.scale("min_scale") if dynamic else 0.0, LATE)
+    imported = read_iterations(saved, saved.scale("min_scale") if dynamic else 0.0, LATE)
     if not dynamic:
-        return policy, state
-    rule = _with_hysteresis(
-        cast("Ladder", policy), saved.count("delayed_shift", lowest=1), saved.flag("consecutive_hysteresis")
-    )
-    return rule, replace(cast("LadderState", state), credits=np.int32(saved.count("cur_hysteresis", lowest=1)))
+        return imported
+    return _resumed(imported, saved, saved.count("delayed_shift", lowest=1), saved.flag("consecutive_hysteresis"))
 
 
 def _read_optimizer(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what the fused or unfused optimizer says. Only versions with hysteresis save `cur_hysteresis`."""
+    """Returns the same of the fused or unfused optimizer. Only versions with hysteresis save `cur_hysteresis`."""
     saved = Saved("DeepSpeed's FP16 optimizer", mapping)
-    policy, state = read_iterations(saved, 1.0, LATE)
-    if "cur_hysteresis" not in mapping:
-        return policy, state
-    rule = _with_hysteresis(cast("Ladder", policy), hysteresis=2, consecutive=False)
-    return rule, replace(cast("LadderState", state), credits=np.int32(saved.count("cur_hysteresis", lowest=1)))
+    imported = read_iterations(saved, 1.0, LATE)
+    return _resumed(imported, saved, 2, False) if "cur_hysteresis" in mapping else imported
+
+
+def _resumed(imported: Imported, saved: Saved, hysteresis: int, consecutive: bool) -> Imported:
+    """Returns what was imported, with the hysteresis and the credits that are left of it."""
+    rule = _with_hysteresis(cast("Ladder", imported[0]), hysteresis, consecutive)
+    return rule, replace(imported[1], credits=np.int32(saved.count("cur_hysteresis", lowest=1)))
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
@@ -156,21 +155,16 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     rule = modulo_rule(1.0, SCALE_FACTOR, 1000, floor=1.0, late=LATE)
     written = write_iterations("DeepSpeed's FP16 optimizer", policy, state, rule, ("floor", "hysteresis", "refill"))
     if isinstance(policy, Ladder) and policy.hysteresis > 1:
-        written["cur_hysteresis"] = scalars(state).count("credits", lowest=1)
+        written["cur_hysteresis"] = values_of(state).count("credits", lowest=1)
     return written
 
 
-PEER = Peer(
-    name="deepspeed",
-    variants={
-        "DynamicLossScaler": dynamic_loss_scaler,
-        "LossScaler": loss_scaler,
-        "fused_optimizer._update_scale": fused_optimizer,
-        "FP16_Optimizer": fused_optimizer,
-        "unfused_optimizer._update_scale": unfused_optimizer,
-        "FP16_UnfusedOptimizer": unfused_optimizer,
-        "config": config,
-    },
-    read=read,
-    write=write,
-)
+VARIANTS = {
+    "DynamicLossScaler": dynamic_loss_scaler,
+    "LossScaler": loss_scaler,
+    "fused_optimizer._update_scale": fused_optimizer,
+    "FP16_Optimizer": fused_optimizer,
+    "unfused_optimizer._update_scale": unfused_optimizer,
+    "FP16_UnfusedOptimizer": unfused_optimizer,
+    "config": config,
+}

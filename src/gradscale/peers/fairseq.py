@@ -1,15 +1,14 @@
 """fairseq: `DynamicLossScaler`, which tolerates a share of overflows and stops the run at the lowest scale."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from gradscale.peers._express import expressed, scalars
+from gradscale.peers._export import ladder_for, values_of
 from gradscale.peers._iterations import modulo_rule
-from gradscale.peers._peer import Imported, Peer
-from gradscale.peers._saved import Saved, settings_of, whole_or_inside
+from gradscale.peers._saved import Imported, Saved, settings_of, started, whole_or_inside
 from gradscale.peers._settings import check_growth, check_limit, check_positive, whole
 from gradscale.peers.ladder import LadderState
 from gradscale.policies.arithmetic import Namespace, larger
@@ -145,9 +144,9 @@ def _window(world_size: int, model_parallel_size: int, update_freq: int) -> int:
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what a checkpoint says, or its `last_optimizer_state`.
+    """Returns the policy and the state of a checkpoint, or of its `last_optimizer_state`.
 
-    fairseq saves the scale and no counters, so they begin again, as they do when fairseq itself resumes. The settings
+    fairseq saves the scale and no counters, so they start again, as they do when fairseq itself resumes. The settings
     come from the checkpoint's `cfg` or `args`; without them, those of the class are assumed.
     """
     settings = _settings(mapping)
@@ -155,7 +154,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     for part in whole_or_inside(mapping, "last_optimizer_state"):
         if "loss_scale" in part:
             scale = Saved("fairseq's optimizer", part).scale("loss_scale")
-            return policy, replace(policy.start(), scale=np.float64(scale))
+            return started(policy, scale=scale)
     raise ValueError(
         "A fairseq checkpoint of an FP16 run holds `loss_scale` in its `last_optimizer_state`. "
         f"Received keys: {sorted(map(str, mapping))}. Runs with --amp, BF16 or FP32 save none."
@@ -175,13 +174,8 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     """Returns what fairseq's FP16 optimizer adds to the dict of the optimizer inside it: the scale alone."""
     if not isinstance(policy, FairseqScaler):
         rule = modulo_rule(1.0, 2.0, 2000, floor=0.0)
-        expressed("fairseq's DynamicLossScaler", policy, rule, ("growth_interval", "floor"))
-    return {"loss_scale": scalars(state).scale("scale")}
+        ladder_for("fairseq's DynamicLossScaler", policy, rule, ("growth_interval", "floor"))
+    return {"loss_scale": values_of(state).scale("scale")}
 
 
-PEER = Peer(
-    name="fairseq",
-    variants={"DynamicLossScaler": FairseqScaler, "FP16Optimizer": fp16_optimizer},
-    read=read,
-    write=write,
-)
+VARIANTS = {"DynamicLossScaler": FairseqScaler, "FP16Optimizer": fp16_optimizer}

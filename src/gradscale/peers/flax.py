@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from gradscale.peers._express import expressed, scalars
-from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._export import COMMON_SETTINGS, ladder_for, values_of
+from gradscale.peers._saved import Imported, given, picked, started
 from gradscale.peers._settings import check_float32, check_limit, check_positive
-from gradscale.peers._variables import given, picked
 from gradscale.peers.ladder import Ladder
 from gradscale.policies.checks import check_count
 from gradscale.policies.contract import Policy, ScaleState
@@ -53,12 +52,12 @@ def _flushed(limit: float) -> float:
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what a state dict says: `fin_steps` and `scale`. The other fields of `DynamicScale` may be put beside."""
+    """Returns the policy and the state of `fin_steps` and `scale`; the other fields of `DynamicScale` may be added."""
     settings = ("growth_factor", "backoff_factor", "growth_interval", "minimum_scale")
     saved = picked("A flax DynamicScale", mapping, ("fin_steps", "scale"), settings)
     keywords = given(saved, "growth_factor", "backoff_factor", "minimum_scale", counts=("growth_interval",))
     policy = replace(dynamic_scale(fin_steps=saved.count("fin_steps"), **keywords), init_scale=saved.scale("scale"))
-    return policy, policy.start()
+    return started(policy)
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
@@ -66,10 +65,9 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
 
     That function takes no other keys: the settings are not in it, and must be given to `DynamicScale` again.
     """
-    settings = ("growth_factor", "backoff_factor", "growth_interval", "floor")
-    expressed("flax' DynamicScale", policy, dynamic_scale(), settings)
-    values = scalars(state)
+    ladder_for("flax' DynamicScale", policy, dynamic_scale(), (*COMMON_SETTINGS, "floor"))
+    values = values_of(state)
     return {"fin_steps": values.count("clean_steps"), "scale": values.scale("scale")}
 
 
-PEER = Peer(name="flax", variants={"DynamicScale": dynamic_scale}, read=read, write=write)
+VARIANTS = {"DynamicScale": dynamic_scale}

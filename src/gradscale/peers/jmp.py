@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from gradscale.peers._express import expressed, one_factor, scalars
-from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._export import COMMON_SETTINGS, ladder_for, shared_factor, values_of
+from gradscale.peers._saved import Imported, given, picked, started
 from gradscale.peers._settings import check_float32, check_limit, check_positive
-from gradscale.peers._variables import given, picked
-from gradscale.peers.ladder import Ladder, reciprocal
+from gradscale.peers.ladder import Ladder, compiled, one_factor_ladder
 from gradscale.policies.checks import check_count
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import NoScaling, Static
@@ -26,12 +25,10 @@ def dynamic_loss_scale(
     check_limit("min_loss_scale", min_loss_scale)
     if counter:
         check_count("counter", counter)
-    return Ladder(
-        init_scale=loss_scale,
-        growth_factor=factor,
-        backoff_factor=1.0,
-        backoff_divisor=factor,
-        growth_interval=period,
+    return one_factor_ladder(
+        loss_scale,
+        factor,
+        period,
         floor=min_loss_scale,
         refuses_inf=True,
         init_clean_steps=wrapped(counter, period),
@@ -47,17 +44,16 @@ def jitted_dynamic_loss_scale(
     There it loses `min_loss_scale`, which becomes 1, and XLA multiplies by 1 / factor to back off.
     """
     check_limit("min_loss_scale", min_loss_scale)
-    rule = dynamic_loss_scale(loss_scale, counter, period, factor)
-    return replace(rule, backoff_factor=reciprocal(factor), backoff_divisor=1.0)
+    return compiled(dynamic_loss_scale(loss_scale, counter, period, factor))
 
 
 def wrapped(counter: int, period: int) -> int:
-    """Returns the clean steps that `counter` stands for. One past the period wraps round without growing the scale."""
+    """Returns the clean steps that `counter` means. One past the period wraps round without growing the scale."""
     return counter if counter < period else (counter + 1) % period - 1
 
 
 def unwrapped(clean_steps: int, period: int) -> int:
-    """Returns a counter that stands for `clean_steps`, which is -1 where the next step must wrap round."""
+    """Returns a counter that means `clean_steps`, which is -1 where the next step must wrap round."""
     return clean_steps if clean_steps >= 0 else 2 * period - 1
 
 
@@ -67,55 +63,47 @@ def static_loss_scale(loss_scale: float) -> Static:
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what the leaves `loss_scale` and `counter` say, with the fields that are no leaves put beside.
+    """Returns the policy and the state of the leaves `loss_scale` and `counter`; the other fields may be added to them.
 
     The rule is that of `DynamicLossScale` outside `jax.jit`. A `loss_scale` alone is a `StaticLossScale`, and nothing
     at all a `NoOpLossScale`.
     """
     if not mapping:
-        return NoScaling(), NoScaling().start()
+        return started(NoScaling())
     if set(mapping) == {"loss_scale"}:
-        policy = Static(picked("A jmp StaticLossScale", mapping, ("loss_scale",)).scale("loss_scale"))
-        return policy, policy.start()
+        return started(Static(picked("A jmp StaticLossScale", mapping, ("loss_scale",)).scale("loss_scale")))
     settings = ("period", "factor", "min_loss_scale")
     saved = picked("A jmp DynamicLossScale", mapping, ("loss_scale", "counter"), settings)
     keywords = given(saved, "factor", "min_loss_scale", counts=("period",))
     rule = dynamic_loss_scale(1.0, saved.count("counter"), **keywords)
-    policy = replace(rule, init_scale=saved.scale("loss_scale"))
-    return policy, policy.start()
+    return started(replace(rule, init_scale=saved.scale("loss_scale")))
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
-    """Returns the keywords of the `DynamicLossScale` that goes on from `state`, or of one of the other classes.
+    """Returns the keywords of the `DynamicLossScale` that continues from `state`, or of one of the other classes.
 
     The leaves are numpy scalars, which JAX takes for arrays.
     """
     if isinstance(policy, NoScaling):
         return {}
-    values = scalars(state)
+    values = values_of(state)
     if isinstance(policy, Static):
         return {"loss_scale": np.float32(values.scale("scale"))}
     system = "jmp's DynamicLossScale"
-    settings = ("growth_factor", "backoff_factor", "growth_interval", "floor")
-    ladder = expressed(system, policy, dynamic_loss_scale(1.0), settings)
+    ladder = ladder_for(system, policy, dynamic_loss_scale(1.0), (*COMMON_SETTINGS, "floor"))
     period = int(ladder.growth_interval)
     return {
         "loss_scale": np.float32(values.scale("scale")),
         "counter": np.int32(unwrapped(values.count("clean_steps", lowest=-1), period)),
         "period": period,
-        "factor": one_factor(system, ladder),
+        "factor": shared_factor(system, ladder),
         "min_loss_scale": np.float32(ladder.floor),
     }
 
 
-PEER = Peer(
-    name="jmp",
-    variants={
-        "DynamicLossScale": dynamic_loss_scale,
-        "DynamicLossScale (jit)": jitted_dynamic_loss_scale,
-        "StaticLossScale": static_loss_scale,
-        "NoOpLossScale": NoScaling,
-    },
-    read=read,
-    write=write,
-)
+VARIANTS = {
+    "DynamicLossScale": dynamic_loss_scale,
+    "DynamicLossScale (jit)": jitted_dynamic_loss_scale,
+    "StaticLossScale": static_loss_scale,
+    "NoOpLossScale": NoScaling,
+}

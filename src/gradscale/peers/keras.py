@@ -1,22 +1,18 @@
 """Keras 3: `keras.optimizers.LossScaleOptimizer`."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
-
-from gradscale.peers._express import expressed, scalars
-from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._export import ladder_for, values_of
+from gradscale.peers._saved import Imported, given, picked, started
 from gradscale.peers._settings import check_float32
-from gradscale.peers._variables import given, picked
 from gradscale.peers.ladder import Ladder
 from gradscale.policies.checks import check_count
 from gradscale.policies.contract import Policy, ScaleState
 
 _WHAT = "A Keras LossScaleOptimizer"
 _INDICES = {"2": "step_counter", "3": "dynamic_scale"}
-"""Where the optimizer's own variables stand among those it saves; iteration and learning rate come first."""
+"""Positions of the optimizer's own variables among those it saves; iteration and learning rate come first."""
 
 
 def loss_scale_optimizer(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> Ladder:
@@ -31,16 +27,15 @@ def loss_scale_optimizer(initial_scale: float = 2.0**15, dynamic_growth_steps: i
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what the optimizer's variables say: by index, as `save_own_variables` writes them, or by name.
+    """Returns the policy and the state of the optimizer's variables: by index, as `save_own_variables`, or by name.
 
     Takes the variables alone, under `vars`, or in the `optimizer` of a weights file. The settings are not among them;
-    `initial_scale` and `dynamic_growth_steps`, as `get_config` has them, may be put beside.
+    `initial_scale` and `dynamic_growth_steps`, as `get_config` has them, may be added.
     """
     settings = ("initial_scale", "dynamic_growth_steps")
     saved = picked(_WHAT, _by_name(mapping), tuple(_INDICES.values()), settings)
     policy = loss_scale_optimizer(**given(saved, "initial_scale", counts=("dynamic_growth_steps",)))
-    scale, counter = saved.scale("dynamic_scale"), saved.count("step_counter")
-    return policy, replace(policy.start(), scale=np.float32(scale), clean_steps=np.int32(counter))
+    return started(policy, scale=saved.scale("dynamic_scale"), clean_steps=saved.count("step_counter"))
 
 
 def _by_name(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -55,8 +50,8 @@ def _by_name(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     """Returns the values of the optimizer's two variables, and its two settings, by name."""
-    ladder = expressed("Keras' LossScaleOptimizer", policy, loss_scale_optimizer(), ("growth_interval",))
-    values = scalars(state)
+    ladder = ladder_for("Keras' LossScaleOptimizer", policy, loss_scale_optimizer(), ("growth_interval",))
+    values = values_of(state)
     return {
         "step_counter": values.count("clean_steps"),
         "dynamic_scale": values.scale("scale"),
@@ -65,4 +60,4 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     }
 
 
-PEER = Peer(name="keras", variants={"LossScaleOptimizer": loss_scale_optimizer}, read=read, write=write)
+VARIANTS = {"LossScaleOptimizer": loss_scale_optimizer}

@@ -1,8 +1,8 @@
-"""The growth-and-backoff rule as other systems have it: their off-by-ones, missing bounds and arithmetic included."""
+"""The growth-and-backoff rule as other systems have it, with their off-by-ones, missing bounds and arithmetic."""
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from gradscale.policies.contract import ScaleState, Seen, counted
 from gradscale.record import Array, Record, leaf
 
 NO_LIMIT = -(2**31)
-"""`fewest_credits` of a system whose credits run below zero without end."""
+"""`fewest_credits` of a system whose credits fall below zero without end."""
 
 _SMALLEST_NORMAL = 2.0**-126
 """Of float32."""
@@ -19,7 +19,7 @@ _SMALLEST_NORMAL = 2.0**-126
 
 @dataclass(frozen=True, slots=True)
 class LadderState(ScaleState):
-    """State of a `Ladder`: both counters may run below zero, as they do in some systems."""
+    """State of a `Ladder`: both counters may fall below zero, as they do in some systems."""
 
     clean_steps: Array = leaf("int32", 0, signed=True)
     credits: Array = leaf("int32", 1, signed=True)
@@ -27,7 +27,7 @@ class LadderState(ScaleState):
 
 @dataclass(frozen=True, slots=True)
 class Ladder(Record):
-    """Another system's growth-and-backoff rule, to the bit. It promises what that system promises, bounds or none.
+    """Another system's growth-and-backoff rule, bit-exact. It has the bounds that system has, or none.
 
     Attributes:
         init_scale: scale of the first step.
@@ -36,13 +36,13 @@ class Ladder(Record):
         backoff_divisor: divides the scale when it backs off; for systems that divide.
         growth_interval: clean steps before the scale grows.
         late: clean steps that do not count, at the start and after each overflow.
-        overshoot: whether a counter already past `growth_interval` still grows the scale, or only one that meets it.
+        overshoot: whether a counter already past `growth_interval` still grows the scale, or only one equal to it.
         hysteresis: overflows it takes to back off for the first time.
         refill: what restores the hysteresis credits.
         fewest_credits: where the credits stop counting down.
         floor: a backoff never ends below.
         ceiling: a growth never ends above.
-        refuses_inf: whether a growth that would reach infinity is not taken.
+        refuses_inf: whether the scale stays as it is where growth would make it infinite.
         init_clean_steps: clean steps counted before the first.
         arithmetic: `"float32"` tensors, Python's `"float64"`, or `"mixed"`: a float32 scale times a double factor.
         flushes: whether a backoff below the normal float32 numbers ends at zero, as JAX and TensorFlow do it on a CPU.
@@ -67,6 +67,11 @@ class Ladder(Record):
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
 
+    @property
+    def backoff(self) -> float:
+        """What a backoff multiplies the scale by, whether the system multiplies or divides."""
+        return self.backoff_factor / self.backoff_divisor
+
     def start(self) -> LadderState:
         """Returns the state before the first step. Its scale is a float64 where the system keeps a Python float."""
         number = np.float64 if self.arithmetic == "float64" else np.float32
@@ -78,9 +83,9 @@ class Ladder(Record):
 
     @np.errstate(over="ignore")
     def next(self, state: LadderState, seen: Seen, xp: Namespace) -> LadderState:
-        """Returns the state after one step. `stuck` says that an overflow could not move the scale.
+        """Returns the state after one step. `stuck` means that an overflow could not move the scale.
 
-        A non-finite loss counts as an overflow: none of these systems tells the two apart.
+        A non-finite loss counts as an overflow: none of these systems distinguishes the two.
         """
         clean = xp.logical_and(seen.finite, seen.loss_finite)
         overflow = xp.logical_not(clean)
@@ -122,6 +127,46 @@ class Ladder(Record):
         return xp.asarray(xp.asarray(scale, dtype=xp.float64) * factor, dtype=xp.float32)  # pyright: ignore
 
 
-def reciprocal(factor: float) -> float:
-    """Returns 1 / `factor` as float32 rounds it: what compilers of graphs multiply by where a program divides."""
-    return float(np.float32(1) / np.float32(factor))
+def one_factor_ladder(init_scale: float, factor: float, growth_interval: int, **settings: Any) -> Ladder:
+    """Returns a ladder that multiplies by `factor` to grow and divides by it to back off."""
+    return Ladder(
+        init_scale=init_scale,
+        growth_factor=factor,
+        backoff_factor=1.0,
+        backoff_divisor=factor,
+        growth_interval=growth_interval,
+        **settings,
+    )
+
+
+def compiled(rule: Ladder) -> Ladder:
+    """Returns a `one_factor_ladder` as compilers of graphs run it: times 1 / factor in float32 where a program divides.
+
+    It differs from dividing in the last bit, and only for a factor that is not a power of two.
+    """
+    reciprocal = float(np.float32(1) / np.float32(rule.backoff_divisor))
+    return replace(rule, backoff_factor=reciprocal, backoff_divisor=1.0)
+
+
+def kernel_ladder(
+    init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int, **settings: Any
+) -> Ladder:
+    """Returns the rule of `torch._amp_update_scale_`, and of apex's kernel like it: float32 times a double factor.
+
+    A product with a power of two is exact, and needs no double precision.
+    """
+    exact = _is_power_of_two(growth_factor) and _is_power_of_two(backoff_factor)
+    return Ladder(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        refuses_inf=True,
+        arithmetic="float32" if exact else "mixed",
+        **settings,
+    )
+
+
+def _is_power_of_two(value: float) -> bool:
+    """Returns whether `value` is a power of two that float32 holds in full precision."""
+    return math.frexp(value)[0] == 0.5 and 2.0**-126 <= value <= 2.0**127

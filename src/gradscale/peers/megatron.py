@@ -5,11 +5,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from gradscale.peers._express import expressed, scalars
-from gradscale.peers._peer import Imported, Peer
-from gradscale.peers._saved import Saved, settings_of, shown
+from gradscale.peers._export import ladder_for, values_of
+from gradscale.peers._saved import Imported, Saved, settings_of, shown, started
 from gradscale.peers._settings import check_backoff, check_float32, check_growth, whole
-from gradscale.peers.ladder import NO_LIMIT, Ladder, LadderState
+from gradscale.peers.ladder import NO_LIMIT, Ladder
 from gradscale.policies.checks import check_count
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import Static
@@ -27,7 +26,7 @@ def dynamic_grad_scaler(
 ) -> Ladder:
     """Returns the rule of `DynamicGradScaler`: float32, a floor, no ceiling: past the largest float32 it stays inf.
 
-    Only a growth restores the credits, which run below zero.
+    Only growth restores the credits, which fall below zero.
     """
     check_float32("initial_scale", initial_scale)
     check_float32("min_scale", min_scale)
@@ -70,24 +69,25 @@ def optimizer_config(
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what a checkpoint says, or its `optimizer`, or the `grad_scaler` in that.
+    """Returns the policy and the state of a checkpoint, of its `optimizer`, or of the `grad_scaler` in that.
 
     Megatron keeps the settings in the checkpoint's `args`; without them its defaults are assumed.
     """
     policy = optimizer_config(**settings_of(mapping.get("args"), _CONFIG))
     scaler = _grad_scaler(mapping)
     if isinstance(policy, Static):
-        return policy, policy.start()
+        return started(policy)
     if not scaler:
         raise ValueError(
             "Megatron saves nothing of a constant scale but the `loss_scale` in the checkpoint's `args`. Received: an "
             "empty `grad_scaler`, and no such `args`. Use preset('megatron', 'ConstantGradScaler', initial_scale=...)."
         )
     saved = Saved("Megatron's DynamicGradScaler", scaler).only("scale", "growth_tracker", "hysteresis_tracker")
-    return policy, LadderState(
+    return started(
+        policy,
         scale=saved.scale32("scale"),
-        clean_steps=np.int32(saved.count("growth_tracker")),
-        credits=np.int32(saved.count("hysteresis_tracker", lowest=NO_LIMIT)),
+        clean_steps=saved.count("growth_tracker"),
+        credits=saved.count("hysteresis_tracker", lowest=NO_LIMIT),
     )
 
 
@@ -121,8 +121,8 @@ def _shared_scaler(optimizers: Sequence[Any]) -> Mapping[str, Any]:
     scales = [Saved("Megatron's DynamicGradScaler", scaler).scale("scale") for scaler in scalers if scaler]
     if len(set(scales)) > 1:
         raise ValueError(
-            f"The scalers of chained optimizers must agree. Received: scales {scales}. Only the first multiplies the "
-            "loss; the others divided their gradients by the wrong number. To go on from the first, pass `mapping[0]`."
+            f"The scalers of chained optimizers must agree. Received: scales {scales}. Only the first multiplies "
+            "the loss; the others divided by the wrong number. To continue from the first, pass `mapping[0]`."
         )
     return scalers[0]
 
@@ -133,8 +133,8 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     The settings are not in it, and must be given to Megatron again.
     """
     settings = ("growth_interval", "hysteresis", "floor")
-    expressed("Megatron's DynamicGradScaler", policy, dynamic_grad_scaler(), settings)
-    values = scalars(state)
+    ladder_for("Megatron's DynamicGradScaler", policy, dynamic_grad_scaler(), settings)
+    values = values_of(state)
     return {
         "scale": np.asarray([values.scale("scale")], np.float32),
         "growth_tracker": values.count("clean_steps"),
@@ -142,13 +142,8 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     }
 
 
-PEER = Peer(
-    name="megatron",
-    variants={
-        "DynamicGradScaler": dynamic_grad_scaler,
-        "ConstantGradScaler": constant_grad_scaler,
-        "OptimizerConfig": optimizer_config,
-    },
-    read=read,
-    write=write,
-)
+VARIANTS = {
+    "DynamicGradScaler": dynamic_grad_scaler,
+    "ConstantGradScaler": constant_grad_scaler,
+    "OptimizerConfig": optimizer_config,
+}

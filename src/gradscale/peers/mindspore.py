@@ -1,26 +1,24 @@
 """MindSpore: the update cells, the scalers of `amp`, and the managers of `Model`."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-import numpy as np
-
-from gradscale.peers._express import expressed, one_factor, scalars
-from gradscale.peers._manager import MindsporeManager
-from gradscale.peers._peer import Imported, Peer
-from gradscale.peers._saved import Saved
+from gradscale.peers._export import COMMON_SETTINGS, ladder_for, shared_factor, values_of
+from gradscale.peers._saved import Imported, Saved, check_order, given, last_name, picked, started, without_weights
 from gradscale.peers._settings import check_float32, check_positive
-from gradscale.peers._variables import given, last_name, picked, without_weights
 from gradscale.peers.jmp import unwrapped, wrapped
-from gradscale.peers.ladder import Ladder, reciprocal
+from gradscale.peers.ladder import Ladder, LadderState, compiled, one_factor_ladder
+from gradscale.policies.arithmetic import Namespace
 from gradscale.policies.checks import check_count
-from gradscale.policies.contract import Policy, ScaleState
+from gradscale.policies.contract import Policy, ScaleState, Seen
 from gradscale.policies.static import Static
+from gradscale.record import Record
 
 _CELL = ("scale_sense", "current_iterator_step", "last_overflow_iterator_step")
 _SCALER = ("scale_value", "counter")
 _SETTINGS = ("scale_factor", "scale_window")
+_BAD_STEP_MAX = 1000
 
 
 def dynamic_update_cell(loss_scale_value: float, scale_factor: float, scale_window: int) -> Ladder:
@@ -30,34 +28,65 @@ def dynamic_update_cell(loss_scale_value: float, scale_factor: float, scale_wind
     """
     _check(scale_factor, scale_window)
     check_float32("loss_scale_value", loss_scale_value)
-    return Ladder(
-        init_scale=loss_scale_value,
-        growth_factor=scale_factor,
-        backoff_factor=reciprocal(scale_factor),
-        growth_interval=scale_window,
-        overshoot=True,
-        floor=1.0,
-    )
+    return compiled(one_factor_ladder(loss_scale_value, scale_factor, scale_window, overshoot=True, floor=1.0))
 
 
 def dynamic_loss_scaler(scale_value: float, scale_factor: float, scale_window: int) -> Ladder:
     """Returns the rule of `amp.DynamicLossScaler`: float32, divided down to 1, never grown to infinity."""
     _check(scale_factor, scale_window)
     check_float32("scale_value", scale_value)
-    return Ladder(
-        init_scale=scale_value,
-        growth_factor=scale_factor,
-        backoff_factor=1.0,
-        backoff_divisor=scale_factor,
-        growth_interval=scale_window,
-        floor=1.0,
-        refuses_inf=True,
-    )
+    return one_factor_ladder(scale_value, scale_factor, scale_window, floor=1.0, refuses_inf=True)
 
 
 def _check(scale_factor: float, scale_window: int) -> None:
     check_positive("scale_factor", scale_factor)
     check_count("scale_window", scale_window)
+
+
+@dataclass(frozen=True, slots=True)
+class MindsporeManager(Record):
+    """The rule of `DynamicLossScaleManager`, which runs on the host: Python floats, down to 1.
+
+    After more than 1000 overflows in a row the manager raises; there the state is `stuck`.
+
+    Attributes:
+        init_loss_scale: scale of the first step.
+        scale_factor: multiplies the scale when it grows; its reciprocal, when it backs off.
+        scale_window: clean steps before the scale grows.
+    """
+
+    init_loss_scale: float = 2.0**24
+    scale_factor: float = 2.0
+    scale_window: int = 2000
+
+    needs: ClassVar[frozenset[str]] = Ladder.needs
+
+    def __post_init__(self) -> None:
+        _check(self.scale_factor, self.scale_window)
+        check_positive("init_loss_scale", self.init_loss_scale)
+        if self.init_loss_scale < 1:
+            raise ValueError(
+                f"`init_loss_scale` must be at least 1. Received: init_loss_scale={self.init_loss_scale!r}."
+            )
+
+    def start(self) -> LadderState:
+        """Returns the state before the first step, with its scale in float64."""
+        return self._ladder().start()
+
+    def next(self, state: LadderState, seen: Seen, xp: Namespace) -> LadderState:
+        """Returns the state after one step. `stuck` means that the manager raises."""
+        moved = self._ladder().next(state, seen, xp)
+        return replace(moved, stuck=moved.consecutive_skips > _BAD_STEP_MAX)
+
+    def _ladder(self) -> Ladder:
+        return Ladder(
+            init_scale=self.init_loss_scale,
+            growth_factor=self.scale_factor,
+            backoff_factor=1 / self.scale_factor,
+            growth_interval=self.scale_window,
+            floor=1.0,
+            arithmetic="float64",
+        )
 
 
 def fixed_manager(loss_scale: float = 128.0, drop_overflow_update: bool = True) -> Static:
@@ -77,41 +106,30 @@ def static_loss_scaler(scale_value: float) -> Static:
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what the parameters of an update cell say, or those of a scaler of `amp`, alone or in a checkpoint.
+    """Returns the policy and the state of the parameters of an update cell or of an `amp` scaler, or of a checkpoint.
 
     `scale_sense` or `scale_value` alone is a fixed scale. The settings are not among the parameters; `scale_factor` and
-    `scale_window` may be put beside, and are 2 and 2000 otherwise.
+    `scale_window` may be added, and are 2 and 2000 otherwise.
     """
     mapping = without_weights(mapping, (*_CELL, *_SCALER, *_SETTINGS))
     names = set(map(last_name, mapping))
     if names & set(_SCALER):
         return _read_scaler(mapping, "counter" in names)
     if "scale_sense" in names and not names & {*_CELL[1:]}:
-        return _fixed(picked("A fixed scale of MindSpore", mapping, ("scale_sense",)), "scale_sense")
+        return started(Static(picked("A fixed scale of MindSpore", mapping, ("scale_sense",)).scale("scale_sense")))
     saved = picked("A loss scale cell of MindSpore", mapping, _CELL, _SETTINGS)
     policy = replace(dynamic_update_cell(1.0, **_settings(saved)), init_scale=saved.scale("scale_sense"))
     step, last = saved.count(_CELL[1], lowest=1), saved.count(_CELL[2])
-    if last >= step:
-        raise ValueError(
-            f"`last_overflow_iterator_step` of {saved.what} must come before `current_iterator_step`. "
-            f"Received: last_overflow_iterator_step={last}, current_iterator_step={step}."
-        )
-    return policy, replace(policy.start(), clean_steps=np.int32(step - last - 1))
+    return started(policy, clean_steps=check_order(saved, _CELL[2], _CELL[1], step - last - 1))
 
 
 def _read_scaler(mapping: Mapping[str, Any], dynamic: bool) -> Imported:
     what = "A loss scaler of mindspore.amp"
     if not dynamic:
-        return _fixed(picked(what, mapping, ("scale_value",)), "scale_value")
+        return started(Static(picked(what, mapping, ("scale_value",)).scale("scale_value")))
     saved = picked(what, mapping, _SCALER, _SETTINGS)
     policy = replace(dynamic_loss_scaler(1.0, **_settings(saved)), init_scale=saved.scale("scale_value"))
-    counter = wrapped(saved.count("counter"), policy.growth_interval)
-    return policy, replace(policy.start(), clean_steps=np.int32(counter))
-
-
-def _fixed(saved: Saved, key: str) -> Imported:
-    policy = Static(saved.scale(key))
-    return policy, policy.start()
+    return started(policy, clean_steps=wrapped(saved.count("counter"), policy.growth_interval))
 
 
 def _settings(saved: Saved) -> dict[str, Any]:
@@ -123,16 +141,16 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
 
     A policy that is neither's own is written as the cell's, which is what a `Model` saves.
     """
-    values = scalars(state)
+    values = values_of(state)
     if isinstance(policy, Static):
         return {"scale_sense": values.scale("scale")}
     if isinstance(policy, MindsporeManager):
         policy = dynamic_update_cell(policy.init_loss_scale, policy.scale_factor, policy.scale_window)
     system, clean_steps = "MindSpore", values.count("clean_steps", lowest=-1)
     rule = dynamic_update_cell(1.0, 2.0, 2000)
-    ladder = expressed(system, policy, rule, ("growth_factor", "backoff_factor", "growth_interval"))
+    ladder = ladder_for(system, policy, rule, COMMON_SETTINGS)
     window = int(ladder.growth_interval)
-    settings = {"scale_factor": one_factor(system, ladder), "scale_window": window}
+    settings = {"scale_factor": shared_factor(system, ladder), "scale_window": window}
     if ladder.refuses_inf:
         counter = unwrapped(clean_steps, window)
         return {"scale_value": values.scale("scale"), "counter": counter, **settings}
@@ -140,16 +158,11 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     return {**dict(zip(_CELL, (values.scale("scale"), step, step - clean_steps - 1), strict=True)), **settings}
 
 
-PEER = Peer(
-    name="mindspore",
-    variants={
-        "nn.DynamicLossScaleUpdateCell": dynamic_update_cell,
-        "amp.DynamicLossScaler": dynamic_loss_scaler,
-        "DynamicLossScaleManager": MindsporeManager,
-        "FixedLossScaleManager": fixed_manager,
-        "nn.FixedLossScaleUpdateCell": fixed_update_cell,
-        "amp.StaticLossScaler": static_loss_scaler,
-    },
-    read=read,
-    write=write,
-)
+VARIANTS = {
+    "nn.DynamicLossScaleUpdateCell": dynamic_update_cell,
+    "amp.DynamicLossScaler": dynamic_loss_scaler,
+    "DynamicLossScaleManager": MindsporeManager,
+    "FixedLossScaleManager": fixed_manager,
+    "nn.FixedLossScaleUpdateCell": fixed_update_cell,
+    "amp.StaticLossScaler": static_loss_scaler,
+}

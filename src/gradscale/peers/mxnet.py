@@ -5,7 +5,6 @@ from typing import ClassVar, cast
 
 import numpy as np
 
-from gradscale.peers._peer import Peer
 from gradscale.peers._settings import check_positive
 from gradscale.peers.ladder import Ladder, LadderState
 from gradscale.policies.arithmetic import Namespace
@@ -29,8 +28,8 @@ class LaggingState(LadderState):
 class MxnetLossScaler(Record):
     """The rule of `mxnet.amp.LossScaler`: doubles and halves a Python float, up to a ceiling and down to zero.
 
-    MXNet decides on a new scale after each step but shows it only after the step that follows. The decisions are
-    `state.scale`, and who follows them has no lag; `state.public_scale` is what an MXNet run multiplies its losses by.
+    MXNet decides on a new scale after each step but uses it only after the step that follows. The decisions are
+    `state.scale`, which has no lag; `state.public_scale` is what an MXNet run multiplies its losses by.
 
     Attributes:
         loss_scale: scale of the first step.
@@ -55,7 +54,7 @@ class MxnetLossScaler(Record):
         return LaggingState(scale=scale, public_scale=scale)
 
     def next(self, state: LaggingState, seen: Seen, xp: Namespace) -> LaggingState:
-        """Returns the state after one step. `stuck` says that an overflow could not lower the scale."""
+        """Returns the state after one step. `stuck` means that an overflow could not lower the scale."""
         ladder = Ladder(
             init_scale=self.loss_scale,
             growth_interval=self.scale_seq_len,
@@ -66,4 +65,4 @@ class MxnetLossScaler(Record):
         return cast("LaggingState", replace(decided, public_scale=state.scale))
 
 
-PEER = Peer(name="mxnet", variants={"LossScaler": MxnetLossScaler})
+VARIANTS = {"LossScaler": MxnetLossScaler}

@@ -2,18 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
-
-from gradscale.peers._express import expressed, one_factor, scalars
-from gradscale.peers._logmax import LogMaxScaler, LogMaxScalerState
-from gradscale.peers._peer import Imported, Peer
-from gradscale.peers._saved import Saved
+from gradscale.peers._export import COMMON_SETTINGS, ladder_for, shared_factor, values_of
+from gradscale.peers._log_max import LogMaxScaler
+from gradscale.peers._saved import Imported, Saved, given, last_name, picked, started, without_weights
 from gradscale.peers._settings import check_float32, check_positive
-from gradscale.peers._variables import given, last_name, picked, without_weights
-from gradscale.peers.ladder import Ladder, reciprocal
+from gradscale.peers.ladder import Ladder, compiled, one_factor_ladder
 from gradscale.policies.checks import check_count
 from gradscale.policies.contract import Policy, ScaleState
 
@@ -40,21 +35,14 @@ def backoff_scaler(
     check_float32("scale_max", scale_max)
     check_positive("step_factor", step_factor)
     check_count("step_window", step_window)
-    return Ladder(
-        init_scale=scale_max,
-        growth_factor=step_factor,
-        backoff_factor=reciprocal(step_factor),
-        growth_interval=step_window,
-        floor=scale_min,
-        ceiling=scale_max,
-    )
+    return compiled(one_factor_ladder(scale_max, step_factor, step_window, floor=scale_min, ceiling=scale_max))
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what a scaler's variables say: by name, as `Variable`, `Variable_1` and so on, or as a list in order.
+    """Returns the policy and the state of a scaler's variables: by name, as `Variable`, `Variable_1`, ..., or a list.
 
     Three are those of `BackoffScaler` and seven those of `LogMaxScaler`. The settings are not among them; they may be
-    put beside, by the names of the scaler's parameters.
+    added, by the names of the scaler's parameters.
     """
     known = (*_BACKOFF, *_LOG_MAX, *_BACKOFF_SETTINGS, *_LOG_MAX_SETTINGS)
     named = without_weights(_by_name(mapping), known)
@@ -93,27 +81,24 @@ def _read_backoff(named: Mapping[str, Any]) -> Imported:
             f"`last_overflow_iteration` of {saved.what} must not come after `iteration`. Received: "
             f"{saved.values['last_overflow_iteration']!r} after {saved.values['iteration']!r}."
         )
-    clean_steps = np.int32(since_overflow % policy.growth_interval)
-    return policy, replace(policy.start(), scale=np.float32(saved.scale("scale")), clean_steps=clean_steps)
+    return started(policy, scale=saved.scale("scale"), clean_steps=since_overflow % policy.growth_interval)
 
 
 def _read_log_max(named: Mapping[str, Any]) -> Imported:
     saved = picked("OpenSeq2Seq's LogMaxScaler", named, _LOG_MAX, _LOG_MAX_SETTINGS)
-    model = {name: np.float32(saved.number(name)) for name in _MODEL}
     saved.count("iteration")
-    state = LogMaxScalerState(scale=np.float32(saved.scale("scale")), **model)
-    return LogMaxScaler(**given(saved, *_LOG_MAX_SETTINGS)), state
+    policy = LogMaxScaler(**given(saved, *_LOG_MAX_SETTINGS))
+    return started(policy, scale=saved.scale("scale"), **{name: saved.number(name) for name in _MODEL})
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     """Returns the variables of the scaler and its settings, by name, the variables in the order of their creation."""
-    values = scalars(state)
+    values = values_of(state)
     steps = values.count("applied") + values.count("skipped")
     if isinstance(policy, LogMaxScaler):
         return _written_log_max(policy, values, steps)
     system = "OpenSeq2Seq's BackoffScaler"
-    settings = ("growth_factor", "backoff_factor", "growth_interval", "floor", "ceiling")
-    ladder = expressed(system, policy, backoff_scaler(), settings)
+    ladder = ladder_for(system, policy, backoff_scaler(), (*COMMON_SETTINGS, "floor", "ceiling"))
     check_float32("scale_min", ladder.floor)
     check_float32("scale_max", ladder.ceiling)
     clean_steps = values.count("clean_steps")
@@ -123,7 +108,7 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
         "scale": values.scale("scale"),
         "scale_min": float(ladder.floor),
         "scale_max": float(ladder.ceiling),
-        "step_factor": one_factor(system, ladder),
+        "step_factor": shared_factor(system, ladder),
         "step_window": int(ladder.growth_interval),
     }
 
@@ -134,14 +119,9 @@ def _written_log_max(policy: LogMaxScaler, values: Saved, steps: int) -> dict[st
     return variables | settings
 
 
-PEER = Peer(
-    name="openseq2seq",
-    variants={
-        "BackoffScaler": backoff_scaler,
-        "Backoff": backoff_scaler,
-        "LogMaxScaler": LogMaxScaler,
-        "LogMax": LogMaxScaler,
-    },
-    read=read,
-    write=write,
-)
+VARIANTS = {
+    "BackoffScaler": backoff_scaler,
+    "Backoff": backoff_scaler,
+    "LogMaxScaler": LogMaxScaler,
+    "LogMax": LogMaxScaler,
+}

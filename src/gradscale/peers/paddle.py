@@ -1,14 +1,13 @@
 """Paddle: `paddle.amp.GradScaler` and the `AmpScaler` under it."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gradscale.peers._express import expressed, scalars
-from gradscale.peers._peer import Imported, Peer
-from gradscale.peers._saved import Saved
+from gradscale.peers._export import COMMON_SETTINGS, ladder_for, values_of
+from gradscale.peers._saved import Imported, Saved, started
 from gradscale.peers._settings import check_backoff, check_float32, check_growth
 from gradscale.peers.ladder import Ladder
 from gradscale.policies.checks import check_count
@@ -60,35 +59,18 @@ def grad_scaler(
     )
 
 
-def amp_scaler(
-    enable: bool = True,
-    init_loss_scaling: float = 2.0**15,
-    incr_ratio: float = 2.0,
-    decr_ratio: float = 0.5,
-    incr_every_n_steps: int = 1000,
-    decr_every_n_nan_or_inf: int = 1,
-    use_dynamic_loss_scaling: bool = True,
-) -> Ladder | Static | NoScaling:
-    """Returns the rule of `AmpScaler`: that of `GradScaler` with defaults of its own."""
-    return grad_scaler(
-        enable,
-        init_loss_scaling,
-        incr_ratio,
-        decr_ratio,
-        incr_every_n_steps,
-        decr_every_n_nan_or_inf,
-        use_dynamic_loss_scaling,
-    )
+amp_scaler = partial(grad_scaler, init_loss_scaling=2.0**15, incr_every_n_steps=1000)
+"""The rule of `AmpScaler`: that of `GradScaler` with defaults of its own."""
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what a `state_dict()` says; an empty one is what a disabled scaler saves."""
+    """Returns the policy and the state of a `state_dict()`; an empty one is what a disabled scaler saves."""
     if not mapping:
-        return NoScaling(), NoScaling().start()
+        return started(NoScaling())
     saved = Saved(_WHAT, mapping).only(*_KEYS)
     scale = saved.scale("scale")
     if not saved.flag("use_dynamic_loss_scaling"):
-        return Static(scale), Static(scale).start()
+        return started(Static(scale))
     every = saved.count("decr_every_n_nan_or_inf", lowest=1)
     policy = Ladder(
         init_scale=scale,
@@ -98,8 +80,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
         hysteresis=every,
         refill="clean or backoff",
     )
-    clean_steps, credits = np.int32(saved.count("incr_count")), np.int32(every - _overflows(saved, every))
-    return policy, replace(policy.start(), clean_steps=clean_steps, credits=credits)
+    return started(policy, clean_steps=saved.count("incr_count"), credits=every - _overflows(saved, every))
 
 
 def _overflows(saved: Saved, every: int) -> int:
@@ -118,26 +99,22 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     if isinstance(policy, NoScaling):
         return {}
     dynamic = not isinstance(policy, Static)
-    ladder = _expressed(policy) if dynamic else Ladder(init_scale=1.0)
-    values, every = scalars(state), int(ladder.hysteresis)
-    written = (
-        np.asarray([values.scale("scale")], np.float32),
-        float(ladder.growth_factor),
-        float(ladder.backoff_factor / ladder.backoff_divisor),
-        int(ladder.growth_interval),
-        every,
-        values.count("clean_steps"),
-        every - values.count("credits") if every > 1 else 0,
-        dynamic,
-    )
-    return dict(zip(_KEYS, written, strict=True))
+    ladder = Ladder(init_scale=1.0)
+    if dynamic:
+        # Without hysteresis there is nothing to refill; with it, Paddle refills as no other system does.
+        rule = Ladder(init_scale=1.0, hysteresis=getattr(policy, "hysteresis", 1), refill="clean or backoff")
+        ladder = ladder_for("Paddle's GradScaler", policy, rule, (*COMMON_SETTINGS, "hysteresis"))
+    values, every = values_of(state), int(ladder.hysteresis)
+    return {
+        "scale": np.asarray([values.scale("scale")], np.float32),
+        "incr_ratio": float(ladder.growth_factor),
+        "decr_ratio": float(ladder.backoff),
+        "incr_every_n_steps": int(ladder.growth_interval),
+        "decr_every_n_nan_or_inf": every,
+        "incr_count": values.count("clean_steps"),
+        "decr_count": every - values.count("credits") if every > 1 else 0,
+        "use_dynamic_loss_scaling": dynamic,
+    }
 
 
-def _expressed(policy: Policy) -> Ladder:
-    """Returns `policy` as a ladder that refills its credits as Paddle does, if it has any to refill."""
-    rule = Ladder(init_scale=1.0, hysteresis=getattr(policy, "hysteresis", 1), refill="clean or backoff")
-    settings = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis")
-    return expressed("Paddle's GradScaler", policy, rule, settings)
-
-
-PEER = Peer(name="paddle", variants={"GradScaler": grad_scaler, "AmpScaler": amp_scaler}, read=read, write=write)
+VARIANTS = {"GradScaler": grad_scaler, "AmpScaler": amp_scaler}

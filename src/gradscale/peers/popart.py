@@ -1,16 +1,14 @@
 """PopART: automatic loss scaling, which watches the share of gradients above an edge."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from gradscale.peers._express import scalars
-from gradscale.peers._peer import Imported, Peer
-from gradscale.peers._saved import Saved
+from gradscale.peers._export import values_of
+from gradscale.peers._saved import Imported, Saved, given, picked, started
 from gradscale.peers._settings import check_float32
-from gradscale.peers._variables import given, picked
 from gradscale.policies.arithmetic import Namespace, smaller
 from gradscale.policies.checks import as_single, check_count, check_number
 from gradscale.policies.contract import Policy, ScaleState, Seen, counted
@@ -43,7 +41,7 @@ class PopartScaling(Record):
 
     The first step updates, and each `update_period`-th after it. More than `threshold` of the gradients above the edge
     halve the scale; anything less doubles it. PopART skips no step: an overflow is only one more gradient above the
-    edge. Here a step with one is held back by whoever applies it, is counted as skipped, and halves the scale.
+    edge. Here a step with one is not applied, is counted as skipped, and halves the scale.
 
     In float32. PopART's FP16 factor rounds no differently while `loss_scaling` is a power of two.
 
@@ -90,7 +88,7 @@ class PopartScaling(Record):
 
     @np.errstate(over="ignore")
     def next(self, state: PopartState, seen: Seen, xp: Namespace) -> PopartState:
-        """Returns the state after one step. `stuck` says that an update could not lower the scale."""
+        """Returns the state after one step. `stuck` means that an update could not lower the scale."""
         clean = xp.logical_and(seen.finite, seen.loss_finite)
         too_high = xp.logical_or(seen.upper_share > self.threshold, xp.logical_not(clean))
         counter = (state.counter + 1) % self.update_period
@@ -141,15 +139,14 @@ def automatic_loss_scaling(
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what the saved variables say: `lossScaleUpdateFactor`, and a counter where the period is not 1.
+    """Returns the policy and the state of the saved variables: an update factor, and a counter if the period is not 1.
 
-    The optimizer's `lossScaling` must be put beside, for the scale is their product; so may the settings. Without an
-    update factor the scale is fixed. The statistics that PopART saves with them are cleared in every step, and ignored.
+    The optimizer's `lossScaling` must be added, as the scale is their product; the settings may be. Without an update
+    factor the scale is fixed. The statistics that PopART saves with them are cleared in every step, and ignored.
     """
     named = {_without_operator(str(key)): value for key, value in mapping.items() if not str(key).endswith(_STATISTICS)}
     if set(named) == {"lossScaling"}:
-        policy = Static(Saved(_WHAT, named).factor("lossScaling"))
-        return policy, policy.start()
+        return started(Static(Saved(_WHAT, named).factor("lossScaling")))
     settings = ("counter", "thresholdUpperCountProportion", "updatePeriod", "clipOutput", "binEdgeLocation")
     saved = picked(_WHAT, named, ("lossScaling", "lossScaleUpdateFactor"), settings)
     keywords = given(saved, "thresholdUpperCountProportion", "binEdgeLocation", counts=("updatePeriod",))
@@ -157,9 +154,8 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     rule = automatic_loss_scaling(lossScaling=saved.factor("lossScaling"), clipOutput=clips, **keywords)
     policy = cast("PopartScaling", rule)
     factor = np.float32(saved.scale("lossScaleUpdateFactor"))
-    counter = np.int32(saved.count("counter", lowest=-1) if "counter" in named else 0)
-    scale = factor * np.float32(policy.loss_scaling)
-    return policy, replace(policy.start(), scale=scale, update_factor=factor, counter=counter)
+    counter = saved.count("counter", lowest=-1) if "counter" in named else 0
+    return started(policy, scale=factor * np.float32(policy.loss_scaling), update_factor=factor, counter=counter)
 
 
 def _without_operator(key: str) -> str:
@@ -169,7 +165,7 @@ def _without_operator(key: str) -> str:
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     """Returns the values of the saved variables, and the settings; `lossScaling` alone for a static scale."""
-    values = scalars(state)
+    values = values_of(state)
     if isinstance(policy, Static):
         return {"lossScaling": values.scale("scale")}
     if not isinstance(policy, PopartScaling):
@@ -188,9 +184,4 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     }
 
 
-PEER = Peer(
-    name="popart",
-    variants={"automaticLossScalingSettings": automatic_loss_scaling, "AutomaticLossScale": automatic_loss_scaling},
-    read=read,
-    write=write,
-)
+VARIANTS = {"automaticLossScalingSettings": automatic_loss_scaling, "AutomaticLossScale": automatic_loss_scaling}

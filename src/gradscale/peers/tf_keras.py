@@ -1,16 +1,12 @@
 """tf-keras `mixed_precision.LossScaleOptimizer`, and the TF1 loss scales it grew out of."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from gradscale.peers._express import expressed, one_factor, scalars
-from gradscale.peers._peer import Imported, Peer
+from gradscale.peers._export import COMMON_SETTINGS, ladder_for, shared_factor, values_of
+from gradscale.peers._saved import Imported, given, picked, started
 from gradscale.peers._settings import check_float32, check_positive, whole
-from gradscale.peers._variables import given, picked
-from gradscale.peers.ladder import Ladder, reciprocal
+from gradscale.peers.ladder import Ladder, compiled, one_factor_ladder
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import Static
 
@@ -22,7 +18,7 @@ _SETTINGS = {
 """What tf-keras calls the settings of TF1's `DynamicLossScale`; it has no multiplier but 2."""
 
 _OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
-"""The one entry of a TensorFlow checkpoint that is no variable."""
+"""The one entry of a TensorFlow checkpoint that is not a variable."""
 
 
 def loss_scale_optimizer(
@@ -51,27 +47,16 @@ def dynamic_loss_scale(
     """Returns the rule of TF1's `DynamicLossScale`, run eagerly: float32, divided down to 1, never up to infinity."""
     check_float32("initial_loss_scale", initial_loss_scale)
     check_positive("multiplier", multiplier)
-    return Ladder(
-        init_scale=float(initial_loss_scale),
-        growth_factor=float(multiplier),
-        backoff_factor=1.0,
-        backoff_divisor=float(multiplier),
-        growth_interval=whole("increment_period", increment_period),
-        overshoot=True,
-        floor=1.0,
-        refuses_inf=True,
-    )
+    interval = whole("increment_period", increment_period)
+    settings = {"overshoot": True, "floor": 1.0, "refuses_inf": True}
+    return one_factor_ladder(float(initial_loss_scale), float(multiplier), interval, **settings)
 
 
 def dynamic_loss_scale_in_graph(
     initial_loss_scale: float = 2.0**15, increment_period: int = 2000, multiplier: float = 2.0
 ) -> Ladder:
-    """Returns the rule of `DynamicLossScale` in a graph, where TensorFlow multiplies by 1 / multiplier to back off.
-
-    It differs from dividing in the last bit, and only for a multiplier that is not a power of two.
-    """
-    rule = dynamic_loss_scale(initial_loss_scale, increment_period, multiplier)
-    return replace(rule, backoff_factor=reciprocal(multiplier), backoff_divisor=1.0)
+    """Returns the rule of `DynamicLossScale` in a graph, where TensorFlow multiplies by 1 / multiplier to back off."""
+    return compiled(dynamic_loss_scale(initial_loss_scale, increment_period, multiplier))
 
 
 def fixed_loss_scale(loss_scale_value: float) -> Static:
@@ -83,9 +68,9 @@ def fixed_loss_scale(loss_scale_value: float) -> Static:
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what `current_loss_scale` and `good_steps` say, by bare name or as a TensorFlow checkpoint names them.
+    """Returns the policy and the state of `current_loss_scale` and `good_steps`, also as a checkpoint names them.
 
-    The settings are not in a checkpoint. They may be put beside, as tf-keras or as TF1 calls them in `get_config`.
+    The settings are not in a checkpoint. They may be added, as tf-keras or as TF1 calls them in `get_config`.
     """
     names = {**{name: name for name in _SETTINGS.values()}, **_SETTINGS}
     variables = {key: value for key, value in mapping.items() if key != _OBJECT_GRAPH}
@@ -93,16 +78,14 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     settings = given(saved, "initial_scale", "initial_loss_scale", "multiplier")
     settings |= given(saved, counts=("dynamic_growth_steps", "increment_period"))
     policy = dynamic_loss_scale(**{names[name]: value for name, value in settings.items()})
-    scale, counter = saved.scale("current_loss_scale"), saved.count("good_steps")
-    return policy, replace(policy.start(), scale=np.float32(scale), clean_steps=np.int32(counter))
+    return started(policy, scale=saved.scale("current_loss_scale"), clean_steps=saved.count("good_steps"))
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     """Returns the values of the loss scale's two variables, and its settings; TF1's, unless the multiplier is 2."""
     system = "tf-keras"
-    settings = ("growth_factor", "backoff_factor", "growth_interval")
-    ladder = expressed(system, policy, dynamic_loss_scale(), settings)
-    multiplier, values = one_factor(system, ladder), scalars(state)
+    ladder = ladder_for(system, policy, dynamic_loss_scale(), COMMON_SETTINGS)
+    multiplier, values = shared_factor(system, ladder), values_of(state)
     written = {
         "current_loss_scale": values.scale("scale"),
         "good_steps": values.count("clean_steps"),
@@ -115,14 +98,9 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     return {_SETTINGS.get(key, key): value for key, value in written.items()}
 
 
-PEER = Peer(
-    name="tf-keras",
-    variants={
-        "LossScaleOptimizer": loss_scale_optimizer,
-        "DynamicLossScale": dynamic_loss_scale,
-        "DynamicLossScale (graph)": dynamic_loss_scale_in_graph,
-        "FixedLossScale": fixed_loss_scale,
-    },
-    read=read,
-    write=write,
-)
+VARIANTS = {
+    "LossScaleOptimizer": loss_scale_optimizer,
+    "DynamicLossScale": dynamic_loss_scale,
+    "DynamicLossScale (graph)": dynamic_loss_scale_in_graph,
+    "FixedLossScale": fixed_loss_scale,
+}

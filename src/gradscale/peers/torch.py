@@ -3,15 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-import numpy as np
-
 from gradscale.peers import apex
-from gradscale.peers._express import expressed, scalars
-from gradscale.peers._peer import Imported, Peer
-from gradscale.peers._saved import Saved
-from gradscale.peers._settings import check_backoff, check_float32, check_growth, is_power_of_two
-from gradscale.peers.ladder import Ladder, LadderState
-from gradscale.policies.checks import check_count
+from gradscale.peers._export import COMMON_SETTINGS, ladder_for, values_of
+from gradscale.peers._saved import Imported, Saved, started
+from gradscale.peers._settings import check_kernel
+from gradscale.peers.ladder import Ladder, kernel_ladder
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import NoScaling, Static
 
@@ -31,13 +27,13 @@ def grad_scaler(
 ) -> Ladder | NoScaling:
     """Returns the rule of `GradScaler`: a float32 scale without bounds, times factors in double precision.
 
-    A growth to infinity is not taken. Backoff may reach zero, and stays there. `device` makes no difference.
+    The scale does not grow to infinity. Backoff may reach zero, and stays there. `device` makes no difference.
     """
     del device
     if not enabled:
         return NoScaling()
-    _check(init_scale, growth_factor, backoff_factor, growth_interval)
-    return _kernel(init_scale, growth_factor, backoff_factor, growth_interval)
+    check_kernel(init_scale, growth_factor, backoff_factor, growth_interval)
+    return kernel_ladder(init_scale, growth_factor, backoff_factor, growth_interval)
 
 
 def sharded_grad_scaler(
@@ -54,37 +50,17 @@ def sharded_grad_scaler(
     """
     if device != "cpu" or not enabled:
         return grad_scaler(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-    _check(init_scale, growth_factor, backoff_factor, growth_interval)
+    check_kernel(init_scale, growth_factor, backoff_factor, growth_interval)
     return Ladder(
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
-    )
-
-
-def _check(init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int) -> None:
-    check_float32("init_scale", init_scale)
-    check_growth("growth_factor", growth_factor)
-    check_backoff("backoff_factor", backoff_factor)
-    check_count("growth_interval", growth_interval)
-
-
-def _kernel(init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int) -> Ladder:
-    """Returns the rule of `torch._amp_update_scale_`. A product with a power of two needs no double precision."""
-    exact = is_power_of_two(growth_factor) and is_power_of_two(backoff_factor)
-    return Ladder(
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        refuses_inf=True,
-        arithmetic="float32" if exact else "mixed",
     )
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns what a `state_dict()` says, given alone (as Accelerate's `scaler.pt`) or in a Lightning checkpoint.
+    """Returns the policy and the state of a `state_dict()`: alone, as in Accelerate's `scaler.pt`, or of Lightning's.
 
     An empty dict is what a disabled scaler saves.
     """
@@ -96,14 +72,13 @@ def read(mapping: Mapping[str, Any]) -> Imported:
 
 def _read_scaler(mapping: Mapping[str, Any]) -> Imported:
     if not mapping:
-        return NoScaling(), NoScaling().start()
+        return started(NoScaling())
     saved = Saved("torch's GradScaler", mapping).only(*_KEYS)
     scale, growth, backoff = saved.scale32("scale"), saved.factor("growth_factor"), saved.factor("backoff_factor")
     if growth == backoff == 1:
-        policy = Static(float(scale))
-        return policy, policy.start()
-    policy = _kernel(float(scale), growth, backoff, saved.count("growth_interval", lowest=1))
-    return policy, LadderState(scale=scale, clean_steps=np.int32(saved.count("_growth_tracker")))
+        return started(Static(float(scale)))
+    policy = kernel_ladder(float(scale), growth, backoff, saved.count("growth_interval", lowest=1))
+    return started(policy, clean_steps=saved.count("_growth_tracker"))
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
@@ -113,27 +88,23 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     """
     if isinstance(policy, NoScaling):
         return {}
-    values = scalars(state)
-    growth, backoff, interval = 1.0, 1.0, 2000
+    values = values_of(state)
+    ladder = Ladder(init_scale=1.0, growth_factor=1.0, backoff_factor=1.0)
     if not isinstance(policy, Static):
-        settings = ("growth_factor", "backoff_factor", "growth_interval")
-        ladder = expressed("torch's GradScaler", policy, _kernel(1.0, 2.0, 0.5, 2000), settings)
-        growth, backoff = float(ladder.growth_factor), ladder.backoff_factor / ladder.backoff_divisor
-        interval = int(ladder.growth_interval)
-    return dict(
-        zip(_KEYS, (values.scale("scale"), growth, backoff, interval, values.count("clean_steps")), strict=True)
-    )
+        ladder = ladder_for("torch's GradScaler", policy, kernel_ladder(1.0, 2.0, 0.5, 2000), COMMON_SETTINGS)
+    return {
+        "scale": values.scale("scale"),
+        "growth_factor": float(ladder.growth_factor),
+        "backoff_factor": ladder.backoff,
+        "growth_interval": int(ladder.growth_interval),
+        "_growth_tracker": values.count("clean_steps"),
+    }
 
 
-PEER = Peer(
-    name="torch",
-    variants={
-        "torch.amp.GradScaler": grad_scaler,
-        "torch.cuda.amp.GradScaler": grad_scaler,
-        "torch.cpu.amp.GradScaler": grad_scaler,
-        "torch_xla.amp.GradScaler": grad_scaler,
-        "torch.distributed.fsdp.ShardedGradScaler": sharded_grad_scaler,
-    },
-    read=read,
-    write=write,
-)
+VARIANTS = {
+    "torch.amp.GradScaler": grad_scaler,
+    "torch.cuda.amp.GradScaler": grad_scaler,
+    "torch.cpu.amp.GradScaler": grad_scaler,
+    "torch_xla.amp.GradScaler": grad_scaler,
+    "torch.distributed.fsdp.ShardedGradScaler": sharded_grad_scaler,
+}

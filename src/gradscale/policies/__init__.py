@@ -1,4 +1,4 @@
-"""The rules that move a scale, and the contract that every one of them keeps."""
+"""The rules that change a scale, and the contract they share."""
 
 from gradscale.policies.auto import as_policy
 from gradscale.policies.contract import Policy, ScaleState, Seen

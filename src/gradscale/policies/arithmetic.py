@@ -1,16 +1,24 @@
-"""The few operations the rules are made of, in words every framework shares.
+"""The few operations that rules are made of, bit-exact on every framework and CPU.
 
-Scales come from multiplication and comparison alone. `exp2` and `log2` are not exact everywhere (JAX on CPU gets
-`exp2(k)` wrong for most integers k), and a rule that used them would give different scales on different frameworks.
+`log2`, `exp2`, powers and square roots differ in their last bits from one framework to the next (JAX on CPU gets
+`exp2(k)` wrong for most integers k; torch's float32 `sqrt` is MKL's, which on some CPUs rounds one number in six
+wrongly), and in numpy even between a number and a vector. So scales come from multiplication and comparison alone, and
+statistics from the functions below. None of these sums a product, so a compiler has nothing to fuse into a
+multiply-add.
 """
 
 from typing import Protocol
 
 from gradscale.record import Array
 
+_LOWEST_EXPONENT = -126
+_EXPONENTS = (126, 63, 32, 16, 8, 4, 2, 1)
+"""Steps of a binary search. Their sums are all whole numbers from 0 to 252, which with -126 are the exponents of normal
+float32 numbers. No step of 128: 2**128 would overflow."""
+
 
 class Namespace(Protocol):
-    """The functions a rule may call: found in `numpy`, `torch`, `jax.numpy` and `keras.ops` alike."""
+    """The functions a rule may call. `numpy`, `torch`, `jax.numpy` and `keras.ops` all have them."""
 
     def where(self, condition: Array, x: Array, y: Array, /) -> Array: ...
     def logical_and(self, x: Array, y: Array, /) -> Array: ...
@@ -21,7 +29,7 @@ class Namespace(Protocol):
 
 
 def larger(x: Array, y: Array, xp: Namespace) -> Array:
-    """Returns the larger of two values; `y` where one is NaN. (`torch.maximum` refuses Python numbers.)"""
+    """Returns the larger of two values; `y` where one is NaN. (`torch.maximum` takes no Python numbers.)"""
     return xp.where(x > y, x, y)
 
 
@@ -44,8 +52,76 @@ def pow2_floor(x: Array, xp: Namespace) -> Array:
     >>> float(pow2_floor(np.float32(65535), np)), float(pow2_floor(np.float32(0.3), np))
     (32768.0, 0.25)
     """
-    power = x * 0 + 2.0**-126
-    for exponent in (126, 63, 32, 16, 8, 4, 2, 1):  # every sum from 0 to 252; from 128 on, 2**128 would turn up
+    power = x * 0 + 2.0**_LOWEST_EXPONENT
+    for exponent in _EXPONENTS:
         higher = power * 2.0**exponent
         power = xp.where(x >= higher, higher, power)
     return power
+
+
+def two_to(bits: Array, like: Array, xp: Namespace) -> Array:
+    """Returns 2**bits, exactly, for whole `bits` from 0 to 15, in the type of `like`.
+
+    A framework's power may be off in its last digits. Here it is a small integer, and rounding corrects it.
+
+    >>> import numpy as np
+    >>> float(two_to(2.0, np.float32(1), np))
+    4.0
+    """
+    return xp.floor(2.0 ** (like * 0 + bits) + 0.5)
+
+
+def log2_linear(x: Array, xp: Namespace) -> Array:
+    """Returns log2 of `x`, exact at powers of two and linear between them: at most 0.09 too low.
+
+    >>> import numpy as np
+    >>> float(log2_linear(np.float32(0.25), np)), float(log2_linear(np.float32(6), np))
+    (-2.0, 2.5)
+
+    Args:
+        x: from 2**-126 up to, but not including, 2**127.
+        xp: the framework's array module.
+    """
+    power = x * 0 + 2.0**_LOWEST_EXPONENT
+    exponent = x * 0 + _LOWEST_EXPONENT
+    for step in _EXPONENTS:
+        fits = x >= power * 2.0**step
+        power = xp.where(fits, power * 2.0**step, power)
+        exponent = xp.where(fits, exponent + step, exponent)
+    return exponent + (x / power - 1.0)
+
+
+def exp2_linear(y: Array, xp: Namespace) -> Array:
+    """Returns the inverse of `log2_linear`.
+
+    >>> import numpy as np
+    >>> float(exp2_linear(np.float32(-2), np)), float(exp2_linear(np.float32(2.5), np))
+    (0.25, 6.0)
+
+    Args:
+        y: from -126 to 126.
+        xp: the framework's array module.
+    """
+    whole = xp.floor(y)
+    remaining = whole - _LOWEST_EXPONENT
+    power = y * 0 + 2.0**_LOWEST_EXPONENT
+    for step in _EXPONENTS:
+        fits = remaining >= step
+        power = xp.where(fits, power * 2.0**step, power)
+        remaining = xp.where(fits, remaining - step, remaining)
+    return power * (1.0 + (y - whole))
+
+
+def root(x: Array) -> Array:
+    """Returns the square root of a number that is not negative: within 1% from 0.0005 to 2,000, too large beyond.
+
+    Six steps of Heron's method. Each comes from above, so the root is never too small.
+
+    >>> import numpy as np
+    >>> round(float(root(np.float32(2))), 6), float(root(np.float32(1)))
+    (1.414214, 1.0)
+    """
+    guess = (x + 1.0) * 0.5
+    for _ in range(6):
+        guess = (guess + x / guess) * 0.5
+    return guess

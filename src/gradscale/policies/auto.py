@@ -1,4 +1,4 @@
-"""What `policy="auto"` means, the same for every adapter that takes it."""
+"""What `policy="auto"` means, on every adapter."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ from gradscale.policies.headroom import Headroom
 
 
 def as_policy(policy: Policy | Literal["auto"]) -> Policy:
-    """Returns the policy that is meant: `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
+    """Returns `policy`, or `Headroom()` for `"auto"`: the scale then follows the gradients of an FP16 run.
 
     Raises:
         TypeError: it is neither `"auto"` nor a policy.

@@ -1,4 +1,4 @@
-"""Checks of the settings of a policy. Those that round set what they checked, as the rule uses it."""
+"""Checks of the settings of a policy. Those that take the policy itself also set what they rounded."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def as_single(name: str, value: float) -> float:
     """Returns `value` rounded to float32, or infinity where it is too large; raises if it is not a number.
 
     Every framework holds the settings in float32. Rounded once, here, they mean the same on all of them and in a
-    product of two settings, which Python would otherwise work out in float64.
+    product of two settings, which Python would otherwise compute in float64.
     """
     check_number(name, value)
     with np.errstate(over="ignore"):
@@ -48,11 +48,18 @@ def check_count(name: str, value: int) -> None:
         raise ValueError(f"`{name}` must be between 1 and 2**31 - 1. Received: {name}={value!r}.")
 
 
+def check_counts(policy: Any, *names: str) -> None:
+    """Raises unless the settings are integers from 1 to the largest int32; makes Python's own of them."""
+    for name in names:
+        check_count(name, getattr(policy, name))
+        object.__setattr__(policy, name, int(getattr(policy, name)))
+
+
 def check_bounds(policy: Any) -> None:
     """Raises unless `min_scale <= init_scale <= max_scale`; rounds the bounds inwards to float32.
 
-    A bound that float32 cannot hold would be rounded by the framework, possibly outwards, and the scale could then
-    stand a hair outside the bounds the user gave.
+    A framework would round a bound that float32 cannot hold, possibly outwards, and the scale could then be slightly
+    outside the bounds the user gave.
     """
     for name in ("init_scale", "min_scale", "max_scale"):
         check_scale(name, getattr(policy, name))

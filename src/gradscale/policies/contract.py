@@ -1,4 +1,4 @@
-"""The contract between a policy and a step: what was seen, the state of a scale, and the rule that moves it."""
+"""The contract between a policy and a step: what was seen, the state of a scale, and the rule that changes it."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -11,16 +11,19 @@ from gradscale.record import Array, Record, leaf
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one read of the gradients found, in true units: divided by the scale already.
+    """What one read of the unscaled gradients found.
 
     A framework's adapter fills in what the policy's `needs` and the caller ask for; the rest keeps its default and is
-    not looked at. Leaves are scalars, or vectors where many policies run at once.
+    not read. Leaves are scalars, or vectors where many policies run at once.
+
+    On an overflow (`finite` is False) `amax` and `norm` are inf: the largest gradient is not known then. No rule reads
+    them as numbers; the flags alone decide.
 
     Attributes:
         finite: no gradient is inf or NaN, before or after unscaling.
-        loss_finite: the loss itself was finite. No scale can mend one that was not.
-        amax: largest magnitude of any gradient.
-        norm: Euclidean norm over all gradients.
+        loss_finite: the loss itself was finite. No scale can fix one that was not.
+        amax: largest magnitude of any gradient; inf on an overflow.
+        norm: Euclidean norm over all gradients; inf on an overflow.
         upper_share: share of gradient elements above the edge that a `Histogram` policy watches.
     """
 
@@ -38,11 +41,11 @@ class ScaleState(Record):
     Attributes:
         scale: what the loss is multiplied by, and the gradients divided by.
         clean_steps: clean steps in a row that count towards the next growth.
-        credits: overflows that will still be forgiven before one lowers the scale, plus one.
+        credits: overflows it takes until one lowers the scale.
         applied: steps applied so far.
-        skipped: steps skipped so far, for whatever reason.
+        skipped: steps skipped so far, for any reason.
         consecutive_skips: steps skipped since the last applied one.
-        stuck: the last overflow asked for a lower scale, and there was none to go to.
+        stuck: the last step overflowed, and the scale could not go lower.
     """
 
     scale: Array = leaf("float32")
@@ -60,8 +63,8 @@ S = TypeVar("S", bound=ScaleState)
 class Policy(Protocol):
     """A rule for the scale: two pure methods over frozen values.
 
-    `next` never branches on a value, mutates or waits for a device. It runs on whichever framework's arrays it is
-    given, on scalars or on vectors of states, and with settings that are numbers or vectors themselves.
+    `next` never branches on a value, mutates, or synchronizes with a device. It runs on the arrays of any framework, on
+    scalars or on vectors of states, and with settings that are numbers or vectors themselves.
     """
 
     needs: ClassVar[frozenset[str]]
@@ -72,7 +75,7 @@ class Policy(Protocol):
         ...
 
     def next(self, state: Any, seen: Seen, xp: Namespace) -> Any:
-        """Returns the state after a step that looked like `seen`."""
+        """Returns the state after a step in which `seen` was found."""
         ...
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,14 +95,14 @@ def counted(state: S, applied: Array, xp: Namespace, **changes: Array) -> S:
 
 
 def verdict(seen: Seen, xp: Namespace) -> tuple[Array, Array]:
-    """Returns (clean, overflow). Both are False when the loss was not finite: then no scale is to blame."""
+    """Returns (clean, overflow). Both are False when the loss was not finite: then the scale is not the cause."""
     clean = xp.logical_and(seen.finite, seen.loss_finite)
     overflow = xp.logical_and(xp.logical_not(seen.finite), seen.loss_finite)
     return clean, overflow
 
 
 def backed_off(policy: Policy, state: S, overflow: Seen, xp: Namespace) -> S:
-    """Returns `state` after one backoff that hysteresis cannot forgive and no counter sees: for running a step again.
+    """Returns `state` after one backoff, whatever the hysteresis, with its counters unchanged: to run a step again.
 
     Args:
         policy: the rule.

@@ -1,4 +1,4 @@
-"""The classic rule: the scale grows after a run of clean steps, and backs off when one overflows."""
+"""The classic rule: the scale grows after a number of clean steps, and backs off when one overflows."""
 
 import math
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from gradscale.policies.arithmetic import Namespace, bounded, larger, smaller
-from gradscale.policies.checks import HIGHEST_SCALE, as_single, check_bounds, check_count
+from gradscale.policies.checks import HIGHEST_SCALE, as_single, check_bounds, check_counts
 from gradscale.policies.contract import ScaleState, Seen, counted, verdict
 from gradscale.record import Array, Record
 
 
 @dataclass(frozen=True, slots=True)
 class Dynamic(Record):
-    """Grows the scale after a run of clean steps and backs off when a step overflows, always within bounds.
+    """Grows the scale after a number of clean steps and backs off when a step overflows, always within bounds.
 
     Attributes:
         init_scale: scale of the first step.
@@ -63,9 +63,7 @@ class Dynamic(Record):
             )
         object.__setattr__(self, "growth_factor", growth_factor)
         object.__setattr__(self, "backoff_factor", backoff_factor)
-        for name in ("growth_interval", "hysteresis"):
-            check_count(name, getattr(self, name))
-            object.__setattr__(self, name, int(getattr(self, name)))
+        check_counts(self, "growth_interval", "hysteresis")
         if self.refill not in ("growth", "clean"):
             raise ValueError(f"`refill` must be 'growth' or 'clean'. Received: refill={self.refill!r}.")
 
@@ -78,7 +76,7 @@ class Dynamic(Record):
 
         A non-finite step spends a hysteresis credit and, with none left, multiplies the scale by `backoff_factor`.
         The `growth_interval`-th clean step in a row multiplies it by `growth_factor`. A non-finite loss changes
-        nothing but the counters. Does not wait for the device.
+        nothing but the counters. Does not synchronize with the device.
         """
         clean, overflow = verdict(seen, xp)
         clean_steps = xp.where(clean, state.clean_steps + 1, xp.where(overflow, 0, state.clean_steps))
@@ -98,7 +96,7 @@ class Dynamic(Record):
 
     def _moved(self, scale: Array, grows: Array, backs_off: Array, xp: Namespace) -> Array:
         """Returns the scale after growth or backoff, within the bounds; never computes a product that overflows."""
-        # The limit is twice what would do, so that its own rounding cannot keep the scale a hair below `max_scale`.
+        # Twice the limit that is needed, so that its own rounding cannot keep the scale slightly below `max_scale`.
         grown = smaller(scale, self.max_scale * 2.0 / self.growth_factor, xp) * self.growth_factor
         moved = xp.where(grows, grown, xp.where(backs_off, scale * self.backoff_factor, scale))
         return bounded(moved, self.min_scale, self.max_scale, xp)

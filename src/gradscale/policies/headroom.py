@@ -1,48 +1,46 @@
 """The scale that leaves room above a leaky peak of the gradients."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
-from gradscale.formats import FP16, Format
-from gradscale.policies.arithmetic import Namespace, larger
-from gradscale.policies.checks import HIGHEST_SCALE, check_bits, check_bounds, check_format, check_share
+from gradscale.policies.arithmetic import Namespace, larger, two_to
+from gradscale.policies.checks import check_bits, check_share
 from gradscale.policies.contract import Seen
 from gradscale.policies.peak import (
     CLIMB_BITS,
     RECOVERY,
-    Helm,
-    SteeredState,
-    haste,
-    highest,
-    sighting,
-    steered,
-    stride,
-    two_to,
+    PeakPolicy,
+    PeakSettings,
+    PeakState,
+    decay_speed,
+    first_state,
+    highest_peak,
+    next_state,
+    observe,
 )
-from gradscale.record import Array, Record
+from gradscale.record import Array
 
 
 @dataclass(frozen=True, slots=True)
-class HeadroomState(SteeredState):
+class HeadroomState(PeakState):
     """State of `Headroom`. Its `peak` is the leaky maximum of the gradients."""
 
 
 @dataclass(frozen=True, slots=True)
-class Headroom(Record):
+class Headroom(PeakPolicy):
     """Sets the scale by the largest gradient it remembers, so that it moves before a step overflows.
 
     It keeps a leaky peak of the unscaled gradients, and the scale is the largest power of two with which that peak
     stays `margin_bits` below the format's maximum, or below 2**48 in formats as wide as BF16. It follows the gradients
-    in both directions: a first step is enough to find the scale, wherever it starts, and a fall of the gradients raises
-    it within hundreds of steps.
+    in both directions: one step is enough to find the scale, wherever it starts, and when the gradients fall it rises
+    within hundreds of steps.
 
-    Only parameter gradients are measured, while those of activations may overflow first. So an overflow that the peak
-    does not explain teaches the policy a ceiling for `peak * scale` that is lower than the margin alone would make it.
-    The ceiling rises again slowly, and more slowly each time it proves right, so that overflows do not recur.
+    Only parameter gradients are measured, while activation gradients may overflow first. So an overflow that the peak
+    does not explain lowers the ceiling that `peak * scale` may reach. The ceiling recovers slowly, and more slowly each
+    time an overflow proves it right, so that overflows do not recur.
 
-    Scales have the same bits on every framework.
+    Scales are bit-exact on every framework.
 
     Attributes:
         format: the format that the gradients must fit.
@@ -51,9 +49,9 @@ class Headroom(Record):
             one binade lower.
         leak: share of the peak forgotten at a step. 0.002 is a bit in 350 steps. Forgetting is 4, 16 and 64 times
             faster once the peak is more than 8, 10 and 14 bits above the gradients.
-        recovery: share by which a ceiling that an overflow had lowered rises at a clean step.
-        climb_bits: a scale that goes far up stops this many whole bits (0 to 15) below its aim and doubles from there,
-            so that gradients nobody measures cost one overflow. With 0 it jumps: for when all gradients are measured.
+        recovery: share by which a ceiling that an overflow lowered rises at a clean step.
+        climb_bits: a scale that rises far stops this many whole bits (0 to 15) below its target and doubles from there,
+            so that unmeasured gradients cost one overflow. With 0 it jumps: for when all gradients are measured.
         min_scale: the scale never falls below.
         max_scale: the scale never rises above. Tiny gradients need scales of 2**36 and more.
 
@@ -68,45 +66,35 @@ class Headroom(Record):
     2**8
     """
 
-    format: Format = FP16
-    init_scale: float = 2.0**16
     margin_bits: float = 2.0
     leak: float = 0.002
     recovery: float = RECOVERY
     climb_bits: float = CLIMB_BITS
-    min_scale: float = 2.0**-24
-    max_scale: float = HIGHEST_SCALE
-
-    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "amax"})
 
     def __post_init__(self) -> None:
-        check_format(self)
-        check_bounds(self)
+        PeakPolicy.__post_init__(self)  # `super()` finds no class where `slots=True` made a new one
         check_bits(self, "margin_bits", "climb_bits")
         check_share(self, "leak", "recovery")
 
     def start(self) -> HeadroomState:
         """Returns the state before the first step."""
-        scale = np.float32(self.init_scale)
-        return HeadroomState(
-            scale=scale, ceiling=np.float32(self._limit(scale, np)), drop=np.float32(1 / stride(self.format))
-        )
+        return first_state(HeadroomState, self, self._limit(np.float32(self.init_scale), np))
 
     def next(self, state: HeadroomState, seen: Seen, xp: Namespace) -> HeadroomState:
         """Returns the state after one step.
 
-        A clean step renews the peak and moves the scale to it. An overflow lowers the scale by 1, 2, 4, 8, 16 bits in
-        a row, and by 16 at once while no gradient was seen. A step whose gradients are all zero tells nothing, unless
-        the scale may be the reason: then it rises by 16 bits. A non-finite loss changes nothing but the counters. Does
-        not wait for the device.
+        A clean step updates the peak and moves the scale to it. Overflows in a row lower the scale by 1, 2, 4, 8, 16
+        bits, and by 16 at once while no gradient has been seen. A step whose gradients are all zero changes nothing,
+        unless the scale may be the cause: then it rises by 16 bits. A non-finite loss changes nothing but the counters.
+        Does not synchronize with the device.
         """
-        sight = sighting(state, seen, xp)
-        keep = larger(1.0 - self.leak * haste(sight.expected, sight.amax, xp), 0.0, xp)
-        peak = larger(sight.amax, sight.expected * keep, xp)
+        observed = observe(state, seen, xp)
+        kept = larger(1.0 - self.leak * decay_speed(observed.previous_peak, observed.amax, xp), 0.0, xp)
+        peak = larger(observed.amax, observed.previous_peak * kept, xp)
         limit = self._limit(state.scale, xp)
-        helm = Helm(self.format, limit, self.recovery, self.climb_bits, self.min_scale, self.max_scale)
-        return steered(state, seen, sight, peak, helm, xp)
+        settings = PeakSettings(self, limit, self.recovery, self.climb_bits)
+        return next_state(state, seen, observed, peak, settings, xp)
 
     def _limit(self, like: Array, xp: Namespace) -> Array:
-        """Returns the largest value that a scaled peak may have, in the type of `like`."""
-        return highest(self.format, like) / two_to(self.margin_bits, like, xp)
+        """Returns the largest value that a scaled peak may have with the margin, in the type of `like`."""
+        return highest_peak(self.format, like) / two_to(self.margin_bits, like, xp)

@@ -7,7 +7,7 @@ import numpy as np
 
 from gradscale.formats import FP16, Format
 from gradscale.policies.arithmetic import Namespace, bounded, pow2_floor, smaller
-from gradscale.policies.checks import HIGHEST_SCALE, check_bounds, check_count, check_format, check_share
+from gradscale.policies.checks import HIGHEST_SCALE, check_bounds, check_counts, check_format, check_share
 from gradscale.policies.contract import ScaleState, Seen, counted, verdict
 from gradscale.record import Array, Record, leaf
 
@@ -20,12 +20,12 @@ class HistogramState(ScaleState):
     """State of `Histogram`. Its `clean_steps` are those with few gradients above the edge.
 
     Attributes:
-        failed: the last scale that was too high; 0 once that is forgotten.
-        wait: clean steps it takes to go back to a scale that failed.
+        failed_scale: the last scale that was too high; 0 once that is forgotten.
+        retry_interval: clean steps before a scale that failed is tried again.
     """
 
-    failed: Array = leaf("float32", 0)
-    wait: Array = leaf("int32", 1)
+    failed_scale: Array = leaf("float32", 0)
+    retry_interval: Array = leaf("int32", 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Histogram(Record):
     a power of two.
 
     The idea is PopART's, whose own rule is `gradscale.preset("popart")`. That one moves at every period, so it goes up
-    and down for ever. Here, a scale that fails a second time is left alone for twice as long as before, up to
-    `longest_wait`; the rises below it take a period each. One that lasts as long as it was left alone is forgiven.
+    and down for ever. Here, a scale that fails a second time is not tried for twice as long as before, up to
+    `longest_wait`; growth below it takes a period each. A scale that then holds for as long no longer counts as failed.
 
-    Scales have the same bits on every framework, and are powers of two if `init_scale` and the bounds are.
+    Scales are bit-exact on every framework, and are powers of two if `init_scale` and the bounds are.
 
     Attributes:
         format: the format that the gradients must fit.
@@ -84,9 +84,7 @@ class Histogram(Record):
         check_share(self, "edge", "threshold")
         if not self.edge >= 2.0**-24:
             raise ValueError(f"`edge` must be at least 2**-24 of the format's maximum. Received: edge={self.edge!r}.")
-        for name in ("period", "longest_wait"):
-            check_count(name, getattr(self, name))
-            object.__setattr__(self, name, int(getattr(self, name)))
+        check_counts(self, "period", "longest_wait")
         if not self.period <= self.longest_wait <= LONGEST_WAIT:
             raise ValueError(
                 "`longest_wait` must lie between `period` and 2**30. "
@@ -100,24 +98,26 @@ class Histogram(Record):
 
     def start(self) -> HistogramState:
         """Returns the state before the first step."""
-        return HistogramState(scale=np.float32(self.init_scale), wait=np.int32(self.period))
+        return HistogramState(scale=np.float32(self.init_scale), retry_interval=np.int32(self.period))
 
     def next(self, state: HistogramState, seen: Seen, xp: Namespace) -> HistogramState:
         """Returns the state after one step.
 
         A share above the threshold halves the scale at once; an overflow lowers it by `edge`. Enough clean steps in a
-        row with a share below double it. A non-finite loss changes nothing but the counters. Does not wait for the
-        device.
+        row with a share below double it. A non-finite loss changes nothing but the counters. Does not synchronize with
+        the device.
         """
         clean, overflow = verdict(seen, xp)
         share = state.scale * 0 + seen.upper_share  # an array of the framework, also where `seen` has numpy's default
         falls = xp.logical_or(overflow, xp.logical_and(clean, share > self.threshold))
         quiet = xp.logical_and(clean, share <= self.threshold)
         quiet_steps = xp.where(quiet, state.clean_steps + 1, xp.where(falls, 0, state.clean_steps))
-        has_failed = state.failed > 0
-        risky = xp.logical_and(has_failed, state.scale * 2.0 >= state.failed)
-        again = xp.logical_and(has_failed, state.scale >= state.failed)
-        rises = xp.logical_and(quiet, quiet_steps >= xp.where(risky, state.wait, self.period))
+        has_failed = state.failed_scale > 0
+        doubles_to_failed = xp.logical_and(has_failed, state.scale * 2.0 >= state.failed_scale)
+        retried = xp.logical_and(has_failed, state.scale >= state.failed_scale)
+        interval = state.retry_interval
+        rises = xp.logical_and(quiet, quiet_steps >= xp.where(doubles_to_failed, interval, self.period))
+        holds = xp.logical_and(rises, retried)
         return counted(
             state,
             clean,
@@ -125,8 +125,8 @@ class Histogram(Record):
             scale=self._moved(state.scale, rises, falls, overflow, xp),
             clean_steps=xp.where(rises, 0, quiet_steps),
             stuck=xp.logical_and(overflow, state.scale <= self.min_scale),
-            failed=xp.where(falls, state.scale, xp.where(xp.logical_and(rises, again), 0.0, state.failed)),
-            wait=xp.where(again, self._waits(state.wait, rises, falls, xp), state.wait),
+            failed_scale=xp.where(falls, state.scale, xp.where(holds, 0.0, state.failed_scale)),
+            retry_interval=xp.where(retried, self._retried(interval, rises, falls, xp), interval),
         )
 
     def _moved(self, scale: Array, rises: Array, falls: Array, overflow: Array, xp: Namespace) -> Array:
@@ -135,6 +135,6 @@ class Histogram(Record):
         moved = xp.where(rises, scale * 2.0, xp.where(falls, scale * drop, scale))
         return bounded(moved, self.min_scale, self.max_scale, xp)
 
-    def _waits(self, wait: Array, rises: Array, falls: Array, xp: Namespace) -> Array:
-        """Returns how long to leave a scale alone that has failed, and now has fallen again or has lasted."""
-        return xp.where(falls, smaller(wait * 2, self.longest_wait, xp), xp.where(rises, self.period, wait))
+    def _retried(self, interval: Array, rises: Array, falls: Array, xp: Namespace) -> Array:
+        """Returns the retry interval of a scale that had failed, was tried again, and now falls or holds."""
+        return xp.where(falls, smaller(interval * 2, self.longest_wait, xp), xp.where(rises, self.period, interval))

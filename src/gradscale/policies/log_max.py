@@ -1,50 +1,46 @@
 """The scale that a log-normal model of the largest gradient allows."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
-from gradscale.formats import FP16, Format
-from gradscale.policies.arithmetic import Namespace, bounded, larger, smaller
-from gradscale.policies.checks import HIGHEST_SCALE, as_single, check_bounds, check_format, check_share
+from gradscale.policies.arithmetic import Namespace, bounded, exp2_linear, larger, log2_linear, root, smaller
+from gradscale.policies.checks import as_single, check_share
 from gradscale.policies.contract import Seen
-from gradscale.policies.logarithms import exp2_linear, log2_linear, root
 from gradscale.policies.peak import (
-    CLIMB_BITS,
-    RECOVERY,
-    Helm,
-    SteeredState,
-    highest,
-    sighting,
-    steered,
-    stride,
+    PeakPolicy,
+    PeakSettings,
+    PeakState,
+    first_state,
+    highest_peak,
+    next_state,
+    observe,
 )
-from gradscale.record import Array, Record, leaf
+from gradscale.record import Array, leaf
 
-WIDEST = 126.0
+HIGHEST_EXPONENT = 126.0
 """Exponents of the peak are kept between -126 and 126, where it is a normal float32 number."""
 
 MOST_DEVIATIONS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class LogMaxState(SteeredState):
+class LogMaxState(PeakState):
     """State of `LogMax`. Its `peak` lies `deviations` above the mean of the model.
 
     Attributes:
         mean: running mean of log2 of the largest gradient.
         variance: running variance of the same. It starts at 1, as if one step had shown a standard deviation of a bit.
-        observed: gradients seen so far.
+        observations: gradients seen so far.
     """
 
     mean: Array = leaf("float32", 0, signed=True)
     variance: Array = leaf("float32", 1)
-    observed: Array = leaf("float32", 0)
+    observations: Array = leaf("float32", 0)
 
 
 @dataclass(frozen=True, slots=True)
-class LogMax(Record):
+class LogMax(PeakPolicy):
     """Sets the scale by a log-normal model of the largest gradient.
 
     It keeps the running mean and variance of log2(amax), and the scale is the largest power of two with which a
@@ -53,10 +49,10 @@ class LogMax(Record):
     is `gradscale.preset("openseq2seq", "LogMax")`; there, an overflow enters the mean as 65536 bits and no scale rises
     above 2**14.
 
-    Overflows are not part of the model: they teach a ceiling, as in `Headroom`.
+    Overflows are not part of the model: they lower a ceiling, as in `Headroom`.
 
-    Scales have the same bits on every framework. To that end the logarithm is linear between powers of two, which is at
-    most 0.09 too low.
+    Scales are bit-exact on every framework. To that end the logarithm is linear between powers of two, which is at most
+    0.09 too low.
 
     Attributes:
         format: the format that the gradients must fit.
@@ -79,19 +75,12 @@ class LogMax(Record):
     2**15
     """
 
-    format: Format = FP16
-    init_scale: float = 2.0**16
     beta1: float = 0.99
     beta2: float = 0.999
     deviations: float = 3.09
-    min_scale: float = 2.0**-24
-    max_scale: float = HIGHEST_SCALE
-
-    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "amax"})
 
     def __post_init__(self) -> None:
-        check_format(self)
-        check_bounds(self)
+        PeakPolicy.__post_init__(self)  # `super()` finds no class where `slots=True` made a new one
         check_share(self, "beta1", "beta2")
         deviations = as_single("deviations", self.deviations)
         if not 0 <= deviations <= MOST_DEVIATIONS:
@@ -100,45 +89,40 @@ class LogMax(Record):
 
     def start(self) -> LogMaxState:
         """Returns the state before the first step."""
-        scale = np.float32(self.init_scale)
-        return LogMaxState(
-            scale=scale, ceiling=np.float32(highest(self.format, scale)), drop=np.float32(1 / stride(self.format))
-        )
+        return first_state(LogMaxState, self, highest_peak(self.format, np.float32(self.init_scale)))
 
     def next(self, state: LogMaxState, seen: Seen, xp: Namespace) -> LogMaxState:
         """Returns the state after one step.
 
-        A clean step enters the model and moves the scale to what it allows. An overflow lowers the scale by 1, 2, 4,
-        8, 16 bits in a row, and by 16 at once while no gradient was seen. A step whose gradients are all zero tells
-        nothing, unless the scale may be the reason: then it rises by 16 bits. A non-finite loss changes nothing but
-        the counters. Does not wait for the device.
+        A clean step enters the model and moves the scale to what it allows. Overflows, gradients that are all zero and
+        non-finite losses do as in `Headroom`. Does not synchronize with the device.
         """
-        sight = sighting(state, seen, xp)
-        size = log2_linear(sight.amax, xp)
-        mean, variance, observed = self._model(state, size, xp)
-        # Bounding the product, and not only the sum, keeps a compiler from fusing the two.
-        above = bounded(self.deviations * root(variance), 0.0, 2 * WIDEST, xp)
-        peak = exp2_linear(bounded(larger(mean, size, xp) + above, -WIDEST, WIDEST, xp), xp)
-        limit = highest(self.format, state.scale)
-        helm = Helm(self.format, limit, RECOVERY, CLIMB_BITS, self.min_scale, self.max_scale)
-        model = {"mean": mean, "variance": variance, "observed": observed}
-        kept = {name: xp.where(sight.told, new, getattr(state, name)) for name, new in model.items()}
-        return steered(state, seen, sight, peak, helm, xp, **kept)
+        observed = observe(state, seen, xp)
+        size = log2_linear(observed.amax, xp)
+        model = self._model(state, size, xp)
+        mean, variance = model["mean"], model["variance"]
+        # Bounding the product, and not only the sum, keeps a compiler from fusing the two into a multiply-add.
+        above = bounded(self.deviations * root(variance), 0.0, 2 * HIGHEST_EXPONENT, xp)
+        peak = exp2_linear(bounded(larger(mean, size, xp) + above, -HIGHEST_EXPONENT, HIGHEST_EXPONENT, xp), xp)
+        limit = highest_peak(self.format, state.scale)
+        settings = PeakSettings(self, limit)
+        kept = {name: xp.where(observed.measured, new, getattr(state, name)) for name, new in model.items()}
+        return next_state(state, seen, observed, peak, settings, xp, **kept)
 
-    def _model(self, state: LogMaxState, size: Array, xp: Namespace) -> tuple[Array, Array, Array]:
-        """Returns the mean, the variance and the number of observations once `size` has entered the model.
+    def _model(self, state: LogMaxState, size: Array, xp: Namespace) -> dict[str, Array]:
+        """Returns the leaves of the model once `size` has entered it: Welford's update, with decaying weights.
 
-        While there are fewer observations than `beta1` and `beta2` look back on, all weigh the same. The variance
+        While there are fewer observations than `beta1` and `beta2` average over, all weigh the same. The variance
         counts one more, which it starts with.
         """
-        observed = state.observed + 1.0
-        surprise = size - state.mean
-        mean = state.mean + surprise / smaller(observed, _memory(self.beta1, observed), xp)
-        spread = larger(surprise * (size - mean), 0.0, xp)
-        change = (spread - state.variance) / smaller(observed + 1.0, _memory(self.beta2, observed), xp)
-        return mean, larger(state.variance + change, 0.0, xp), observed
+        count = state.observations + 1.0
+        error = size - state.mean
+        mean = state.mean + error / smaller(count, _memory(self.beta1, count), xp)
+        spread = larger(error * (size - mean), 0.0, xp)
+        change = (spread - state.variance) / smaller(count + 1.0, _memory(self.beta2, count), xp)
+        return {"mean": mean, "variance": larger(state.variance + change, 0.0, xp), "observations": count}
 
 
 def _memory(beta: Array, like: Array) -> Array:
-    """Returns how many steps an average with decay `beta` looks back on, in the type of `like`."""
+    """Returns how many steps an average with decay `beta` is taken over, in the type of `like`."""
     return 1.0 / (like * 0 + 1.0 - beta)

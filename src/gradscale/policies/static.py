@@ -1,4 +1,4 @@
-"""The policies whose scale never moves."""
+"""The policies whose scale never changes."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -13,7 +13,7 @@ from gradscale.record import Record
 
 @dataclass(frozen=True, slots=True)
 class NoScaling(Record):
-    """Scale 1, nothing checked, every step applied: what a BF16 or FP32 run wants.
+    """Scale 1, nothing checked, every step applied: for a BF16 or FP32 run.
 
     >>> NoScaling().start().scale
     np.float32(1.0)
@@ -33,7 +33,7 @@ class NoScaling(Record):
 
 @dataclass(frozen=True, slots=True)
 class Static(Record):
-    """A scale that never moves. Overflow is still detected, skipped and counted.
+    """A scale that never changes. Overflow is still detected, skipped and counted.
 
     Attributes:
         scale: what the loss is multiplied by.
@@ -52,6 +52,6 @@ class Static(Record):
         return ScaleState(scale=np.float32(self.scale))
 
     def next(self, state: ScaleState, seen: Seen, xp: Namespace) -> ScaleState:
-        """Returns the state with the step counted. Any overflow is `stuck`: a static scale has nowhere to go."""
+        """Returns the state with the step counted. Any overflow is `stuck`: a static scale cannot go lower."""
         clean, overflow = verdict(seen, xp)
         return counted(state, clean, xp, stuck=overflow)

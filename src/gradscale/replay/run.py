@@ -1,4 +1,4 @@
-"""Replay: what any policies would have done over a sequence of steps that is known already."""
+"""Replay: what any policies would have done over a recorded sequence of steps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ class Summary:
         highest_scale: largest scale after any step.
         steps_at_floor: steps that left the scale at the policy's lower bound, where it has one.
         steps_at_ceiling: steps that left the scale at the policy's upper bound, where it has one.
-        first_stuck_step: index of the first overflow that no lower scale could answer; None without one.
+        first_stuck_step: index of the first overflow at which the scale could not go lower; None without one.
     """
 
     steps: int
@@ -41,14 +41,14 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """What policies did. Arrays have the shape (steps,) for one policy, (steps, policies) for a list; none is writable.
+    """The result of a replay: read-only arrays of shape (steps,) for one policy, (steps, policies) for a list.
 
     Attributes:
         policies: the policies, in the caller's order.
         scales: the scale after each step.
         scales_before: the scale that each step ran with.
         skipped: whether each step was skipped.
-        stuck: whether each step overflowed and found no lower scale to go to.
+        stuck: whether each step overflowed and the scale could not go lower.
     """
 
     policies: tuple[Policy, ...]
@@ -86,13 +86,13 @@ def replay(
     by its own scale: where `amax * scale` reaches the format's `overflow_threshold`, and where `amax` is not finite.
 
     Policies of one kind run as vectors: a thousand take little longer than one. Each gets the scales it has when
-    stepped alone, to the bit.
+    stepped alone, bit-exact.
 
     Args:
         policies: one policy, or any number of them, of the same kind or not.
         found_inf: for each step, whether a gradient was inf or NaN.
-        amax: for each step, the largest magnitude of any gradient, in true units: divided by the scale.
-        format: the format in which gradients overflow; looked at where `amax` decides.
+        amax: for each step, the largest magnitude of any unscaled gradient.
+        format: the format in which gradients overflow; read where `amax` decides.
         loss_finite: for each step, whether the loss was finite; always, if not given.
         upper_share: for each step, the share of gradients above the edge that a histogram policy watches.
 
@@ -112,7 +112,7 @@ def replay(
     chosen = (policies,) if single else _checked(policies)
     track = read_track(found_inf, amax, loss_finite, upper_share, get_format(format))
     for policy in chosen:
-        track.check_tells(policy)
+        track.check_known(policy)
     scales, skipped, stuck, finals = _run_all(stacked(chosen), track, len(chosen))
     pick: Any = (slice(None), 0) if single else slice(None)
     for array in (scales, skipped, stuck):

@@ -17,7 +17,7 @@ class Stack:
     """Policies that run together.
 
     Attributes:
-        members: where each stood in the caller's list.
+        members: index of each in the caller's list.
         policy: one policy for all of them; a setting they do not share is a vector.
         state: their first states, as one state of vectors.
     """
@@ -28,13 +28,15 @@ class Stack:
 
 
 def stacked(policies: Sequence[Policy]) -> list[Stack]:
-    """Returns the policies in as few stacks as leave each the scales, to the bit, that it has alone."""
+    """Returns the policies in as few stacks as keep the scales of each bit-exact."""
     starts = [policy.start() for policy in policies]
-    alike: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     with np.errstate(over="ignore"):
         for index, (policy, start) in enumerate(zip(policies, starts, strict=True)):
-            alike.setdefault(_key(policy, start), []).append(index)
-    return [_stack(members, [policies[i] for i in members], [starts[i] for i in members]) for members in alike.values()]
+            groups.setdefault(_key(policy, start), []).append(index)
+    return [
+        _stack(members, [policies[i] for i in members], [starts[i] for i in members]) for members in groups.values()
+    ]
 
 
 def unstacked(state: Any, size: int) -> list[ScaleState]:

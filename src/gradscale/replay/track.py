@@ -1,4 +1,4 @@
-"""What a replay knows of each step: read from the caller's sequences, checked once, handed out step by step."""
+"""What a replay knows of each step: read from the caller's sequences and checked once."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +35,11 @@ class Track:
             with np.errstate(over="ignore", invalid="ignore"):
                 facts["finite"] = self.peaks[step] * scale.astype(np.float64) < self.overflow_threshold
         if "amax" in needs:
-            # In training an overflow hides the true maximum; a policy must not do better here than it would there.
+            # In training an overflow hides the largest gradient; a policy must not do better here than it would there.
             facts["amax"] = np.where(facts["finite"], facts["amax"], np.float32(np.inf))
         return Seen(**facts)
 
-    def check_tells(self, policy: Policy) -> None:
+    def check_known(self, policy: Policy) -> None:
         """Raises if `policy` reads something that is not known."""
         if missing := sorted(policy.needs - {"finite", "loss_finite"} - self.known.keys()):
             names = " and ".join(f"`{name}`" for name in missing)
@@ -50,7 +50,7 @@ class Track:
 
 
 def read_track(found_inf: Any, amax: Any, loss_finite: Any, upper_share: Any, format: Format) -> Track:
-    """Returns the steps that the caller's sequences tell of.
+    """Returns the steps that the caller's sequences describe.
 
     Raises:
         TypeError: a sequence does not hold numbers.
@@ -58,8 +58,8 @@ def read_track(found_inf: Any, amax: Any, loss_finite: Any, upper_share: Any, fo
     """
     if found_inf is None and amax is None:
         raise ValueError(
-            "`replay` needs `found_inf`, whether each step overflowed, or `amax`, each step's largest true gradient. "
-            "Received neither."
+            "`replay` needs `found_inf`, whether each step overflowed, or `amax`, each step's largest unscaled "
+            "gradient. Received neither."
         )
     known: dict[str, Vector] = {}
     if found_inf is not None:
@@ -106,12 +106,12 @@ def _magnitudes(name: str, values: Any) -> Vector:
 
 def _common_length(lengths: dict[str, int]) -> int:
     """Returns the one length that all sequences have, which is not zero."""
-    told = ", ".join(f"{_argument(name)} has {length}" for name, length in lengths.items())
+    received = ", ".join(f"{_argument(name)} has {length}" for name, length in lengths.items())
     if len(set(lengths.values())) != 1:
-        raise ValueError(f"Every sequence must have one value for each step. Received: {told}.")
+        raise ValueError(f"Every sequence must have one value for each step. Received: {received}.")
     steps = next(iter(lengths.values()))
     if steps == 0:
-        raise ValueError(f"There must be at least one step. Received: {told}.")
+        raise ValueError(f"There must be at least one step. Received: {received}.")
     return steps
 
 

@@ -5,8 +5,7 @@ from gradscale.torch.casting import casts, float_function, half_function, promot
 from gradscale.torch.drop_in.grad_scaler import GradScaler
 from gradscale.torch.emulation import emulate
 from gradscale.torch.masters import MasterWeights
-from gradscale.torch.precision.explain import explain
-from gradscale.torch.precision.explanation import Explanation
+from gradscale.torch.precision.explain import Explanation, explain
 from gradscale.torch.precision.levels import O0, O1, O2, O3, Precision
 from gradscale.torch.precision.prepare import prepare
 from gradscale.torch.scaler import LossScaler

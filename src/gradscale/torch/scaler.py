@@ -332,7 +332,7 @@ class LossScaler:
             guard.settle(decision.applied)
         result = result_of(plan, measurement, decision, self._rule, self._names)
         self._windows.close(plan.optimizers)
-        self._memory.keep(result, decision.state)
+        self._memory.keep(result, decision)
         return result
 
 

@@ -1,4 +1,4 @@
-"""`explain`: what it tells of layers, and each mistake that it finds."""
+"""`explain`: what it reports of layers, and each mistake that it finds."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def warnings_of(made: Any) -> tuple[str, ...]:
 
 
 def test_layers_that_are_alike_share_a_row() -> None:
-    assert [(row.count, row.kind, row.weights, row.runs, row.elements) for row in explain(model()).layers] == [
+    assert [(row.count, row.kind, row.weights, row.compute_dtype, row.elements) for row in explain(model()).layers] == [
         (2, "Dense", "float32", "float16", 27),
         (1, "Dropout", "", "float16", 0),
         (1, "Dense", "float32", "float32", 8),
@@ -64,7 +64,7 @@ def test_layers_inside_layers_and_models_are_found() -> None:
     assert kinds.count("EinsumDense") == 4
 
 
-def test_what_a_scaler_is_for_is_told() -> None:
+def test_what_a_scaler_is_for_is_reported() -> None:
     assert explain(model("float32")).scaling == "not needed. Everything runs in float32."
     assert explain(model("mixed_bfloat16")).scaling.startswith("not needed. BF16 has the range of float32")
     assert explain(model("mixed_float16")).scaling.startswith("needed.")

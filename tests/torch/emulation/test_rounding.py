@@ -1,4 +1,4 @@
-"""Rounding of tensors: equal, bit by bit, to the rounding of `Format`; stochastic rounding keeps the mean."""
+"""Rounding of tensors: bit-exactly the rounding of `Format`; stochastic rounding keeps the mean."""
 
 import math
 from typing import Any
@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from gradscale.formats import BF16, FORMATS, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format
-from gradscale.torch.emulation.draws import Draws
-from gradscale.torch.emulation.rounding import Rounding
+from gradscale.torch.emulation.rounding import Rounding, UniformNumbers
 
 Array = np.ndarray[Any, Any]
-NARROW = [known for known in FORMATS if known is not FP32]
+LOW_PRECISION = [known for known in FORMATS if known is not FP32]
 SIGMAS = 5
 
 
@@ -65,7 +64,7 @@ def test_rounding_to_nearest_is_that_of_the_format_for_random_floats(known: Form
     assert_same_numbers(Rounding(known).round_(torch.from_numpy(cases.copy())), known.round(cases), cases)
 
 
-@pytest.mark.parametrize("known", NARROW, ids=by_name)
+@pytest.mark.parametrize("known", LOW_PRECISION, ids=by_name)
 def test_saturating_makes_overflow_the_largest_number_and_leaves_the_rest(known: Format) -> None:
     cases = np.concatenate([hard_cases(known), random_floats(1000)])
     expected = known.round(np.clip(cases, np.float32(-known.max), np.float32(known.max)))
@@ -85,7 +84,7 @@ def test_overflow_becomes_what_the_format_has_for_it(known: Format, overflow: fl
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("known", [FP16, FP8_E4M3], ids=by_name)
 def test_any_shape_and_layout_is_rounded_in_place(known: Format, stochastic: bool) -> None:
-    rounding = Rounding(known, draws=Draws(0) if stochastic else None)
+    rounding = Rounding(known, random=UniformNumbers(0) if stochastic else None)
     for choose in (
         lambda x: x,
         lambda x: x.transpose(0, 2),
@@ -100,25 +99,25 @@ def test_any_shape_and_layout_is_rounded_in_place(known: Format, stochastic: boo
         assert part.numel() == whole.numel() or not torch.equal(torch.from_numpy(known.round(whole.numpy())), whole)
 
 
-@pytest.mark.parametrize("known", NARROW, ids=by_name)
+@pytest.mark.parametrize("known", LOW_PRECISION, ids=by_name)
 def test_stochastic_rounding_gives_one_of_the_two_neighbours_with_the_right_chance(known: Format) -> None:
-    draws, count = Draws(seed=0), 20_000
+    random, count = UniformNumbers(seed=0), 20_000
     numbers = np.unique(values_of(known)[np.isfinite(values_of(known))])
     for share in (0.1, 0.5, 0.75):
         places = np.linspace(0, len(numbers) - 2, 9).astype(int)
         for below, above in zip(numbers[places], numbers[places + 1], strict=True):
             value = np.float32(below + np.float64(share) * (np.float64(above) - below))
-            found = Rounding(known, draws=draws).round_(torch.full((count,), float(value))).numpy()
+            found = Rounding(known, random=random).round_(torch.full((count,), float(value))).numpy()
             assert set(np.unique(found)) <= {below, above}
             true_share = float((np.float64(value) - below) / (np.float64(above) - below))
             sigma = math.sqrt(true_share * (1 - true_share) / count)
             assert abs((found == above).mean() - true_share) < SIGMAS * sigma + 1e-9
 
 
-@pytest.mark.parametrize("known", NARROW, ids=by_name)
+@pytest.mark.parametrize("known", LOW_PRECISION, ids=by_name)
 def test_stochastic_rounding_has_no_bias_over_many_values(known: Format) -> None:
     values = torch.randn(1_000_000, generator=torch.Generator().manual_seed(1)) * min(known.max / 8, 1.0)
-    found = Rounding(known, draws=Draws(seed=2)).round_(values.clone())
+    found = Rounding(known, random=UniformNumbers(seed=2)).round_(values.clone())
     power = torch.exp2(torch.floor(torch.log2(values.abs().clamp_min(known.smallest_normal).double())))
     errors = (found.double() - values) / (power * 2.0**-known.mantissa_bits)
     assert errors.abs().max() < 1 + 1e-6
@@ -129,29 +128,31 @@ def test_stochastic_rounding_has_no_bias_over_many_values(known: Format) -> None
 def test_stochastic_rounding_leaves_numbers_of_the_format_as_they_are(known: Format) -> None:
     numbers = values_of(known) if known is not FP32 else random_floats(1000)
     numbers = numbers[np.isfinite(numbers) | (np.isinf(numbers) & known.has_inf)]
-    assert_same_numbers(Rounding(known, draws=Draws(seed=0)).round_(torch.from_numpy(numbers.copy())), numbers, numbers)
+    assert_same_numbers(
+        Rounding(known, random=UniformNumbers(seed=0)).round_(torch.from_numpy(numbers.copy())), numbers, numbers
+    )
 
 
 def test_stochastic_rounding_keeps_nan_and_overflows_beyond_the_largest_number() -> None:
     values = torch.tensor([math.nan, math.inf, -math.inf, 1e6, -1e6, 65535.0])
-    found = Rounding(FP16, draws=Draws(seed=0)).round_(values)
+    found = Rounding(FP16, random=UniformNumbers(seed=0)).round_(values)
     assert math.isnan(found[0])
     assert found[1:5].tolist() == [math.inf, -math.inf, math.inf, -math.inf]
     assert found[5] in (65504.0, math.inf)
 
 
-def test_a_seed_gives_the_same_draws_and_leaves_torchs_random_numbers_alone() -> None:
+def test_a_seed_gives_the_same_numbers_and_leaves_torchs_random_numbers_alone() -> None:
     values, state = torch.randn(1000), torch.get_rng_state()
-    one, other = (Rounding(BF16, draws=Draws(seed=3)) for _ in range(2))
+    one, other = (Rounding(BF16, random=UniformNumbers(seed=3)) for _ in range(2))
     first = one.round_(values.clone())
     assert torch.equal(first, other.round_(values.clone()))
     assert not torch.equal(first, other.round_(values.clone()))
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_without_a_seed_draws_come_from_torchs_random_numbers() -> None:
+def test_without_a_seed_numbers_come_from_torchs_random_numbers() -> None:
     values = torch.randn(1000)
     torch.manual_seed(5)
-    first = Rounding(BF16, draws=Draws(seed=None)).round_(values.clone())
+    first = Rounding(BF16, random=UniformNumbers(seed=None)).round_(values.clone())
     torch.manual_seed(5)
-    assert torch.equal(first, Rounding(BF16, draws=Draws(seed=None)).round_(values.clone()))
+    assert torch.equal(first, Rounding(BF16, random=UniformNumbers(seed=None)).round_(values.clone()))

@@ -8,13 +8,13 @@ from tests.torch.helpers import small_model
 from torch import Tensor, nn
 
 from gradscale.torch import MasterWeights
-from gradscale.torch.masters import Kind
+from gradscale.torch.masters import Storage
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
-EXACT: tuple[Kind, ...] = ("fp32", "remainder")
-NARROW = (torch.float16, torch.bfloat16)
+STORAGES: tuple[Storage, ...] = get_args(Storage)
+EXACT: tuple[Storage, ...] = ("fp32", "remainder")
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-INSIDE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "adamw foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
     "sgd fused": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
@@ -28,10 +28,10 @@ def half_model(dtype: torch.dtype = torch.float16, seed: int = 0) -> nn.Sequenti
     return small_model(seed).to(dtype)
 
 
-def wrapped(model: nn.Module, kind: Kind = "fp32", inside: str = "adamw fused", **kwargs: Any) -> MasterWeights:
-    if kind == "stochastic":
+def wrapped(model: nn.Module, storage: Storage = "fp32", inner: str = "adamw fused", **kwargs: Any) -> MasterWeights:
+    if storage == "stochastic":
         kwargs.setdefault("seed", 3)
-    return MasterWeights(INSIDE[inside](model.parameters()), kind, **kwargs)
+    return MasterWeights(INNER[inner](model.parameters()), storage, **kwargs)
 
 
 def give(model: nn.Module, step: int = 0, scale: float = 1.0) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.torch.helpers import same, weights
 from tests.torch.masters.helpers import (
-    INSIDE,
-    KINDS,
-    NARROW,
+    HALF_DTYPES,
+    INNER,
+    STORAGES,
     everything,
     first,
     give,
@@ -23,7 +23,7 @@ from tests.torch.masters.helpers import (
 from torch import nn
 
 from gradscale.torch import MasterWeights
-from gradscale.torch.masters import Kind
+from gradscale.torch.masters import Storage
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -40,17 +40,17 @@ def through_a_file(*saved: Any) -> Any:
 
 
 @pytest.mark.parametrize("model_first", [True, False])
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_goes_on_bit_for_bit(kind: Kind, dtype: torch.dtype, model_first: bool) -> None:
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_resumed_run_goes_on_bit_exactly(storage: Storage, dtype: torch.dtype, model_first: bool) -> None:
     model = half_model(dtype)
-    optimizer = wrapped(model, kind)
+    optimizer = wrapped(model, storage)
     train(model, optimizer, range(5))
     of_model, of_optimizer = through_a_file(model.state_dict(), optimizer.state_dict())
     train(model, optimizer, range(5, 10))
 
     resumed = half_model(dtype, seed=9)
-    other = wrapped(resumed, kind)
+    other = wrapped(resumed, storage)
     loads = [lambda: resumed.load_state_dict(of_model), lambda: other.load_state_dict(of_optimizer)]
     for load in loads if model_first else reversed(loads):
         load()
@@ -58,13 +58,13 @@ def test_a_resumed_run_goes_on_bit_for_bit(kind: Kind, dtype: torch.dtype, model
     assert same(everything(resumed, other), everything(model, optimizer))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_loaded_can_be_saved_again_before_any_step(kind: Kind) -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+def test_what_was_loaded_can_be_saved_again_before_any_step(storage: Storage) -> None:
     model = half_model()
-    optimizer = wrapped(model, kind)
+    optimizer = wrapped(model, storage)
     train(model, optimizer, range(3))
     saved = optimizer.state_dict()
-    other = wrapped(copy.deepcopy(model), kind)
+    other = wrapped(copy.deepcopy(model), storage)
     other.load_state_dict(copy.deepcopy(saved))
     again = other.state_dict()
     assert again["masters"]["values"].keys() == saved["masters"]["values"].keys() == {0, 1, 2, 3}
@@ -74,12 +74,12 @@ def test_what_was_loaded_can_be_saved_again_before_any_step(kind: Kind) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_plain_optimizers_state_is_loaded_and_masters_are_made_of_the_weights(kind: Kind) -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_plain_optimizers_state_is_loaded_and_masters_are_made_of_the_weights(storage: Storage) -> None:
     model = half_model()
-    plain = INSIDE["adamw fused"](model.parameters())
+    plain = INNER["adamw fused"](model.parameters())
     train(model, plain, range(3))
-    optimizer = wrapped(model, kind)
+    optimizer = wrapped(model, storage)
     train(model, optimizer, range(3, 5))
     optimizer.load_state_dict(
         {**plain.state_dict(), "param_groups": [{**plain.state_dict()["param_groups"][0], "lr": 0.5}]}
@@ -95,22 +95,22 @@ def test_a_plain_optimizer_can_load_what_was_saved() -> None:
     optimizer = wrapped(model)
     train(model, optimizer, range(3))
     twin = copy.deepcopy(model).float()
-    plain = INSIDE["adamw fused"](twin.parameters())
+    plain = INNER["adamw fused"](twin.parameters())
     plain.load_state_dict(optimizer.state_dict())
     assert same(
         [state["exp_avg"] for state in plain.state.values()], [state["exp_avg"] for state in optimizer.state.values()]
     )
 
 
-def test_one_kind_can_load_what_another_has_saved() -> None:
+def test_one_storage_can_load_what_another_has_saved() -> None:
     model = half_model(torch.bfloat16)
     optimizer = wrapped(model, "fp32")
     train(model, optimizer, range(4))
-    for kind in KINDS:
-        other = wrapped(copy.deepcopy(model), kind)
+    for storage in STORAGES:
+        other = wrapped(copy.deepcopy(model), storage)
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for found, expected in zip(values_of(other), values_of(optimizer), strict=True):
-            bits = {"fp32": 24, "remainder": 24, "kahan": 16, "stochastic": 8}[kind]
+            bits = {"fp32": 24, "remainder": 24, "kahan": 16, "stochastic": 8}[storage]
             assert ((found - expected).abs() <= expected.abs() * 2.0**-bits).all()
 
 
@@ -141,10 +141,10 @@ def test_a_state_that_does_not_fit_is_refused_with_nothing_changed() -> None:
     assert same(everything(model, optimizer), before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_somebody_has_written_are_taken_over(kind: Kind) -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+def test_weights_that_somebody_has_written_are_taken_over(storage: Storage) -> None:
     model = half_model()
-    optimizer = wrapped(model, kind)
+    optimizer = wrapped(model, storage)
     train(model, optimizer, range(3))
     with torch.no_grad():
         first(model).fill_(0.25)
@@ -170,15 +170,15 @@ def test_weights_swapped_for_others_and_back_lose_nothing_with_full_masters() ->
     assert same(values_of(optimizer), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_a_copy_goes_on_like_the_original_and_apart_from_it(kind: Kind, way: str) -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("method", ["deepcopy", "pickle"])
+def test_a_copy_goes_on_like_the_original_and_apart_from_it(storage: Storage, method: str) -> None:
     model = half_model()
-    optimizer = wrapped(model, kind)
+    optimizer = wrapped(model, storage)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     train(model, optimizer, range(3))
     pair = (model, optimizer)
-    twin, other = copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    twin, other = copy.deepcopy(pair) if method == "deepcopy" else pickle.loads(pickle.dumps(pair))
     assert isinstance(other, MasterWeights)
     assert [id(parameter) for parameter in twin.parameters()] == [id(each) for each in other.param_groups[0]["params"]]
     before = everything(model, optimizer)
@@ -189,10 +189,10 @@ def test_a_copy_goes_on_like_the_original_and_apart_from_it(kind: Kind, way: str
     scheduler.step()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_knows_of_weights_that_were_written_before(kind: Kind) -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_copy_knows_of_weights_that_were_written_before(storage: Storage) -> None:
     model = half_model()
-    optimizer = wrapped(model, kind)
+    optimizer = wrapped(model, storage)
     train(model, optimizer, range(3))
     with torch.no_grad():
         first(model).fill_(0.25)
@@ -212,7 +212,7 @@ def test_seeds_decide_what_stochastic_rounding_does() -> None:
     def run(seed: int | None, of_torch: int = 0) -> list[torch.Tensor]:
         model = half_model(torch.bfloat16)
         torch.manual_seed(of_torch)
-        optimizer = MasterWeights(INSIDE["sgd fused"](model.parameters()), "stochastic", seed=seed)
+        optimizer = MasterWeights(INNER["sgd fused"](model.parameters()), "stochastic", seed=seed)
         train(model, optimizer, range(4))
         return weights(model)
 

@@ -10,9 +10,9 @@ import torch
 from tests.torch.helpers import INF, NAN, loss_of, poison, same, small_model, weights
 from tests.torch.masters.helpers import (
     EXACT,
-    INSIDE,
-    KINDS,
-    NARROW,
+    HALF_DTYPES,
+    INNER,
+    STORAGES,
     everything,
     give,
     gradients_of,
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from gradscale import Dynamic, NoScaling, Static
 from gradscale.torch import GradScaler, LossScaler, MasterWeights
-from gradscale.torch.masters import Kind
+from gradscale.torch.masters import Storage
 from gradscale.torch.step.measure import measure_sizes
 
 SCALE = 1024.0
@@ -46,10 +46,10 @@ def by_loss_scaler() -> Step:
     return step
 
 
-def by_grad_scaler(kind: type[torch.amp.GradScaler]) -> Callable[[], Step]:
+def by_grad_scaler(scaler_class: type[torch.amp.GradScaler]) -> Callable[[], Step]:
     def make() -> Step:
         def step(model: nn.Module, optimizer: MasterWeights, number: int, bad: float | None) -> None:
-            scaler = kind("cpu", init_scale=SCALE)
+            scaler = scaler_class("cpu", init_scale=SCALE)
             scaler.scale(torch.ones(()))
             give(model, number, SCALE)
             if bad is not None:
@@ -71,11 +71,11 @@ SCALERS = {
 
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("scaler", SCALERS)
-@pytest.mark.parametrize("inside", INSIDE)
-@pytest.mark.parametrize("kind", KINDS)
-def test_scaled_training_is_training_and_a_skipped_step_is_none(kind: Kind, inside: str, scaler: str) -> None:
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_scaled_training_is_training_and_a_skipped_step_is_none(storage: Storage, inner: str, scaler: str) -> None:
     model, twin = half_model(), half_model()
-    optimizer, plain = wrapped(model, kind, inside), wrapped(twin, kind, inside)
+    optimizer, plain = wrapped(model, storage, inner), wrapped(twin, storage, inner)
     step = SCALERS[scaler]()
     for number in range(3):
         give(twin, number)
@@ -89,12 +89,12 @@ def test_scaled_training_is_training_and_a_skipped_step_is_none(kind: Kind, insi
 
 
 @pytest.mark.parametrize("scaler", SCALERS)
-@pytest.mark.parametrize("inside", ["adamw fused", "adamw foreach"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_after_a_skip_as_if_there_had_been_none(kind: Kind, inside: str, scaler: str) -> None:
+@pytest.mark.parametrize("inner", ["adamw fused", "adamw foreach"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_training_goes_on_after_a_skip_as_if_there_had_been_none(storage: Storage, inner: str, scaler: str) -> None:
     """Random numbers included: none are drawn where the host sees the skip."""
     model, twin = half_model(), half_model()
-    optimizer, plain = wrapped(model, kind, inside), wrapped(twin, kind, inside)
+    optimizer, plain = wrapped(model, storage, inner), wrapped(twin, storage, inner)
     step = SCALERS[scaler]()
     for number in range(4):
         give(twin, number)
@@ -105,11 +105,11 @@ def test_training_goes_on_after_a_skip_as_if_there_had_been_none(kind: Kind, ins
 
 
 @pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("inside", ["sgd fused", "sgd dampened", "adamw fused", "adamw foreach"])
+@pytest.mark.parametrize("inner", ["sgd fused", "sgd dampened", "adamw fused", "adamw foreach"])
 @pytest.mark.parametrize("scaler", SCALERS)
-def test_a_first_step_that_is_skipped_leaves_the_optimizer_as_good_as_new(scaler: str, inside: str) -> None:
+def test_a_first_step_that_is_skipped_leaves_the_optimizer_as_good_as_new(scaler: str, inner: str) -> None:
     model, twin = half_model(), half_model()
-    optimizer, plain = wrapped(model, "remainder", inside), wrapped(twin, "remainder", inside)
+    optimizer, plain = wrapped(model, "remainder", inner), wrapped(twin, "remainder", inner)
     step = SCALERS[scaler]()
     step(model, optimizer, 0, INF)
     for number in range(2):
@@ -121,14 +121,14 @@ def test_a_first_step_that_is_skipped_leaves_the_optimizer_as_good_as_new(scaler
 
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("grad_fp32", [False, True])
-@pytest.mark.parametrize("inside", ["adamw fused", "sgd fused", "adamw foreach"])
-@pytest.mark.parametrize("kind", EXACT)
-def test_clipping_is_what_it_is_for_float32_parameters(kind: Kind, inside: str, grad_fp32: bool) -> None:
+@pytest.mark.parametrize("inner", ["adamw fused", "sgd fused", "adamw foreach"])
+@pytest.mark.parametrize("storage", EXACT)
+def test_clipping_is_what_it_is_for_float32_parameters(storage: Storage, inner: str, grad_fp32: bool) -> None:
     """The same gradients, the same clip, one model of FP16 weights and one of float32: the masters are the same."""
     model = half_model()
-    optimizer = wrapped(model, kind, inside, grad_fp32=grad_fp32)
+    optimizer = wrapped(model, storage, inner, grad_fp32=grad_fp32)
     twin = copy.deepcopy(model).float()
-    plain = INSIDE[inside](twin.parameters())
+    plain = INNER[inner](twin.parameters())
     scalers = LossScaler(policy=Static(SCALE)), LossScaler(policy=Static(SCALE))
     for number in range(3):
         norms = []
@@ -140,18 +140,18 @@ def test_clipping_is_what_it_is_for_float32_parameters(kind: Kind, inside: str, 
         assert torch.equal(*norms)
         assert norms[0] > 0.01
     # Gradients of an optimizer that is not fused are multiplied there and divided here: one rounding apart.
-    rtol, atol = (0.0, 0.0) if "fused" in inside else (2.0**-22, 2.0**-28)
+    rtol, atol = (0.0, 0.0) if "fused" in inner else (2.0**-22, 2.0**-28)
     for value, expected in zip(values_of(optimizer), weights(twin), strict=True):
         exact = expected.abs() >= 2.0**-17
         torch.testing.assert_close(value[exact], expected[exact], rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_clipping_without_scaling_rounds_no_gradient(dtype: torch.dtype) -> None:
     model = half_model(dtype)
-    optimizer = wrapped(model, inside="sgd fused")
+    optimizer = wrapped(model, inner="sgd fused")
     twin = copy.deepcopy(model).float()
-    plain = INSIDE["sgd fused"](twin.parameters())
+    plain = INNER["sgd fused"](twin.parameters())
     give(model)
     for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert parameter.grad is not None
@@ -215,7 +215,7 @@ def test_fp16_gradients_are_read_once_where_their_division_cannot_overflow(monke
 
     monkeypatch.setattr("gradscale.torch.step.measure.measure_sizes", watched)
     model = half_model()
-    for optimizer, scale in ((wrapped(model), 0.5), (INSIDE["sgd fused"](model.parameters()), 2.0)):
+    for optimizer, scale in ((wrapped(model), 0.5), (INNER["sgd fused"](model.parameters()), 2.0)):
         optimizer.zero_grad()
         scaler = LossScaler(policy=Static(scale))
         scaler.backward(loss_of_half(model))
@@ -225,7 +225,7 @@ def test_fp16_gradients_are_read_once_where_their_division_cannot_overflow(monke
     assert asked == [False, False]
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("bad", [None, INF, NAN])
 def test_large_16_bit_gradients_are_measured_piece_by_piece(
     dtype: torch.dtype, bad: float | None, monkeypatch: pytest.MonkeyPatch
@@ -245,19 +245,19 @@ def test_true_gradients_in_fp16_are_refused_with_the_way_out() -> None:
     scaler = LossScaler(model, Static(SCALE))
     scaler.backward(loss_of_half(model))
     with pytest.raises(
-        TypeError, match=r"`clip_value` makes .* 0\.weight, .*`MasterWeights\(optimizer, grad_fp32=True\)`"
+        TypeError, match=r"`clip_value` unscales .* 0\.weight, .*`MasterWeights\(optimizer, grad_fp32=True\)`"
     ):
         scaler.step(optimizer, clip_value=1.0)
-    with pytest.raises(TypeError, match="`unscaled` makes"), scaler.unscaled(optimizer):
+    with pytest.raises(TypeError, match="`unscaled` unscales"), scaler.unscaled(optimizer):
         pass
     assert not scaler.step(optimizer).skipped()
 
 
-@pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
-def test_the_order_of_torch_works_with_float32_gradients(kind: type[torch.amp.GradScaler]) -> None:
+@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
+def test_the_order_of_torch_works_with_float32_gradients(scaler_class: type[torch.amp.GradScaler]) -> None:
     model = half_model()
     optimizer = wrapped(model, grad_fp32=True)
-    scaler = kind("cpu", init_scale=SCALE)
+    scaler = scaler_class("cpu", init_scale=SCALE)
     scaler.scale(loss_of_half(model)).backward()
     scaled = [grad.clone() for grad in gradients_of(model)]
     scaler.unscale_(optimizer)
@@ -293,19 +293,19 @@ def test_clipping_by_value_and_edits_work_with_float32_gradients() -> None:
 
 
 def test_a_step_of_two_optimizers_one_with_masters_is_all_or_none() -> None:
-    narrow, wide = half_model(), small_model(1)
-    optimizer, other = wrapped(narrow), torch.optim.SGD(wide.parameters(), lr=0.1)
-    scaler = LossScaler([narrow, wide], Dynamic(init_scale=SCALE))
+    half, wide = half_model(), small_model(1)
+    optimizer, other = wrapped(half), torch.optim.SGD(wide.parameters(), lr=0.1)
+    scaler = LossScaler([half, wide], Dynamic(init_scale=SCALE))
     for bad in (None, INF):
-        before = weights(narrow, wide)
-        scaler.backward(loss_of_half(narrow) + loss_of(wide))
+        before = weights(half, wide)
+        scaler.backward(loss_of_half(half) + loss_of(wide))
         if bad is not None:
             poison(wide[0].weight, bad)
         result = scaler.step(optimizer, other, clip_norm=1.0)
         optimizer.zero_grad()
         other.zero_grad()
         assert result.skipped() is (bad is not None)
-        assert same(weights(narrow, wide), before) is (bad is not None)
+        assert same(weights(half, wide), before) is (bad is not None)
 
 
 def test_leftover_gradients_are_noticed() -> None:

@@ -1,4 +1,4 @@
-"""`MasterWeights.step`: float32 arithmetic for 16-bit parameters, whatever the optimizer inside."""
+"""`MasterWeights.step`: float32 arithmetic for 16-bit parameters, whatever the inner optimizer."""
 
 import copy
 from typing import Any
@@ -8,9 +8,9 @@ import torch
 from tests.torch.helpers import same, small_model, weights
 from tests.torch.masters.helpers import (
     EXACT,
-    INSIDE,
-    KINDS,
-    NARROW,
+    HALF_DTYPES,
+    INNER,
+    STORAGES,
     everything,
     first,
     give,
@@ -21,26 +21,26 @@ from tests.torch.masters.helpers import (
 from torch import Tensor, nn
 
 from gradscale.torch import MasterWeights
-from gradscale.torch.masters import Kind
+from gradscale.torch.masters import Storage
 from gradscale.torch.masters import optimizer as module
 
 
-def float32_twin(model: nn.Module, inside: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def float32_twin(model: nn.Module, inner: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Returns a float32 model that starts from the same numbers, and its optimizer."""
     twin = copy.deepcopy(model).float()
-    return twin, INSIDE[inside](twin.parameters())
+    return twin, INNER[inner](twin.parameters())
 
 
-@pytest.mark.parametrize("inside", INSIDE)
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("kind", EXACT)
-def test_masters_are_the_weights_of_float32_training_bit_for_bit(
-    kind: Kind, dtype: torch.dtype, inside: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("storage", EXACT)
+def test_masters_are_the_weights_of_float32_training_bit_exactly(
+    storage: Storage, dtype: torch.dtype, inner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PART_ON_CPU", 20)  # several parts, one of them larger than that
+    monkeypatch.setattr(module, "CHUNK_ON_CPU", 20)  # several parts, one of them larger than that
     model = half_model(dtype)
-    optimizer = wrapped(model, kind, inside)
-    twin, plain = float32_twin(model, inside)
+    optimizer = wrapped(model, storage, inner)
+    twin, plain = float32_twin(model, inner)
     for step in range(5):
         give(model, step)
         for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
@@ -54,9 +54,9 @@ def test_masters_are_the_weights_of_float32_training_bit_for_bit(
     assert same(weights(model), [value.to(dtype) for value in values_of(optimizer)])
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("kind", KINDS)
-def test_updates_below_half_a_unit_add_up(kind: Kind, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_updates_below_half_a_unit_add_up(storage: Storage, dtype: torch.dtype) -> None:
     """Many updates, none of which a 16-bit weight of 1 could see, move it by an eighth."""
     update, steps = 2.0**-12, 2**9
 
@@ -69,13 +69,13 @@ def test_updates_below_half_a_unit_add_up(kind: Kind, dtype: torch.dtype) -> Non
         return parameter.float().mean().item()
 
     assert trained(lambda optimizer: optimizer) == 1.0
-    seed = 0 if kind == "stochastic" else None
-    found = trained(lambda optimizer: MasterWeights(optimizer, kind, seed=seed))
-    assert found == pytest.approx(1.125, abs=0.02 if kind == "stochastic" else 0.0)
+    seed = 0 if storage == "stochastic" else None
+    found = trained(lambda optimizer: MasterWeights(optimizer, storage, seed=seed))
+    assert found == pytest.approx(1.125, abs=0.02 if storage == "stochastic" else 0.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_model_learns_where_one_of_plain_half_weights_stalls(kind: Kind) -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_model_learns_where_one_of_plain_half_weights_stalls(storage: Storage) -> None:
     """A linear problem with a small learning rate, in BF16."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 8, generator=generator)
@@ -95,21 +95,21 @@ def test_a_model_learns_where_one_of_plain_half_weights_stalls(kind: Kind) -> No
         return nn.functional.mse_loss(x @ model.weight.float().T, y).item()
 
     plain = loss_after(lambda optimizer: optimizer)
-    seed = 0 if kind == "stochastic" else None
-    assert loss_after(lambda optimizer: MasterWeights(optimizer, kind, seed=seed)) < 0.1 * plain
+    seed = 0 if storage == "stochastic" else None
+    assert loss_after(lambda optimizer: MasterWeights(optimizer, storage, seed=seed)) < 0.1 * plain
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_other_parameters_are_stepped_as_ever(kind: Kind) -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+def test_other_parameters_are_stepped_as_ever(storage: Storage) -> None:
     def run(wrap: bool) -> Tensor:
         wide = nn.Parameter(torch.linspace(-1, 1, 10))
-        narrow = nn.Parameter(torch.linspace(-1, 1, 6).half())
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW([wide, narrow], lr=0.1, fused=True)
+        half = nn.Parameter(torch.linspace(-1, 1, 6).half())
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW([wide, half], lr=0.1, fused=True)
         if wrap:
-            optimizer = MasterWeights(optimizer, kind)
+            optimizer = MasterWeights(optimizer, storage)
             assert [value.dtype for _, value in optimizer.masters()] == [torch.float32] * 2
         for step in range(3):
-            wide.grad, narrow.grad = torch.full_like(wide, step + 1.0), torch.ones_like(narrow)
+            wide.grad, half.grad = torch.full_like(wide, step + 1.0), torch.ones_like(half)
             optimizer.step()
         return wide.detach()
 
@@ -139,10 +139,10 @@ def test_a_tied_parameter_has_one_master() -> None:
     assert model[1].weight is model[0].weight
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_group_added_later_is_stepped_with_its_own_settings(kind: Kind) -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_group_added_later_is_stepped_with_its_own_settings(storage: Storage) -> None:
     model, late = half_model(), nn.Linear(3, 3).half()
-    optimizer = wrapped(model, kind, "sgd fused")
+    optimizer = wrapped(model, storage, "sgd fused")
     optimizer.add_param_group({"params": late.parameters(), "lr": 0.0})
     give(model)
     give(late)
@@ -155,7 +155,7 @@ def test_a_group_added_later_is_stepped_with_its_own_settings(kind: Kind) -> Non
     assert [len(group["params"]) for group in optimizer.optimizer.param_groups] == [4, 2]
 
 
-def test_schedulers_change_what_the_optimizer_inside_uses() -> None:
+def test_schedulers_change_what_the_inner_optimizer_uses() -> None:
     parameter = nn.Parameter(torch.zeros(2).half())
     optimizer = MasterWeights(torch.optim.SGD([parameter], lr=1.0))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -216,13 +216,13 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("storage", STORAGES)
 def test_an_unknown_optimizer_is_stepped_once_and_may_change_its_settings(
-    kind: Kind, monkeypatch: pytest.MonkeyPatch
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PART_ON_CPU", 1)
+    monkeypatch.setattr(module, "CHUNK_ON_CPU", 1)
     model = half_model()
-    optimizer = MasterWeights(Counting(model.parameters(), lr=0.1), kind)
+    optimizer = MasterWeights(Counting(model.parameters(), lr=0.1), storage)
     for step in range(3):
         give(model, step)
         optimizer.step()
@@ -230,17 +230,17 @@ def test_an_unknown_optimizer_is_stepped_once_and_may_change_its_settings(
 
 
 def test_hooks_run_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PART_ON_CPU", 1)
+    monkeypatch.setattr(module, "CHUNK_ON_CPU", 1)
     model, calls = half_model(), []
     optimizer = wrapped(model)
-    optimizer.register_step_post_hook(lambda *_: calls.append("outside"))
-    optimizer.optimizer.register_step_post_hook(lambda *_: calls.append("inside"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("outer"))
+    optimizer.optimizer.register_step_post_hook(lambda *_: calls.append("inner"))
     give(model)
     optimizer.step()
-    assert sorted(calls) == ["inside", "outside"]
+    assert sorted(calls) == ["inner", "outer"]
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_gradients_are_accumulated_in_float32_if_asked(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.ones(1, dtype=dtype))
     optimizer = MasterWeights(torch.optim.SGD([parameter], lr=1.0), grad_fp32=True)
@@ -261,7 +261,7 @@ def test_float32_gradients_are_used_without_a_copy(monkeypatch: pytest.MonkeyPat
         torch, "_foreach_copy_", lambda found, given: [a.copy_(b) for a, b in zip(found, given, strict=True)]
     )
     optimizer.step()
-    assert optimizer._grad_room._rooms == {}
+    assert optimizer._grad_buffer._blocks == {}
 
 
 def test_float32_gradients_in_another_layout_are_used_as_they_should_be() -> None:
@@ -278,23 +278,23 @@ def test_float32_gradients_in_another_layout_are_used_as_they_should_be() -> Non
     assert same(weights(twin), weights(model))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_lent_beyond_the_step_and_no_temporary_is_as_large_as_the_model(
-    kind: Kind, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("storage", STORAGES)
+def test_no_buffer_is_used_beyond_the_step_and_no_temporary_is_as_large_as_the_model(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PART_ON_CPU", 40)
+    monkeypatch.setattr(module, "CHUNK_ON_CPU", 40)
     model = half_model()
-    optimizer = wrapped(model, kind)
+    optimizer = wrapped(model, storage)
     give(model)
     optimizer.step()
-    inside = [master for group in optimizer.optimizer.param_groups for master in group["params"]]
-    assert all(master.grad is None for master in inside)
-    assert sum(master.numel() for master in inside) == (58 if kind == "fp32" else 0)
-    rooms = [*optimizer._grad_room._rooms.values(), *optimizer._value_room._rooms.values()]
-    assert max(room.numel() for room in rooms) <= 40
+    inner = [master for group in optimizer.optimizer.param_groups for master in group["params"]]
+    assert all(master.grad is None for master in inner)
+    assert sum(master.numel() for master in inner) == (58 if storage == "fp32" else 0)
+    blocks = [*optimizer._grad_buffer._blocks.values(), *optimizer._value_buffer._blocks.values()]
+    assert max(block.numel() for block in blocks) <= 40
 
 
-def test_an_error_inside_leaves_the_optimizer_whole() -> None:
+def test_an_error_of_the_inner_optimizer_leaves_the_optimizer_whole() -> None:
     model = half_model()
     optimizer = wrapped(model, "remainder")
     give(model)
@@ -310,11 +310,11 @@ def test_an_error_inside_leaves_the_optimizer_whole() -> None:
 
 def test_an_optimizer_that_has_stepped_already_goes_on_with_float32_state() -> None:
     model = half_model()
-    inside = INSIDE["adamw foreach"](model.parameters())
+    inner = INNER["adamw foreach"](model.parameters())
     give(model)
-    inside.step()
-    moments = [state["exp_avg"].clone() for state in inside.state.values()]
-    optimizer = MasterWeights(inside)
+    inner.step()
+    moments = [state["exp_avg"].clone() for state in inner.state.values()]
+    optimizer = MasterWeights(inner)
     assert same([state["exp_avg"] for state in optimizer.state.values()], [moment.float() for moment in moments])
     optimizer.step()
     assert all(state["exp_avg"].dtype is torch.float32 for state in optimizer.state.values())
@@ -330,9 +330,11 @@ def test_what_cannot_be_wrapped_is_refused_and_left_as_it_is() -> None:
     with pytest.raises(TypeError, match="keeps masters already"):
         MasterWeights(wrapped(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"`kind` must be one of 'fp32', .* Received: kind='fp16'\."):
+    with pytest.raises(ValueError, match=r"`storage` must be one of 'fp32', .* Received: storage='fp16'\."):
         MasterWeights(optimizer, "fp16")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"`seed` is for kind='stochastic'.* Received: seed=1 with kind='kahan'\."):
+    with pytest.raises(
+        ValueError, match=r"`seed` is for storage='stochastic'.* Received: seed=1 with storage='kahan'\."
+    ):
         MasterWeights(optimizer, "kahan", seed=1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(ValueError, match="A scheduler has been built on this optimizer"):

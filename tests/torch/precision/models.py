@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 NORMS = ("norms.0", "norms.1", "norms.2", "body.1", "body.3")
-HALVED = ("conv", "body.0", "body.2", "head")
+HALF_MODULES = ("conv", "body.0", "body.2", "head")
 
 
 def images(seed: int = 0) -> tuple[Tensor, Tensor]:

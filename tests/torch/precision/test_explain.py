@@ -1,4 +1,4 @@
-"""`explain`: what it tells of models, optimizers and scalers, and what it warns of."""
+"""`explain`: what it reports of models, optimizers and scalers, and what it warns of."""
 
 import warnings
 from dataclasses import replace
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradscale import NoScaling, Static
 from gradscale.torch import O1, O2, Explanation, GradScaler, LossScaler, MasterWeights, Precision, explain, prepare
-from gradscale.torch.precision.compute_dtypes import FOLLOWS, parts
+from gradscale.torch.precision.compute_dtypes import LIKE_INPUT, compute_dtypes
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -21,8 +21,8 @@ def explained(precision: Any, model: Any = None) -> Explanation:
     return explain(*prepare(model, torch.optim.AdamW(model.parameters()), precision))
 
 
-def runs(explanation: Explanation) -> dict[str, str]:
-    return {row.name: row.runs for row in explanation.modules}
+def computes_in(explanation: Explanation) -> dict[str, str]:
+    return {row.name: row.compute_dtype for row in explanation.modules}
 
 
 @pytest.mark.parametrize(
@@ -36,21 +36,21 @@ def runs(explanation: Explanation) -> dict[str, str]:
         ("O2-bf16", "bfloat16", "bfloat16", "float32"),
     ],
 )
-def test_modules_are_told_with_their_dtypes(precision: str, weights: str, half: str, norm: str) -> None:
+def test_modules_are_reported_with_their_dtypes(precision: str, weights: str, half: str, norm: str) -> None:
     explanation = explained(precision)
     assert {row.name: row.weights for row in explanation.modules}["conv"] == weights
-    assert runs(explanation)["conv"] == runs(explanation)["head"] == half
-    assert runs(explanation)["body.1"] == norm
+    assert computes_in(explanation)["conv"] == computes_in(explanation)["head"] == half
+    assert computes_in(explanation)["body.1"] == norm
 
 
 @pytest.mark.parametrize("precision", [O1, O2])
 def test_kept_modules_run_in_float32_with_all_inside_them(precision: Precision) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4))
-    found = runs(explained(replace(precision, keep_fp32=("0",)), model))
+    found = computes_in(explained(replace(precision, keep_fp32=("0",)), model))
     assert found == {"0": "float32", "0.0": "float32", "0.1": "float32", "1": "float16"}
 
 
-def test_buffers_are_told_of() -> None:
+def test_buffers_are_reported() -> None:
     buffers = {row.name: row.buffers for row in explained("O2").modules}
     assert buffers["norms.0"] == "float32 and int64"
     assert buffers[""] == "float16 and int64"
@@ -72,33 +72,33 @@ AUTOCAST: list[tuple[nn.Module, tuple[Any, ...], str]] = [
     (nn.MultiheadAttention(8, 2), (torch.randn(3, 2, 8),) * 3, "float16"),
     (nn.PReLU(), (torch.randn(2, 8),), "float16"),
     (nn.Embedding(4, 8), (torch.arange(4),), "float32"),
-    (nn.BatchNorm1d(8), (torch.randn(2, 8),), FOLLOWS),
-    (nn.LayerNorm(8), (torch.randn(2, 8),), FOLLOWS),
-    (nn.GroupNorm(2, 8), (torch.randn(2, 8),), FOLLOWS),
-    (nn.Bilinear(2, 2, 2), (torch.randn(2, 2), torch.randn(2, 2)), FOLLOWS),
+    (nn.BatchNorm1d(8), (torch.randn(2, 8),), LIKE_INPUT),
+    (nn.LayerNorm(8), (torch.randn(2, 8),), LIKE_INPUT),
+    (nn.GroupNorm(2, 8), (torch.randn(2, 8),), LIKE_INPUT),
+    (nn.Bilinear(2, 2, 2), (torch.randn(2, 2), torch.randn(2, 2)), LIKE_INPUT),
 ]
 
 
-@pytest.mark.parametrize(("module", "inputs", "told"), AUTOCAST, ids=lambda value: type(value).__name__)
-def test_what_is_told_of_autocast_is_what_it_does_on_a_cpu(
-    module: nn.Module, inputs: tuple[Any, ...], told: str
+@pytest.mark.parametrize(("module", "inputs", "reported"), AUTOCAST, ids=lambda value: type(value).__name__)
+def test_what_is_reported_of_autocast_is_what_it_does_on_a_cpu(
+    module: nn.Module, inputs: tuple[Any, ...], reported: str
 ) -> None:
     with torch.autocast("cpu", dtype=HALF):
-        assert next(part.runs for part in parts(module)) == told
+        assert next(each.compute_dtype for each in compute_dtypes(module)) == reported
         found = module(*inputs)
     while isinstance(found, tuple):
         found = found[0]
-    assert found.dtype is (HALF if told == "float16" else FLOAT)
+    assert found.dtype is (HALF if reported == "float16" else FLOAT)
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.RNNCell, nn.GRUCell, nn.LSTMCell])
 def test_recurrent_layers_compute_products_in_half_under_autocast_whatever_they_return(kind: type[nn.Module]) -> None:
     module, inputs = kind(8, 8), torch.randn(2, 8)
     with torch.autocast("cpu", dtype=HALF):
-        told = explain(module)
+        reported = explain(module)
         found = module(inputs)[0].float()
-    assert told.modules[0].runs == "float16"
-    assert told.scaling.startswith("needed")
+    assert reported.modules[0].compute_dtype == "float16"
+    assert reported.scaling.startswith("needed")
     assert not torch.equal(found, module(inputs)[0])
 
 
@@ -115,19 +115,21 @@ def test_autocast_has_rules_of_its_own_on_accelerators(operation: str) -> None:
 
 def test_a_loop_of_ones_own_is_explained_inside_its_autocast_block() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    assert explain(model).modules[0].runs == "float32"
+    assert explain(model).modules[0].compute_dtype == "float32"
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert explain(model).modules[0].runs == "bfloat16"
+        assert explain(model).modules[0].compute_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(("kind", "master"), [("fp32", 4.0), ("remainder", 2.0), ("kahan", 2.0), ("stochastic", 0.0)])
-def test_bytes_are_counted_for_each_kind_of_master(kind: Any, master: float) -> None:
+@pytest.mark.parametrize(
+    ("storage", "master"), [("fp32", 4.0), ("remainder", 2.0), ("kahan", 2.0), ("stochastic", 0.0)]
+)
+def test_bytes_are_counted_for_each_storage_of_masters(storage: Any, master: float) -> None:
     model = nn.Sequential(nn.Linear(8, 8))
-    made = prepare(model, torch.optim.AdamW(model.parameters()), replace(O2, master_weights=kind))
+    made = prepare(model, torch.optim.AdamW(model.parameters()), replace(O2, master_weights=storage))
     before = explain(*made).optimizers[0]
     assert (before.weight_bytes, before.master_bytes, before.grad_bytes, before.state_bytes) == (2, master, 2, 0)
     assert before.state == ""
-    assert before.kind == f"MasterWeights(AdamW, {kind!r})"
+    assert before.kind == f"MasterWeights(AdamW, {storage!r})"
     model, optimizer, _ = made
     model(torch.randn(2, 8)).sum().backward()
     optimizer.step()
@@ -151,7 +153,7 @@ def test_float32_gradients_of_half_weights_are_counted_as_such() -> None:
         ("bf16", "not needed. BF16 has the range"),
     ],
 )
-def test_whether_a_scaler_is_needed_is_told_with_the_reason(precision: str, start: str) -> None:
+def test_whether_a_scaler_is_needed_is_reported_with_the_reason(precision: str, start: str) -> None:
     assert explained(precision).scaling.startswith(start)
 
 
@@ -248,14 +250,14 @@ def test_several_models_and_optimizers_are_explained_together() -> None:
     assert sum(row.count for row in explanation.modules) == 2
 
 
-def test_what_is_told_of_a_prepared_model_is_what_runs() -> None:
+def test_what_is_reported_of_a_prepared_model_is_what_runs() -> None:
     model, _, _ = prepare(net := Net(), torch.optim.SGD(net.parameters()), "O2")
-    told, found = {part.name: part.runs for part in parts(model) if part.name}, {}
+    reported, found = {each.name: each.compute_dtype for each in compute_dtypes(model) if each.name}, {}
     for name, part in model.named_modules():
         for own in part.parameters(recurse=False):
             own.register_hook(lambda grad, name=name: found.__setitem__(name, str(grad.dtype).removeprefix("torch.")))
     loss_of(model).backward()
-    assert found == told
+    assert found == reported
 
 
 def test_an_optimizer_whose_parameters_are_all_empty_holds_nothing() -> None:

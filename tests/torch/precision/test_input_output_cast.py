@@ -1,113 +1,31 @@
-"""The border of a module: what is cast there, and what stays what it is."""
+"""The input/output cast of a module: what is cast, and what is left alone."""
 
 import copy
 import inspect
 import io
 import pickle
-from collections import OrderedDict, UserDict, deque
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from tests.torch.test_cast import NO_CASTS, one
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_sequence
 
-from gradscale.torch.precision.input_output_cast import Border, border_of, cast, set_border, unbordered
+from gradscale.torch.precision.input_output_cast import (
+    InputOutputCast,
+    input_output_cast_of,
+    original_class,
+    set_input_output_cast,
+)
 
 HALF = torch.float16
 
 
-class Pair(NamedTuple):
-    a: Tensor
-    b: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    x: Tensor
-    name: str = "n"
-
-
-@dataclass
-class Checked:
-    x: Tensor
-    total: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.total = 7.0
-
-
-class Record(dict[str, Any]):
-    pass
-
-
-def one() -> Tensor:
-    return torch.ones(2)
-
-
-@pytest.mark.parametrize(
-    ("make", "find"),
-    [
-        (lambda x: x, lambda v: v),
-        (lambda x: (1, x), lambda v: v[1]),
-        (lambda x: [[x]], lambda v: v[0][0]),
-        (lambda x: {"k": {"m": (x,)}}, lambda v: v["k"]["m"][0]),
-        (lambda x: OrderedDict(k=x), lambda v: v["k"]),
-        (lambda x: deque([x]), lambda v: v[0]),
-        (lambda x: Pair(x, "s"), lambda v: v.a),
-        (lambda x: Pair(one(), Pair(x, None)), lambda v: v.b.a),
-        (lambda x: Frozen(x), lambda v: v.x),
-        (lambda x: [Frozen(Checked(x))], lambda v: v[0].x.x),  # type: ignore[arg-type]
-        (lambda x: Record(k=x), lambda v: v["k"]),
-        (lambda x: UserDict(k=[x]), lambda v: v["k"][0]),
-        (lambda x: pack_sequence([x]), lambda v: v.data),
-    ],
-)
-def test_tensors_are_cast_in_every_container(make: Any, find: Any) -> None:
-    original = make(one())
-    made = cast(original, HALF)
-    assert type(made) is type(original)
-    assert find(made).dtype is HALF
-    assert find(original).dtype is torch.float32
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("to", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_three_floats_are_cast_into_one_another(dtype: torch.dtype, to: torch.dtype) -> None:
-    assert cast(one().to(dtype), to).dtype is to
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float64, torch.complex64])
-def test_other_tensors_are_the_same_object_afterwards(dtype: torch.dtype) -> None:
-    tensor = torch.ones(2, dtype=dtype)
-    assert cast([tensor], HALF)[0] is tensor
-
-
-@pytest.mark.parametrize("value", [None, "text", 3, 2.5, Frozen, torch.float32])
-def test_what_is_no_tensor_is_left_alone(value: Any) -> None:
-    assert cast((value,), HALF)[0] is value
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        one(),
-        [one(), [one()]],
-        (one(), 3),
-        {"a": {"b": one()}},
-        OrderedDict(k=[one()]),
-        deque([one()]),
-        Pair(one(), [one()]),
-        Frozen(one()),
-        Record(k=one()),
-        torch.Size([2]),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_what_needs_no_cast_is_the_same_object(value: Any) -> None:
-    assert cast(value, torch.float32) is value
-    assert cast(value, None) is value
+@pytest.mark.parametrize("value", NO_CASTS, ids=lambda value: type(value).__name__)
+def test_a_cast_of_nothing_returns_the_same_object(value: Any) -> None:
+    module = nn.Identity()
+    set_input_output_cast(module, InputOutputCast(None, None, None))
+    assert module(value) is value
 
 
 def test_a_model_can_write_to_a_container_it_is_given() -> None:
@@ -117,22 +35,9 @@ def test_a_model_can_write_to_a_container_it_is_given() -> None:
             return x
 
     module, cache = Remembers(), [torch.ones(1, dtype=HALF)]
-    set_border(module, Border(HALF, None, torch.float32))
+    set_input_output_cast(module, InputOutputCast(HALF, None, torch.float32))
     module(one(), cache)
     assert [tensor.dtype for tensor in cache] == [HALF, HALF]
-
-
-def test_casting_a_dataclass_does_not_build_it_again() -> None:
-    value = Checked(one())
-    value.total = 1.0
-    assert cast(value, HALF).total == 1.0
-
-
-def test_a_cast_can_be_differentiated() -> None:
-    x = one().requires_grad_()
-    cast({"x": x}, HALF)["x"].sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype is torch.float32
 
 
 class Scaler(nn.Module):
@@ -147,45 +52,45 @@ class Scaler(nn.Module):
         return {"y": self.linear(x) * (1 if factor is None else factor)}
 
 
-def bordered(border: Border) -> Scaler:
+def with_cast(how: InputOutputCast) -> Scaler:
     module = Scaler()
-    if border.inputs is not None:
-        module.linear.to(border.inputs)
-    set_border(module, border)
+    if how.inputs is not None:
+        module.linear.to(how.inputs)
+    set_input_output_cast(module, how)
     return module
 
 
 def test_inputs_and_outputs_are_cast_by_position_and_by_name() -> None:
-    module = bordered(Border(torch.bfloat16, None, torch.float32))
+    module = with_cast(InputOutputCast(torch.bfloat16, None, torch.float32))
     assert module(one()[None], factor=one())["y"].dtype is torch.float32
     assert module(x=one()[None])["y"].dtype is torch.float32
     assert module.seen == [torch.bfloat16] * 2
 
 
 def test_autocast_is_on_inside_and_not_outside() -> None:
-    module = bordered(Border(None, torch.bfloat16, None))
+    module = with_cast(InputOutputCast(None, torch.bfloat16, None))
     assert module(one()[None])["y"].dtype is torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
 
 
 def test_autocast_can_be_switched_off_inside() -> None:
-    module = bordered(Border(None, torch.float32, None))
+    module = with_cast(InputOutputCast(None, torch.float32, None))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert module(one()[None])["y"].dtype is torch.float32
 
 
 def test_an_error_inside_leaves_autocast_as_it_was() -> None:
-    module = bordered(Border(None, torch.bfloat16, None))
+    module = with_cast(InputOutputCast(None, torch.bfloat16, None))
     with pytest.raises(AttributeError, match="dtype"):
         module("text")
     assert not torch.is_autocast_enabled("cpu")
 
 
 def test_the_module_stays_what_it_was() -> None:
-    module, plain = bordered(Border(None, torch.bfloat16, None)), Scaler()
+    module, plain = with_cast(InputOutputCast(None, torch.bfloat16, None)), Scaler()
     assert isinstance(module, Scaler)
     assert type(module).__name__ == "Scaler"
-    assert unbordered(type(module)) is Scaler
+    assert original_class(type(module)) is Scaler
     assert repr(module) == repr(plain)
     assert list(module.state_dict()) == list(plain.state_dict())
     assert inspect.signature(module.forward) == inspect.signature(plain.forward)
@@ -203,17 +108,17 @@ COPIES = [copy.copy, copy.deepcopy, lambda module: pickle.loads(pickle.dumps(mod
 
 
 @pytest.mark.parametrize("copied", COPIES, ids=["copy", "deepcopy", "pickle", "torch"])
-def test_copies_and_pickles_keep_the_border(copied: Any) -> None:
-    border = Border(torch.bfloat16, None, torch.float32)
-    module = bordered(border)
+def test_copies_and_pickles_keep_the_cast(copied: Any) -> None:
+    how = InputOutputCast(torch.bfloat16, None, torch.float32)
+    module = with_cast(how)
     made = copied(module)
     assert type(made) is type(module)
-    assert border_of(made) == border
+    assert input_output_cast_of(made) == how
     assert torch.equal(made(one()[None])["y"], module(one()[None])["y"])
 
 
 def test_a_deep_copy_runs_on_its_own_weights() -> None:
-    module = bordered(Border(None, torch.bfloat16, None))
+    module = with_cast(InputOutputCast(None, torch.bfloat16, None))
     made = copy.deepcopy(module)
     with torch.no_grad():
         made.linear.weight.zero_()
@@ -230,28 +135,30 @@ class Rebuilt(nn.Linear):
 
 
 @pytest.mark.parametrize("copied", COPIES, ids=["copy", "deepcopy", "pickle", "torch"])
-def test_modules_that_say_how_to_copy_them_keep_the_border(copied: Any) -> None:
+def test_modules_that_say_how_to_copy_them_keep_the_cast(copied: Any) -> None:
     module = Rebuilt(2, 3)
-    set_border(module, Border(None, None, torch.bfloat16))
+    set_input_output_cast(module, InputOutputCast(None, None, torch.bfloat16))
     made = copied(module)
     assert type(made) is type(module)
     assert made(one()).dtype is torch.bfloat16
 
 
-def test_a_module_built_by_the_class_of_another_has_no_border() -> None:
-    module = bordered(Border(None, torch.bfloat16, None))
+def test_a_module_built_by_the_class_of_another_has_no_cast() -> None:
+    module = with_cast(InputOutputCast(None, torch.bfloat16, None))
     new = type(module)()
-    assert border_of(new) is None
+    assert input_output_cast_of(new) is None
     assert new(one()[None])["y"].dtype is torch.float32
-    set_border(new, Border(None, None, HALF))
+    set_input_output_cast(new, InputOutputCast(None, None, HALF))
     assert type(new) is type(module)
     assert new(one()[None])["y"].dtype is HALF
 
 
-@pytest.mark.parametrize("border", [Border(HALF, None, torch.float32), Border(None, HALF, torch.float32)])
-def test_a_module_with_a_border_compiles_to_one_graph(border: Border) -> None:
+@pytest.mark.parametrize(
+    "how", [InputOutputCast(HALF, None, torch.float32), InputOutputCast(None, HALF, torch.float32)]
+)
+def test_a_module_with_a_cast_compiles_to_one_graph(how: InputOutputCast) -> None:
     torch._dynamo.reset()
-    module = bordered(border)
+    module = with_cast(how)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     assert torch.equal(compiled(one()[None])["y"], module(one()[None])["y"])
 
@@ -262,20 +169,20 @@ def test_modules_of_many_classes_compile_without_using_up_each_others_limit() ->
     for index in range(limit + 2):
         kind = type(f"Scaler{index}", (Scaler,), {})
         module = kind()
-        set_border(module, Border(None, HALF, torch.float32))
+        set_input_output_cast(module, InputOutputCast(None, HALF, torch.float32))
         torch.compile(module, fullgraph=True, backend="eager")(one()[None])
     torch._dynamo.reset()
 
 
-def test_functional_calls_go_through_the_border() -> None:
-    module = bordered(Border(None, torch.bfloat16, torch.float32))
+def test_functional_calls_go_through_the_cast() -> None:
+    module = with_cast(InputOutputCast(None, torch.bfloat16, torch.float32))
     zeros = {name: torch.zeros_like(value) for name, value in module.named_parameters()}
     made = torch.func.functional_call(module, zeros, (one()[None],))["y"]
     assert made.dtype is torch.float32
     assert not made.any()
 
 
-def test_a_module_without_parameters_can_have_a_border() -> None:
+def test_a_module_without_parameters_can_have_a_cast() -> None:
     module = nn.Tanh()
-    set_border(module, Border(torch.bfloat16, torch.bfloat16, torch.float32))
+    set_input_output_cast(module, InputOutputCast(torch.bfloat16, torch.bfloat16, torch.float32))
     assert module(one()).dtype is torch.float32

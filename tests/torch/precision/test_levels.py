@@ -10,7 +10,7 @@ import torch
 from tests.torch.precision.models import Net, loss_of, train
 
 from gradscale.torch import O0, O2, Precision, prepare
-from gradscale.torch.masters import Kind
+from gradscale.torch.masters import Storage
 from gradscale.torch.precision.levels import LEVELS
 
 STEPS = 25
@@ -39,7 +39,7 @@ MIXED = {
     "O1": LEVELS["O1"],
     "O1-bf16": LEVELS["O1-bf16"],
     "O2-bf16": LEVELS["O2-bf16"],
-    **{f"O2 {kind}": replace(O2, master_weights=kind) for kind in get_args(Kind)},
+    **{f"O2 {storage}": replace(O2, master_weights=storage) for storage in get_args(Storage)},
 }
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tests.torch.helpers import small_model, weights
-from tests.torch.precision.models import HALVED, NORMS, Net, dtypes, images, loss_of, prepared, train
+from tests.torch.precision.models import HALF_MODULES, NORMS, Net, dtypes, images, loss_of, prepared, train
 from torch import Tensor, nn
 
 from gradscale import NoScaling, Static
 from gradscale.policies.headroom import Headroom
 from gradscale.torch import O0, O1, O2, O3, MasterWeights, Precision, prepare
-from gradscale.torch.precision.input_output_cast import border_of
+from gradscale.torch.precision.input_output_cast import input_output_cast_of
 from gradscale.torch.precision.levels import LEVELS
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
@@ -41,7 +41,7 @@ def test_half_weights_are_half_and_norms_float32(compute: torch.dtype) -> None:
     model, _, _ = prepared(replace(O2, compute=compute))
     found = dtypes(model)
     assert {name: found[name] for name in NORMS} == {name: {FLOAT} for name in NORMS}
-    assert {name: found[name] for name in HALVED} == {name: {compute} for name in HALVED}
+    assert {name: found[name] for name in HALF_MODULES} == {name: {compute} for name in HALF_MODULES}
     assert model.position.dtype is compute
     assert model.calls.dtype is torch.int64
 
@@ -76,7 +76,7 @@ def test_activations_are_half_between_modules_and_around_norms() -> None:
         part.register_forward_pre_hook(lambda _, args, name=name: given.__setitem__(name, args[0].dtype))
     model(images()[0])
     assert given.pop("") is FLOAT
-    assert set(given) == {*NORMS, *HALVED, "norms"}
+    assert set(given) == {*NORMS, *HALF_MODULES, "norms"}
     assert set(given.values()) == {HALF}
 
 
@@ -146,11 +146,17 @@ def test_a_module_with_two_names_is_kept_by_either() -> None:
         assert dtypes(model) == {"first": {FLOAT}, "third": {HALF}}
 
 
-def test_batch_norm_needs_no_border_and_float32_models_none_at_all_inside() -> None:
+def test_batch_norm_needs_no_cast_and_float32_models_none_at_all_inside() -> None:
     model, _, _ = prepared(O2)
-    assert [border_of(model.get_submodule(name)) is None for name in NORMS] == [True, True, False, False, False]
+    assert [input_output_cast_of(model.get_submodule(name)) is None for name in NORMS] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     model, _, _ = prepared(O0)
-    assert [name for name, part in model.named_modules() if border_of(part) is not None] == [""]
+    assert [name for name, part in model.named_modules() if input_output_cast_of(part) is not None] == [""]
 
 
 def test_only_float32_becomes_half() -> None:

@@ -21,25 +21,25 @@ def test_the_optimizer_comes_back_as_it_is_without_masters(level: str) -> None:
     assert prepare(model, optimizer, level)[1] is optimizer
 
 
-@pytest.mark.parametrize("kind", ["fp32", "remainder", "kahan", "stochastic"])
-def test_masters_are_of_the_kind_asked_for(kind: Any) -> None:
+@pytest.mark.parametrize("storage", ["fp32", "remainder", "kahan", "stochastic"])
+def test_masters_are_in_the_storage_asked_for(storage: Any) -> None:
     model = Net()
-    inside = torch.optim.AdamW(model.parameters())
-    _, optimizer, _ = prepare(model, inside, replace(O2, master_weights=kind))
+    inner = torch.optim.AdamW(model.parameters())
+    _, optimizer, _ = prepare(model, inner, replace(O2, master_weights=storage))
     assert isinstance(optimizer, MasterWeights)
-    assert optimizer.kind == kind
-    assert optimizer.optimizer is inside
+    assert optimizer.storage == storage
+    assert optimizer.optimizer is inner
 
 
-@pytest.mark.parametrize("kind", ["fp32", "remainder"])
+@pytest.mark.parametrize("storage", ["fp32", "remainder"])
 @pytest.mark.parametrize("compute", [HALF, BF16])
-def test_masters_are_the_float32_weights_from_before_the_cast(compute: torch.dtype, kind: Any) -> None:
+def test_masters_are_the_float32_weights_from_before_the_cast(compute: torch.dtype, storage: Any) -> None:
     model = Net()
     with torch.no_grad():
         model.head.weight.clamp_(min=2**-10)  # where FP16 and its remainder are exact
     exact = model.head.weight.detach().clone()
     _, optimizer, _ = prepare(
-        model, torch.optim.SGD(model.parameters()), replace(O2, compute=compute, master_weights=kind)
+        model, torch.optim.SGD(model.parameters()), replace(O2, compute=compute, master_weights=storage)
     )
     assert isinstance(optimizer, MasterWeights)
     found = next(value for weight, value in optimizer.masters() if weight is model.head.weight)

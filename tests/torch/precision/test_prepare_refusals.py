@@ -188,7 +188,7 @@ def test_a_parameter_in_two_optimizers() -> None:
 def test_an_optimizer_with_masters_already() -> None:
     model = small_model()
     optimizer = MasterWeights(SGD(model.parameters()))
-    with pytest.raises(RuntimeError, match=r"Received: a `MasterWeights`. Pass the optimizer inside it"):
+    with pytest.raises(RuntimeError, match=r"Received: a `MasterWeights`. Pass its inner optimizer"):
         prepare(model, optimizer, "O1")
 
 

@@ -1,8 +1,5 @@
-"""The rule on torch's tensors against the same rule on numpy's, step by step and bit for bit."""
+"""The rule on torch's tensors against the same rule on numpy's, step by step and bit-exact."""
 
-import json
-import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.peers.rows import assert_scales, assert_scales_within_error, correctly_rounded, rows
 
 from gradscale import Dynamic, NoScaling, Policy, Seen, Static, preset
 from gradscale.engine.decide import decide
@@ -82,22 +80,30 @@ def test_states_and_gates_are_the_same_to_the_last_bit(name: str, events: list[t
         assert float(found.factor) == float(np.float32(expected.factor))
 
 
-ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "data" / "peer_scale_sequences.json").read_text())
+ROWS = rows("peer_scale_sequences.json")
+
+
+def scales_on_torch(row: dict[str, Any]) -> list[float]:
+    """Returns the scales of a recorded run of another system, as its preset has them on torch."""
+    rule = Rule(preset(row["system"], row["class"], **row["config"]), device=torch.device("cpu"))
+    scales: list[float] = []
+    amaxes = row.get("amax") or [0.0] * len(row["found_inf"])
+    for found_inf, amax in zip(row["found_inf"], amaxes, strict=True):
+        event = ("inf" if found_inf else "clean", amax, float(found_inf))
+        rule.state = rule.decide(rule.leaves(seen_by(event, in_torch)), rule.scale, None).state
+        scales.append(float(rule.state.scale))
+    return scales
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
-def test_a_preset_gives_the_scales_of_its_peer_on_torch(row: dict[str, Any]) -> None:
-    policy = preset(row["system"], row["class"], **row["config"])
-    rule = Rule(policy, device=torch.device("cpu"))
-    amaxes = row.get("amax") or [0.0] * len(row["found_inf"])
-    # A row in which the peer raises has no scale from there on.
-    for step, (found_inf, amax, wanted) in enumerate(
-        zip(row["found_inf"], amaxes, row["expected_scale"], strict=False)
-    ):
-        event = ("inf" if found_inf else "clean", amax, float(found_inf))
-        rule.state = rule.decide(rule.leaves(seen_by(event, in_torch)), rule.scale, None).state
-        if wanted is not None:
-            assert float(rule.state.scale) == np.float32(math.inf if wanted == "inf" else wanted), f"step {step}"
+def test_a_preset_gives_the_scales_of_its_peer_on_torch(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    correctly_rounded(monkeypatch, torch)
+    assert_scales(row, scales_on_torch(row))
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row["class"] == "LogMaxScaler"], ids=lambda row: row["id"])
+def test_log_max_gives_the_scales_of_its_peer_within_the_error_of_the_functions_of_torch(row: dict[str, Any]) -> None:
+    assert_scales_within_error(row, preset(row["system"], row["class"], **row["config"]), scales_on_torch(row))
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("Static", "NoScaling")])

@@ -1,6 +1,13 @@
-"""The demo in JAX: a GPT with two heads, its weights in float32 and its arithmetic in FP16, one compiled step."""
+"""The demo in JAX: a GPT with two heads, float32 weights and FP16 arithmetic, one compiled step."""
 
-from gradscale.demo.jax.compare import DEMO, compare
-from gradscale.demo.jax.train import Way
+from functools import partial
 
-__all__ = ["DEMO", "Way", "compare"]
+from gradscale.demo.jax.train import JaxTrainer
+from gradscale.demo.text import LANGUAGE, load_text
+from gradscale.demo.train import Demo, Experiment, recipes
+from gradscale.policies.headroom import Headroom
+
+DEMO = Demo(
+    recipes(Headroom()),
+    [Experiment(LANGUAGE, 300, lambda seed: partial(JaxTrainer, load_text(), seed))],
+)

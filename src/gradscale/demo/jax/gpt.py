@@ -1,4 +1,4 @@
-"""A small GPT, as GPT-2 is made, in plain JAX: parameters are dicts of arrays, and the model is a function of them."""
+"""A small GPT in the style of GPT-2, in plain JAX: a function of parameters, which are dicts of arrays."""
 
 from functools import partial
 from typing import Any
@@ -14,15 +14,7 @@ INIT_STD = 0.02
 
 
 def init_gpt(key: Array, vocabulary: int, length: int, width: int, depth: int) -> Params:
-    """Returns the parameters. Those of the blocks are stacked up: they run in a loop, which is compiled once.
-
-    Args:
-        key: of the random numbers.
-        vocabulary: how many characters there are.
-        length: positions at most.
-        width: numbers per position.
-        depth: blocks.
-    """
+    """Returns the parameters. Those of the blocks are stacked: they run in a loop that is compiled once."""
     characters, positions, blocks = jax.random.split(key, 3)
     return {
         "characters": normal(characters, (vocabulary, width)),
@@ -56,7 +48,7 @@ def _init_norm(width: int) -> Params:
 
 
 def init_taps(params: Params, text: Any) -> Params:
-    """Returns zeros for `gpt` to add to what goes into and comes out of its layers.
+    """Returns zeros for `gpt` to add to the inputs and outputs of its layers.
 
     The gradients by these zeros are the gradients of the activations, which FP16 must hold as well.
     """
@@ -69,7 +61,7 @@ def init_taps(params: Params, text: Any) -> Params:
 
 
 def gpt(params: Params, taps: Params, text: Array, heads: int) -> Array:
-    """Returns a vector for each position of a text; what is predicted from it is up to the caller."""
+    """Returns a vector for each position of a text; the prediction is up to the caller."""
 
     def run(x: Array, stacked: tuple[Params, Params]) -> tuple[Array, None]:
         block, tap = stacked
@@ -83,12 +75,12 @@ def gpt(params: Params, taps: Params, text: Array, heads: int) -> Array:
 
 
 def _attention(linear: Any, x: Array, heads: int) -> Array:
-    """Returns for each position a mixture of those up to it. Shares are computed in float32."""
+    """Returns causal self-attention. The softmax is computed in float32."""
     queries, keys, values = jnp.split(linear("joined", x).reshape(*x.shape[:2], heads, -1), 3, axis=-1)
-    likeness = jnp.einsum("bqhd,bkhd->bhqk", queries, keys) / queries.shape[-1] ** 0.5
-    seen = jnp.tril(jnp.ones(likeness.shape[-2:], bool))
-    shares = jax.nn.softmax(jnp.where(seen, likeness.astype(jnp.float32), -jnp.inf)).astype(x.dtype)
-    return linear("mixed", jnp.einsum("bhqk,bkhd->bqhd", shares, values).reshape(x.shape))
+    logits = jnp.einsum("bqhd,bkhd->bhqk", queries, keys) / queries.shape[-1] ** 0.5
+    mask = jnp.tril(jnp.ones(logits.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(mask, logits.astype(jnp.float32), -jnp.inf)).astype(x.dtype)
+    return linear("mixed", jnp.einsum("bhqk,bkhd->bqhd", weights, values).reshape(x.shape))
 
 
 def _linear(layers: Params, tap: Params, name: str, x: Array) -> Array:
@@ -96,7 +88,7 @@ def _linear(layers: Params, tap: Params, name: str, x: Array) -> Array:
 
 
 def _norm(params: Params, x: Array) -> Array:
-    """Returns `x` with mean 0 and deviation 1, times and plus what was learned. Squares are taken in float32."""
+    """Returns `x` with mean 0 and deviation 1, times `w`, plus `b`. Squares are taken in float32."""
     wide = x.astype(jnp.float32)
     wide = (wide - wide.mean(-1, keepdims=True)) * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5)
     return wide.astype(x.dtype) * params["w"] + params["b"]

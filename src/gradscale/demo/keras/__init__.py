@@ -4,7 +4,8 @@ from gradscale.demo.keras.backend import import_keras
 
 import_keras()
 
-from gradscale.demo.keras.compare import DEMO, compare  # noqa: E402
-from gradscale.demo.keras.train import Way  # noqa: E402
+from gradscale.demo.digits import AUTOENCODER  # noqa: E402
+from gradscale.demo.keras.train import load  # noqa: E402
+from gradscale.demo.train import Demo, Experiment, recipes  # noqa: E402
 
-__all__ = ["DEMO", "Way", "compare"]
+DEMO = Demo(recipes("auto"), [Experiment(AUTOENCODER, 600, load)])

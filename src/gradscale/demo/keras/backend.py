@@ -1,4 +1,4 @@
-"""Which backend Keras runs on in the demo: what the user chose, or the first that is installed."""
+"""The backend that Keras runs on in the demo: the user's choice, or the first that is installed."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ def import_keras() -> str:
     Raises:
         ValueError: no backend is installed, or the one that was chosen does not train.
     """
-    # TensorFlow would tell how it was built, in the middle of the progress bars.
+    # TensorFlow would log how it was built, in the middle of the progress bars.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     is_open = "keras" not in sys.modules and not os.environ.get("KERAS_BACKEND")
     if is_open:

@@ -1,4 +1,4 @@
-"""Gradients to look at, taken as a custom loop takes them, which each backend does in its own way."""
+"""Gradients of the model's loss, taken as a custom training loop takes them on each backend."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from gradscale.demo.digits import Array
 from gradscale.demo.keras.model import loss_of
+from gradscale.demo.run import Array
 
 Differentiated = Callable[[Array, Sequence[Array], Any, float], list[Array]]
 """Takes images, taps, targets and a scale. Returns the gradients of the loss times the scale: by the model's weights,
@@ -15,7 +15,7 @@ and by the taps."""
 
 
 def differentiated(model: Any) -> Differentiated:
-    """Returns what takes gradients of the model's loss with the weights that it has at the time."""
+    """Returns a function that takes gradients of the model's loss at its current weights."""
     take = {"tensorflow": _with_tensorflow, "jax": _with_jax, "torch": _with_torch}[keras.config.backend()](model)
 
     def gradients(images: Array, taps: Sequence[Array], wanted: Any, scale: float) -> list[Array]:

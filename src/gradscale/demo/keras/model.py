@@ -1,4 +1,4 @@
-"""The model: the autoencoder and classifier of the demo in numpy, as two outputs of one Keras model."""
+"""The autoencoder and its classifier as two outputs of one Keras model."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from gradscale.demo.digits import Array
-from gradscale.demo.numpy.model import CLASSIFIER_WEIGHT, SIZES, init_params
+from gradscale.demo.digits import CLASSIFIER_WEIGHT, SIZES
+from gradscale.demo.numpy.model import init_params
+from gradscale.demo.run import Array
 from gradscale.numpy.tree import named_arrays
 
 LOSSES = {
@@ -16,7 +17,7 @@ LOSSES = {
 }
 
 WEIGHTS = {"decoder": 1.0, "classifier": CLASSIFIER_WEIGHT}
-"""What `compile` calls `loss_weights`. The small one is the cause of the trouble."""
+"""The `loss_weights` of `compile`."""
 
 
 class Network(keras.Model):
@@ -27,7 +28,7 @@ class Network(keras.Model):
 
         Args:
             dtype: Keras' dtype policy of the layers.
-            weights: what it starts from, as `init_weights` or `get_weights` return it.
+            weights: the initial weights, as `init_weights` or `get_weights` return them.
         """
         super().__init__(dtype=dtype)
         self.parts = {
@@ -42,7 +43,7 @@ class Network(keras.Model):
 
         Args:
             images: rows of pixels.
-            taps: zeros to add to what each layer puts out, if its gradient is wanted.
+            taps: zeros to add to the output of each layer, to differentiate by.
         """
         left = None if taps is None else iter(taps)
         code = self._through("encoder", images, left)
@@ -60,18 +61,18 @@ def _summed(x: Any, taps: Iterator[Any] | None) -> Any:
 
 
 def make_taps(rows: int) -> list[Array]:
-    """Returns zeros in the shapes of what the layers put out, in the order in which they do."""
+    """Returns zeros in the shapes of the layers' outputs, in the order of `call`."""
     order = ("encoder", *LOSSES)
     return [np.zeros((rows, width), np.float32) for part in order for width in SIZES[part][1:]]
 
 
 def init_weights(rng: np.random.Generator) -> list[Array]:
-    """Returns the weights that training starts from, on every backend the same."""
+    """Returns the initial weights, the same on every backend."""
     return [array for _, array in named_arrays(init_params(rng))]
 
 
 def targets(images: Array, labels: Array) -> dict[str, Array]:
-    """Returns what each output is to be."""
+    """Returns the target of each output."""
     return {"decoder": images, "classifier": labels}
 
 

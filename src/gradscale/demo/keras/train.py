@@ -1,68 +1,78 @@
-"""The training loop: one way to train the model, and what became of it."""
+"""One training step: how `gradscale.keras` is used."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import keras
 import numpy as np
 
-from gradscale.demo.digits import Digits
-from gradscale.demo.keras.model import LOSSES, WEIGHTS, Network, init_weights, targets
-from gradscale.demo.keras.probe import Probe
-from gradscale.demo.numpy.train import LEARNING_RATE
-from gradscale.demo.run import SAMPLE_EVERY, Run
+from gradscale.demo.digits import LEARNING_RATE, Digits, load_digits
+from gradscale.demo.keras.gradients import differentiated
+from gradscale.demo.keras.model import LOSSES, WEIGHTS, Network, init_weights, make_taps, targets
+from gradscale.demo.run import Array, Gradients, Step
+from gradscale.demo.train import Recipe, Trainer
+from gradscale.formats import FP16, FP32
 from gradscale.keras import LossScaleOptimizer
-from gradscale.policies.contract import Policy
+
+DTYPES = {FP32: "float32", FP16: "mixed_float16"}
+"""The dtype policy of the layers. Weights are always float32."""
 
 EPSILON = 1e-8
-"""What Adam adds to the size of a gradient, as other frameworks have it. Keras' own 1e-7 would drown
-the classifier's."""
+"""Adam's, as other frameworks have it. Keras' own 1e-7 is larger than the classifier's gradients."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to train. Weights are always float32.
+class Probe:
+    """Computes gradients and outputs at the weights of a run, on networks of its own: each is compiled only once."""
 
-    Attributes:
-        name: what the table and the plot call it.
-        policy: the rule for the scale, or `"auto"`.
-        dtype: Keras' dtype policy of the layers.
-    """
+    def __init__(self, weights: list[Array]) -> None:
+        self._networks: dict[Any, Any] = {format: Network(dtype, weights) for format, dtype in DTYPES.items()}
+        self._gradients = {format: differentiated(network) for format, network in self._networks.items()}
 
-    name: str
-    policy: Policy | Literal["auto"]
-    dtype: str
+    def gradients(self, recipe: Recipe, weights: list[Array], images: Array, labels: Array, scale: float) -> Gradients:
+        """Returns the gradients of a step that starts from `weights`."""
+        for network in self._networks.values():
+            network.set_weights(weights)
+        wanted = targets(images, labels)
+        kept = self._gradients[recipe.format](images, [], wanted, scale)
+        reference = self._gradients[FP32](images, make_taps(len(images)), wanted, 1.0)
+        return Gradients(kept, reference[: len(kept)], reference[len(kept) :])
+
+    def outputs(self, weights: list[Array], images: Array) -> tuple[Array, Array]:
+        """Returns the pixels and the logits for images, in FP32."""
+        self._networks[FP32].set_weights(weights)
+        outputs = self._networks[FP32].predict_on_batch(images)
+        return outputs["decoder"], outputs["classifier"]
 
 
-def train(way: Way, digits: Digits, probe: Probe, seed: int, steps: int, tick: Callable[[], None]) -> Run:
-    """Returns the run. The same seed gives every way the same start and the same batches.
+class KerasTrainer:
+    """Trains the autoencoder."""
 
-    Args:
-        way: how to train.
-        digits: the data.
-        probe: what looks at the gradients now and then.
-        seed: of the start and the batches.
-        steps: how many.
-        tick: called after each.
-    """
-    rng = np.random.default_rng(seed)
-    model: Any = Network(way.dtype, init_weights(rng))
-    optimizer = LossScaleOptimizer(keras.optimizers.Adam(LEARNING_RATE, epsilon=EPSILON), policy=way.policy)
-    # JAX has to compile. For TensorFlow and torch it would take longer than the training of so small a model.
-    model.compile(optimizer, LOSSES, loss_weights=WEIGHTS, jit_compile=keras.config.backend() == "jax")
-    run = Run(way.name)
-    for step in range(steps):
-        images, labels = digits.batch(rng)
-        before = optimizer.state
-        if step % SAMPLE_EVERY == 0:
-            probe.sample(run, step, way.dtype, model.get_weights(), targets(images, labels), float(before.scale))
-        model.reset_metrics()
-        losses = model.train_on_batch(images, targets(images, labels), return_dict=True)
-        if optimizer.state.skipped > before.skipped:
-            run.skipped.append(step)
-        run.losses.append(float(losses["classifier_loss"]))
-        run.scales.append(float(before.scale))
-        tick()
-    run.scores = probe.scores(model.get_weights(), digits)
-    return run
+    def __init__(self, digits: Digits, probe: Probe, seed: int, recipe: Recipe) -> None:
+        self._digits, self._probe, self._recipe = digits, probe, recipe
+        self._rng = np.random.default_rng(seed)
+        self._model: Any = Network(DTYPES[recipe.format], init_weights(self._rng))
+        adam = keras.optimizers.Adam(LEARNING_RATE, epsilon=EPSILON)
+        self._optimizer = LossScaleOptimizer(adam, policy=recipe.policy)
+        # JAX has to compile. For TensorFlow and torch it would take longer than the training of so small a model.
+        jit = keras.config.backend() == "jax"
+        self._model.compile(self._optimizer, LOSSES, loss_weights=WEIGHTS, jit_compile=jit)
+
+    def step(self, sample: bool) -> Step:
+        images, labels = self._digits.batch(self._rng)
+        before = self._optimizer.state
+        scale, grads = float(before.scale), None
+        if sample:
+            grads = self._probe.gradients(self._recipe, self._model.get_weights(), images, labels, scale)
+        self._model.reset_metrics()
+        losses = self._model.train_on_batch(images, targets(images, labels), return_dict=True)
+        skipped = bool(self._optimizer.state.skipped > before.skipped)
+        return Step(float(losses["classifier_loss"]), scale, skipped, grads)
+
+    def scores(self) -> dict[str, float]:
+        return self._digits.scores(*self._probe.outputs(self._model.get_weights(), self._digits.test_images))
+
+
+def load(seed: int) -> Callable[[Recipe], Trainer]:
+    """Returns what makes a trainer."""
+    return partial(KerasTrainer, load_digits(seed), Probe(init_weights(np.random.default_rng(seed))), seed)

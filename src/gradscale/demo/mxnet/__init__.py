@@ -1,11 +1,18 @@
-"""The demo in MXNet: weights, activations and gradients in FP16, float32 masters, and Gluon's own training loop."""
+"""The demo in MXNet: FP16 weights, activations and gradients, float32 masters, and Gluon's own training loop."""
 
 import os
 
 # Read when MXNet is loaded. Arrays this small are faster on one thread, and on a busy machine by far.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from gradscale.demo.mxnet.compare import DEMO, compare
-from gradscale.demo.mxnet.train import Way
+from functools import partial
 
-__all__ = ["DEMO", "Way", "compare"]
+from gradscale.demo.digits import AUTOENCODER, GROWTH_INTERVAL, load_digits
+from gradscale.demo.mxnet.train import MXNetTrainer
+from gradscale.demo.train import Demo, Experiment, recipes
+from gradscale.policies.dynamic import Dynamic
+
+DEMO = Demo(
+    recipes(Dynamic(growth_interval=GROWTH_INTERVAL)),
+    [Experiment(AUTOENCODER, 800, lambda seed: partial(MXNetTrainer, load_digits(seed), seed))],
+)

@@ -1,7 +1,4 @@
-"""The model: an autoencoder whose code a classifier reads, trained together, the classifier at a small weight.
-
-It is the model of the demo in numpy, with its sizes and its weight of the classifier.
-"""
+"""The autoencoder and its classifier in Gluon."""
 
 import math
 from itertools import pairwise
@@ -10,39 +7,39 @@ from typing import Any
 import mxnet as mx
 from mxnet import gluon, nd
 
-from gradscale.demo.numpy.model import ACCURACY, CLASSIFIER_WEIGHT, PIXEL_ERROR, SIZES
+from gradscale.demo.digits import CLASSIFIER_WEIGHT, SIZES
 
 
 class KeptDense(gluon.HybridBlock):
-    """A dense layer that computes in float32 and keeps what comes out of it, and all gradients, in the type `kept`.
+    """A dense layer that computes in float32 and stores its output and all gradients in `dtype`.
 
     MXNet has no matrix product in float16 on a CPU.
     """
 
-    def __init__(self, inputs: int, outputs: int, kept: str, *, rectified: bool) -> None:
+    def __init__(self, inputs: int, outputs: int, dtype: str, *, rectified: bool) -> None:
         super().__init__()
-        self._outputs, self._kept, self._rectified = outputs, kept, rectified
-        even = mx.init.Uniform(1 / math.sqrt(inputs))
+        self._outputs, self._dtype, self._rectified = outputs, dtype, rectified
+        uniform = mx.init.Uniform(1 / math.sqrt(inputs))
         with self.name_scope():
-            self.weight = self.params.get("weight", shape=(outputs, inputs), dtype=kept, init=even)
-            self.bias = self.params.get("bias", shape=(outputs,), dtype=kept, init=even)
+            self.weight = self.params.get("weight", shape=(outputs, inputs), dtype=dtype, init=uniform)
+            self.bias = self.params.get("bias", shape=(outputs,), dtype=dtype, init=uniform)
 
     def hybrid_forward(self, F: Any, x: Any, weight: Any, bias: Any) -> Any:
         """Returns the output of the layer. Gluon calls this, with arrays or with symbols."""
         wide = (F.cast(one, dtype="float32") for one in (x, weight, bias))
         summed = F.FullyConnected(*wide, num_hidden=self._outputs)
-        return F.cast(F.relu(summed) if self._rectified else summed, dtype=self._kept)
+        return F.cast(F.relu(summed) if self._rectified else summed, dtype=self._dtype)
 
 
 class Autoencoder(gluon.Block):
     """Redraws images and names the digits they show. Both outputs are float32, for losses in float32."""
 
-    def __init__(self, kept: str) -> None:
+    def __init__(self, dtype: str) -> None:
         super().__init__()
-        self.kept = kept
+        self.dtype = dtype
         with self.name_scope():
             for part, sizes in SIZES.items():
-                setattr(self, part, _layers(sizes, kept))
+                setattr(self, part, _layers(sizes, dtype))
 
     def forward(self, images: Any, taps: list[Any] | None = None) -> tuple[Any, Any]:
         """Returns the pixels and the logits.
@@ -51,32 +48,23 @@ class Autoencoder(gluon.Block):
             images: rows of pixels in float32.
             taps: gets an array of zeros for each activation, which is added to it. Its gradient is the activation's.
         """
-        code = _run(self.encoder, images.astype(self.kept), taps)
+        code = _run(self.encoder, images.astype(self.dtype), taps)
         pixels, logits = (_run(part, code, taps) for part in (self.decoder, self.classifier))
         return pixels.astype("float32"), logits.astype("float32")
 
 
 def losses_of(model: Autoencoder, images: Any, labels: Any, taps: list[Any] | None = None) -> tuple[Any, Any]:
-    """Returns the loss that is trained, and the classifier's part of it, before its weight."""
+    """Returns the total loss, and the classifier's before its weight."""
     pixels, logits = model(images, taps)
     classification = gluon.loss.SoftmaxCrossEntropyLoss()(logits, labels).mean()
     return (pixels - images).square().mean() + CLASSIFIER_WEIGHT * classification, classification
 
 
-def scores_of(model: Autoencoder, images: Any, labels: Any) -> dict[str, float]:
-    """Returns the share of images classified rightly, and the mean squared error of their pixels."""
-    pixels, logits = model(images)
-    return {
-        ACCURACY.name: float((logits.argmax(axis=1) == labels).mean().asscalar()),
-        PIXEL_ERROR.name: float((pixels - images).square().mean().asscalar()),
-    }
-
-
-def _layers(sizes: tuple[int, ...], kept: str) -> gluon.nn.HybridSequential:
+def _layers(sizes: tuple[int, ...], dtype: str) -> gluon.nn.HybridSequential:
     layers = gluon.nn.HybridSequential()
     last = len(sizes) - 2
     for index, (inputs, outputs) in enumerate(pairwise(sizes)):
-        layers.add(KeptDense(inputs, outputs, kept, rectified=index < last))
+        layers.add(KeptDense(inputs, outputs, dtype, rectified=index < last))
     return layers
 
 

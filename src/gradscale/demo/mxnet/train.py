@@ -1,99 +1,70 @@
-"""The training loop: one way to train the model, and what became of it."""
+"""One training step: how `gradscale.mxnet` is used."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon, nd
 
-from gradscale.demo.digits import Digits
-from gradscale.demo.mxnet.model import Autoencoder, losses_of, scores_of
-from gradscale.demo.numpy.train import LEARNING_RATE
-from gradscale.demo.run import SAMPLE_EVERY, Run
-from gradscale.histogram import exponent_histogram
+from gradscale.demo.digits import LEARNING_RATE, Digits
+from gradscale.demo.mxnet.model import Autoencoder, losses_of
+from gradscale.demo.run import Array, Gradients, Step
+from gradscale.demo.train import Recipe
 from gradscale.mxnet import init_trainer, scale_loss
-from gradscale.policies.contract import Policy
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to train.
+class MXNetTrainer:
+    """Trains the autoencoder. Master weights are always float32.
 
-    Attributes:
-        name: what the table and the plot call it.
-        policy: the rule for the scale.
-        kept: the type of weights, activations and gradients; master weights are always float32.
+    A second model in float32 takes over the weights when gradients are compared or the model is evaluated.
     """
 
-    name: str
-    policy: Policy
-    kept: str
+    def __init__(self, digits: Digits, seed: int, recipe: Recipe) -> None:
+        self._digits = digits
+        self._rng = np.random.default_rng(seed)
+        mx.random.seed(seed)
+        self._model, self._reference = Autoencoder(recipe.format.dtype_name), Autoencoder("float32")
+        for model in (self._reference, self._model):
+            model.initialize()
+        _copy(self._reference, self._model)  # MXNet draws other numbers for float16
+        self._model.hybridize()
+        settings = {"learning_rate": LEARNING_RATE, "multi_precision": True}
+        self._trainer = gluon.Trainer(self._model.collect_params(), "adam", settings)
+        self._scaler = init_trainer(self._trainer, recipe.policy)
 
-
-def train(way: Way, digits: Digits, seed: int, steps: int, tick: Callable[[], None]) -> Run:
-    """Returns the run. The same seed gives every way the same start and the same batches.
-
-    Args:
-        way: how to train.
-        digits: the data.
-        seed: of the start and the batches.
-        steps: how many.
-        tick: called after each.
-    """
-    rng = np.random.default_rng(seed)
-    mx.random.seed(seed)
-    model, twin = Autoencoder(way.kept), Autoencoder("float32")
-    for one in (twin, model):
-        one.initialize()
-    _copy(twin, model)  # MXNet draws other numbers for float16
-    model.hybridize()
-    trainer = gluon.Trainer(model.collect_params(), "adam", {"learning_rate": LEARNING_RATE, "multi_precision": True})
-    scaler = init_trainer(trainer, way.policy)
-    run = Run(way.name)
-    for step in range(steps):
-        images, labels = map(nd.array, digits.batch(rng))
+    def step(self, sample: bool) -> Step:
+        images, labels = map(nd.array, self._digits.batch(self._rng))
         with autograd.record():
-            loss, shown = losses_of(model, images, labels)
-            with scale_loss(loss, trainer) as scaled:
+            loss, shown = losses_of(self._model, images, labels)
+            with scale_loss(loss, self._trainer) as scaled:
                 scaled.backward()
-        if step % SAMPLE_EVERY == 0:
-            _sample(run, step, model, twin, images, labels)
-        trainer.step(1)
-        if scaler.last.skipped():
-            run.skipped.append(step)
-        run.losses.append(float(shown.asscalar()))
-        run.scales.append(scaler.last.scale)
-        tick()
-    _copy(model, twin)
-    run.scores = scores_of(twin, nd.array(digits.test_images), nd.array(digits.test_labels))
-    return run
+        grads = self._gradients(images, labels) if sample else None
+        self._trainer.step(1)
+        return Step(float(shown.asscalar()), float(self._scaler.last.scale), self._scaler.last.skipped(), grads)
 
+    def scores(self) -> dict[str, float]:
+        _copy(self._model, self._reference)
+        pixels, logits = self._reference(nd.array(self._digits.test_images))
+        return self._digits.scores(pixels.asnumpy(), logits.asnumpy())
 
-def _copy(source: Autoencoder, target: Autoencoder) -> None:
-    """Gives the target the weights of the source, rounded to its type."""
-    for given, taken in zip(_params(source), _params(target), strict=True):
-        taken.set_data(given.data().astype(target.kept))
+    def _gradients(self, images: Any, labels: Any) -> Gradients:
+        _copy(self._model, self._reference)
+        taps: list[Any] = []
+        with autograd.record():
+            loss, _ = losses_of(self._reference, images, labels, taps)
+        loss.backward()
+        return Gradients(_grads(self._model), _grads(self._reference), [tap.grad.asnumpy() for tap in taps])
 
 
 def _params(model: Autoencoder) -> list[Any]:
     return list(model.collect_params().values())
 
 
-def _sample(run: Run, step: int, model: Autoencoder, twin: Autoencoder, images: Any, labels: Any) -> None:
-    """Compares the gradients with those that FP32 makes of the same weights and images."""
-    _copy(model, twin)
-    taps: list[Any] = []
-    with autograd.record():
-        loss, _ = losses_of(twin, images, labels, taps)
-    loss.backward()
-    true_grads = [param.grad().asnumpy() for param in _params(twin)]
-    kept_grads = [param.grad().asnumpy() for param in _params(model)]
-    nonzero = sum(int(np.count_nonzero(array)) for array in true_grads)
-    lost = sum(
-        int(np.count_nonzero((array != 0) & (kept == 0))) for array, kept in zip(true_grads, kept_grads, strict=True)
-    )
-    run.sampled.append(step)
-    run.lost.append(lost / max(1, nonzero))
-    run.histogram = run.histogram + exponent_histogram([*true_grads, *(tap.grad.asnumpy() for tap in taps)])
+def _grads(model: Autoencoder) -> list[Array]:
+    return [param.grad().asnumpy() for param in _params(model)]
+
+
+def _copy(source: Autoencoder, target: Autoencoder) -> None:
+    """Sets the target's weights to the source's, rounded to the target's dtype."""
+    for given, taken in zip(_params(source), _params(target), strict=True):
+        taken.set_data(given.data().astype(target.dtype))

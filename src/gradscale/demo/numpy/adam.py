@@ -8,14 +8,7 @@ from gradscale.numpy.tree import named_arrays
 
 
 class Adam:
-    """Updates parameters in place. The defaults are those of `torch.optim.Adam`, but for the learning rate.
-
-    Args:
-        params: structure of float32 arrays.
-        lr: learning rate.
-        betas: decay of the averages of the gradient and of its square.
-        eps: what is added to the root of the second.
-    """
+    """Updates parameters in place. The defaults are those of `torch.optim.Adam`, except for the learning rate."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
         self._params = [array for _, array in named_arrays(params)]
@@ -25,7 +18,7 @@ class Adam:
         self._steps = 0
 
     def update(self, grads: Any) -> None:
-        """Takes a step with true gradients, in the structure of the parameters."""
+        """Takes a step with unscaled gradients, in the structure of the parameters."""
         self._steps += 1
         first, second = self._betas
         root = (1 - second**self._steps) ** 0.5

@@ -1,41 +1,26 @@
-"""The model: an autoencoder whose code a classifier reads, trained together, the classifier at a small weight."""
+"""The autoencoder and its classifier, forward and backward."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from gradscale.demo.digits import CLASSIFIER_WEIGHT, SIZES
 from gradscale.demo.numpy.network import Layer, backward, forward, init_layers
-from gradscale.demo.numpy.precision import Array, Store, single, wide
-from gradscale.demo.run import Score, Subject
+from gradscale.demo.numpy.precision import Store, single, wide
+from gradscale.demo.run import Array
 from gradscale.numpy.tree import mapped
-
-ACCURACY = Score("accuracy", ".1%")
-PIXEL_ERROR = Score("pixel error", ".4f")
-
-SUBJECT = Subject(
-    model="autoencoder",
-    loss_title="Loss of the classifier",
-    scores=(ACCURACY, PIXEL_ERROR),
-    caption="accuracy, loss: of the classifier",
-)
-
-SIZES = {"encoder": (64, 128, 64), "decoder": (64, 128, 64), "classifier": (64, 128, 128, 128, 10)}
-
-CLASSIFIER_WEIGHT = 1e-6
-"""Weight of the classifier's loss beside the reconstruction's, and the cause of the trouble: the gradient of a logit is
-at most this over the batch size, 1.6e-8, and all below 3e-8 is zero in FP16."""
 
 Params = dict[str, list[Layer]]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward and backward pass made.
+    """The losses and gradients of one forward and backward pass.
 
     Attributes:
         reconstruction: mean squared error of the pixels.
         classification: cross-entropy of the classifier, before its weight.
-        grads: gradients of the parameters, times the scale, as they are kept.
+        grads: gradients of the parameters, times the scale, as they are stored.
         activation_grads: gradients of the activations, likewise.
     """
 
@@ -46,7 +31,7 @@ class Pass:
 
     @property
     def loss(self) -> float:
-        """The loss that is trained."""
+        """The total loss."""
         return self.reconstruction + CLASSIFIER_WEIGHT * self.classification
 
 
@@ -79,15 +64,10 @@ def run_pass(params: Params, images: Array, labels: Array, scale: float, store: 
     )
 
 
-def evaluate(params: Params, images: Array, labels: Array) -> dict[str, float]:
-    """Returns the share of images classified rightly, and the mean squared error of their pixels, in float32."""
+def outputs(params: Params, images: Array) -> tuple[Array, Array]:
+    """Returns the pixels and the logits for images, in float32."""
     code = forward(params["encoder"], images, single)[-1]
-    guesses = forward(params["classifier"], code, single)[-1].argmax(axis=1)
-    pixels = forward(params["decoder"], code, single)[-1]
-    return {
-        ACCURACY.name: float((guesses == labels).mean()),
-        PIXEL_ERROR.name: float(np.square(pixels - images).mean()),
-    }
+    return forward(params["decoder"], code, single)[-1], forward(params["classifier"], code, single)[-1]
 
 
 def _cross_entropy(logits: Array, labels: Array) -> tuple[float, Array]:

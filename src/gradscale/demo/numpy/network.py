@@ -1,17 +1,18 @@
-"""A multilayer perceptron, forward and backward, with every array kept as `store` says."""
+"""A multilayer perceptron, forward and backward, with every array stored as `store` does."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from gradscale.demo.numpy.precision import Array, Store, wide
+from gradscale.demo.numpy.precision import Store, wide
+from gradscale.demo.run import Array
 
 Layer = dict[str, Array]
 
 
 def init_layers(sizes: Sequence[int], rng: np.random.Generator) -> list[Layer]:
-    """Returns float32 layers that start as those of `torch.nn.Linear`: even between plus and minus 1/sqrt(inputs)."""
+    """Returns float32 layers, initialized as `torch.nn.Linear` is: uniform between plus and minus 1/sqrt(inputs)."""
     return [
         {
             name: rng.uniform(-1, 1, shape).astype(np.float32) / np.float32(np.sqrt(inputs))
@@ -22,13 +23,7 @@ def init_layers(sizes: Sequence[int], rng: np.random.Generator) -> list[Layer]:
 
 
 def forward(layers: Sequence[Layer], inputs: Array, store: Store) -> list[Array]:
-    """Returns `inputs` and the output of every layer: rectified, but for the last.
-
-    Args:
-        layers: the layers, in float32 for computing with; their values are those that are kept.
-        inputs: the inputs, as they are kept.
-        store: how arrays are kept.
-    """
+    """Returns `inputs` and the output of every layer, as stored: rectified, except for the last."""
     activations = [inputs]
     for layer in layers:
         summed = wide(activations[-1]) @ layer["weight"] + layer["bias"]
@@ -39,14 +34,7 @@ def forward(layers: Sequence[Layer], inputs: Array, store: Store) -> list[Array]
 def backward(
     layers: Sequence[Layer], activations: Sequence[Array], grad: Array, store: Store
 ) -> tuple[list[Layer], list[Array]]:
-    """Returns the gradients of the layers, and those of the activations from the last to the first.
-
-    Args:
-        layers: what `forward` was given.
-        activations: what `forward` returned.
-        grad: gradient of the last activation, as it is kept.
-        store: how arrays are kept.
-    """
+    """Returns the gradients of the layers, and those of the activations from the last to the first."""
     layer_grads: list[Layer] = []
     activation_grads = [grad]
     for layer, inputs in zip(reversed(layers), reversed(activations[:-1]), strict=True):

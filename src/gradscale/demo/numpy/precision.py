@@ -1,14 +1,13 @@
-"""How arrays are kept: in float32 or in true float16. Sums are in float32 and rounded once, as tensor cores do."""
+"""How arrays are stored: in float32 or in true float16. Sums are in float32 and rounded once, as tensor cores do."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from gradscale.demo.run import Array
 
 Store = Callable[[Array], Array]
-"""Takes a float32 array and returns it as it is kept in memory."""
+"""Takes a float32 array and returns it as it is stored."""
 
 SMALLEST_NORMAL = np.float32(2.0**-14)
 ROUNDER = np.float32(0.75)
@@ -17,18 +16,18 @@ ROUNDER = np.float32(0.75)
 
 with np.errstate(invalid="ignore"):  # some of the NaNs are signalling
     WIDENED = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
-"""Every float16 number in float32. To look it up is twenty times faster than numpy's conversion of a subnormal."""
+"""Every float16 number in float32. A lookup is twenty times faster than numpy's conversion of a subnormal."""
 
 
 def single(values: Array) -> Array:
-    """Returns the array as it is: kept in float32."""
+    """Returns the array as it is: stored in float32."""
     return values
 
 
 def half(values: Array) -> Array:
     """Returns the array in float16: rounded to nearest, infinite above 65504, zero below 2**-25.
 
-    Subnormals are rounded before the conversion: numpy takes fifty times as long for those that it has to round.
+    Subnormals are rounded before the conversion: numpy takes fifty times as long for those it has to round.
     """
     subnormal = np.abs(values) < SMALLEST_NORMAL
     rounded = np.where(subnormal, (values + ROUNDER) - ROUNDER, values)

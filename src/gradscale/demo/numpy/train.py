@@ -1,86 +1,47 @@
-"""The training loop: one way to train the model, and what became of it."""
-
-from collections.abc import Callable
-from dataclasses import dataclass
+"""One training step: how `gradscale.numpy` is used."""
 
 import numpy as np
 
-from gradscale.demo.digits import Digits
+from gradscale.demo.digits import LEARNING_RATE, Digits
 from gradscale.demo.numpy.adam import Adam
-from gradscale.demo.numpy.model import Params, evaluate, init_params, run_pass
-from gradscale.demo.numpy.precision import Array, Store, single
-from gradscale.demo.run import SAMPLE_EVERY, Run
-from gradscale.histogram import exponent_histogram
+from gradscale.demo.numpy.model import init_params, outputs, run_pass
+from gradscale.demo.numpy.precision import half, single
+from gradscale.demo.run import Array, Gradients, Step
+from gradscale.demo.train import Recipe
+from gradscale.formats import FP16, FP32
 from gradscale.numpy import LossScaler
 from gradscale.numpy.tree import named_arrays
-from gradscale.policies.contract import Policy
 
-LEARNING_RATE = 3e-3
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to train.
-
-    Attributes:
-        name: what the table and the plot call it.
-        policy: the rule for the scale.
-        store: how weights, activations and gradients are kept; master weights are always float32.
-    """
-
-    name: str
-    policy: Policy
-    store: Store
+STORES = {FP32: single, FP16: half}
+"""How weights, activations and gradients are stored; master weights are always float32."""
 
 
-def train(way: Way, digits: Digits, seed: int, steps: int, tick: Callable[[], None]) -> Run:
-    """Returns the run. The same seed gives every way the same start and the same batches.
+class NumpyTrainer:
+    """Trains the autoencoder."""
 
-    Args:
-        way: how to train.
-        digits: the data.
-        seed: of the start and the batches.
-        steps: how many.
-        tick: called after each.
-    """
-    from threadpoolctl import threadpool_limits
+    def __init__(self, digits: Digits, seed: int, recipe: Recipe) -> None:
+        self._digits = digits
+        self._rng = np.random.default_rng(seed)
+        self._params = init_params(self._rng)
+        self._store = STORES[recipe.format]
+        self._optimizer = Adam(self._params, LEARNING_RATE)
+        self._scaler = LossScaler(recipe.policy)
 
-    # Matrices this small are faster on one thread, and on a busy machine by far.
-    with threadpool_limits(1, user_api="blas"):
-        return _train(way, digits, np.random.default_rng(seed), steps, tick)
-
-
-def _train(way: Way, digits: Digits, rng: np.random.Generator, steps: int, tick: Callable[[], None]) -> Run:
-    params = init_params(rng)
-    optimizer = Adam(params, LEARNING_RATE)
-    scaler = LossScaler(way.policy)
-    run = Run(way.name)
-    for step in range(steps):
-        images, labels = digits.batch(rng)
-        made = run_pass(params, images, labels, scaler.loss_scale, way.store)
-        if step % SAMPLE_EVERY == 0:
-            _sample(run, step, params, images, labels, made.grads)
-        result = scaler.step(made.grads, loss=made.loss)
+    def step(self, sample: bool) -> Step:
+        images, labels = self._digits.batch(self._rng)
+        made = run_pass(self._params, images, labels, self._scaler.loss_scale, self._store)
+        grads = None
+        if sample:
+            reference = run_pass(self._params, images, labels, 1.0, single)
+            grads = Gradients(_arrays(made.grads), _arrays(reference.grads), reference.activation_grads)
+        result = self._scaler.step(made.grads, loss=made.loss)
         if result.applied:
-            optimizer.update(result.grads)
-        else:
-            run.skipped.append(step)
-        run.losses.append(made.classification)
-        run.scales.append(result.scale)
-        tick()
-    run.scores = evaluate(params, digits.test_images, digits.test_labels)
-    return run
+            self._optimizer.update(result.grads)
+        return Step(made.classification, float(result.scale), not result.applied, grads)
+
+    def scores(self) -> dict[str, float]:
+        return self._digits.scores(*outputs(self._params, self._digits.test_images))
 
 
-def _sample(run: Run, step: int, params: Params, images: Array, labels: Array, grads: Params) -> None:
-    """Compares the gradients with those that FP32 makes of the same weights and images."""
-    true = run_pass(params, images, labels, 1.0, single)
-    true_grads = [array for _, array in named_arrays(true.grads)]
-    kept_grads = [array for _, array in named_arrays(grads)]
-    nonzero = sum(int(np.count_nonzero(array)) for array in true_grads)
-    lost = sum(
-        int(np.count_nonzero((array != 0) & (kept == 0))) for array, kept in zip(true_grads, kept_grads, strict=True)
-    )
-    run.sampled.append(step)
-    run.lost.append(lost / max(1, nonzero))
-    run.histogram = run.histogram + exponent_histogram([*true_grads, *true.activation_grads])
+def _arrays(tree: object) -> list[Array]:
+    return [array for _, array in named_arrays(tree)]

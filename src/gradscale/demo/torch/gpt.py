@@ -1,4 +1,4 @@
-"""A small GPT, as GPT-2 is made: causal attention, residual blocks with LayerNorm in front, GELU."""
+"""A small GPT in the style of GPT-2: causal attention, residual blocks with LayerNorm in front, GELU."""
 
 import torch
 from torch import Tensor, nn
@@ -8,12 +8,7 @@ INIT_STD = 0.02
 
 
 class Block(nn.Module):
-    """Attention, then two layers on each position; both are added to what came in.
-
-    Args:
-        width: numbers per position.
-        heads: attention heads.
-    """
+    """Attention, then two layers on each position; both are added to what came in."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -35,15 +30,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Returns a vector for each position of a text; what is predicted from it is up to the caller.
-
-    Args:
-        vocabulary: how many characters there are.
-        length: positions at most.
-        width: numbers per position.
-        heads: attention heads.
-        depth: blocks.
-    """
+    """Returns a vector for each position of a text; the prediction is up to the caller."""
 
     def __init__(self, vocabulary: int, length: int, width: int, heads: int, depth: int) -> None:
         super().__init__()

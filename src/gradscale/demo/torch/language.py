@@ -1,24 +1,26 @@
 """A small GPT that learns to write Python, character by character."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gradscale.demo.run import Score, Subject
+from gradscale.demo.run import Array
+from gradscale.demo.text import (
+    AHEAD_WEIGHT,
+    DEPTH,
+    HEADS,
+    LANGUAGE,
+    LEARNING_RATE,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Text,
+    gpt_scores,
+)
 from gradscale.demo.torch.gpt import GPT, init_as_gpt2
 from gradscale.demo.torch.task import Losses
-from gradscale.demo.torch.text import VOCABULARY, Text
-
-PERPLEXITY = Score("perplexity", ".1f")
-MAIN_HEAD = Score("main head", ".1f")
-
-AHEAD_WEIGHT = 1e-5
-"""Weight of the second head's loss, and the cause of the trouble: the gradient of its logits is at most this over the
-512 characters of a batch, 2e-8, and all below 3e-8 is zero in FP16."""
-
-LENGTH = 32
-SEQUENCES = 16
-TEST_SEQUENCES = 512
 
 
 class TwoHeads(nn.Module):
@@ -26,10 +28,9 @@ class TwoHeads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        width = 32
-        self.trunk = GPT(len(VOCABULARY), LENGTH, width, heads=4, depth=2)
-        self.next = nn.Linear(width, len(VOCABULARY), bias=False)
-        self.ahead = nn.Linear(width, len(VOCABULARY), bias=False)
+        self.trunk = GPT(len(VOCABULARY), LENGTH, WIDTH, HEADS, DEPTH)
+        self.next = nn.Linear(WIDTH, len(VOCABULARY), bias=False)
+        self.ahead = nn.Linear(WIDTH, len(VOCABULARY), bias=False)
         self.apply(init_as_gpt2)
 
     def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,23 +40,12 @@ class TwoHeads(nn.Module):
 
 
 class LanguageTask:
-    """Predicts the next character and, at a small weight so as not to disturb, the one after it."""
+    """Predicts the next character and, at a small weight, the one after it."""
 
-    subject = Subject(
-        model="gpt",
-        loss_title="Loss of the GPT's second head",
-        scores=(PERPLEXITY, MAIN_HEAD),
-        caption="perplexity, loss: of the second head; main head: its perplexity",
-    )
-    learning_rate = 4e-3
+    subject = LANGUAGE
+    learning_rate = LEARNING_RATE
 
     def __init__(self, text: Text, device: torch.device) -> None:
-        """Keeps the data.
-
-        Args:
-            text: what to read.
-            device: where to train.
-        """
         self._text = text
         self._device = device
 
@@ -63,23 +53,27 @@ class LanguageTask:
         return TwoHeads().to(self._device)
 
     def batch(self, generator: torch.Generator) -> Tensor:
-        return self._text.batch(SEQUENCES, LENGTH + 2, generator).to(self._device)
+        return torch.from_numpy(self._text.batch(draw_from(generator))).to(self._device)
 
     def losses(self, model: nn.Module, batch: Tensor) -> Losses:
-        next_logits, ahead_logits = model(batch[:, :-2])
-        loss, ahead = _loss(next_logits, batch[:, 1:-1]), _loss(ahead_logits, batch[:, 2:])
+        loss, ahead = _head_losses(model, batch)
         return Losses(loss + AHEAD_WEIGHT * ahead, ahead)
 
     @torch.no_grad()
     def scores(self, model: nn.Module) -> dict[str, float]:
-        rows = self._text.test_rows(TEST_SEQUENCES, LENGTH + 2).to(self._device)
-        next_logits, ahead_logits = model(rows[:, :-2])
-        return {
-            PERPLEXITY.name: float(_loss(ahead_logits, rows[:, 2:]).exp()),
-            MAIN_HEAD.name: float(_loss(next_logits, rows[:, 1:-1]).exp()),
-        }
+        return gpt_scores(*map(float, _head_losses(model, torch.from_numpy(self._text.test_rows()).to(self._device))))
 
 
-def _loss(logits: Tensor, characters: Tensor) -> Tensor:
-    """Returns the mean cross-entropy over all positions."""
+def draw_from(generator: torch.Generator) -> Callable[[int, tuple[int, ...]], Array]:
+    """Returns what draws the starts of `Text.batch` from torch's random numbers."""
+    return lambda high, size: torch.randint(high, size, generator=generator).numpy()
+
+
+def _head_losses(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the mean cross-entropy of each head over all positions."""
+    next_logits, ahead_logits = model(rows[:, :-2])
+    return _cross_entropy(next_logits, rows[:, 1:-1]), _cross_entropy(ahead_logits, rows[:, 2:])
+
+
+def _cross_entropy(logits: Tensor, characters: Tensor) -> Tensor:
     return cross_entropy(logits.float().flatten(0, 1), characters.flatten())

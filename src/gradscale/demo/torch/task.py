@@ -1,4 +1,4 @@
-"""What is trained: a model, its data and its losses."""
+"""The interface of a task, which the CNN and the GPT have."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -12,8 +12,8 @@ class Losses(NamedTuple):
     """The losses of one batch.
 
     Attributes:
-        trained: what the gradients are taken of.
-        shown: the part of it that the subject is about, for the picture.
+        trained: the total loss, which is differentiated.
+        shown: the part of it that is plotted.
     """
 
     trained: Tensor
@@ -21,7 +21,7 @@ class Losses(NamedTuple):
 
 
 class Task(Protocol):
-    """Something to train, the same for every way to train it."""
+    """A model, its data and its losses; the same for every recipe."""
 
     subject: Subject
     learning_rate: float
@@ -39,5 +39,5 @@ class Task(Protocol):
         ...
 
     def scores(self, model: nn.Module) -> dict[str, float]:
-        """Returns what the subject's scores are on test data, computed in float32."""
+        """Returns the subject's scores on the test data."""
         ...

@@ -1,102 +1,133 @@
-"""The training loop: one way to train a model, and what became of it."""
+"""One training step: how `gradscale.torch` is used."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from gradscale.demo.run import SAMPLE_EVERY, Run
+from gradscale.demo.digits import load_digits
+from gradscale.demo.run import Array, Gradients, Step
+from gradscale.demo.text import load_text
+from gradscale.demo.torch.cnn import DigitsTask
+from gradscale.demo.torch.language import LanguageTask
 from gradscale.demo.torch.task import Task
-from gradscale.formats import FP8_E4M3, FP8_E5M2
-from gradscale.histogram import exponent_histogram
+from gradscale.demo.train import Recipe, Trainer
+from gradscale.demo.workers import Workers
+from gradscale.formats import FP8_E4M3, FP8_E5M2, FP16, FP32, Format
 from gradscale.torch import LossScaler, emulate
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+TASKS: dict[str, Callable[[int], Task]] = {
+    DigitsTask.subject.model: lambda seed: DigitsTask(load_digits(seed), DEVICE),
+    LanguageTask.subject.model: lambda _: LanguageTask(load_text(), DEVICE),
+}
+"""Loads a task by a seed."""
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+CONTEXTS: dict[Format, Context] = {
+    FP32: nullcontext,
+    FP16: lambda: torch.autocast(DEVICE.type, dtype=torch.float16),
+    # As FP8 is trained in: E4M3 values that saturate, E5M2 gradients that overflow.
+    FP8_E5M2: lambda: emulate(FP8_E4M3, FP8_E5M2, saturate=True),
+}
+"""What the forward pass runs in. Parameters are always float32."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to train. Parameters are always float32.
+class TorchTrainer:
+    """Trains the model of a task.
 
     Attributes:
-        name: what the table and the plot call it.
-        policy: the rule for the scale, or `"auto"`.
-        block: makes what the model runs in, for a kind of device.
+        task: the data and the losses.
+        model: what is trained.
+        optimizer: updates it.
+        scaler: scales its loss.
+        context: what the forward pass runs in.
+        generator: draws the batches.
+        loss: which of the task's losses a step reports.
     """
 
-    name: str
-    policy: Any
-    block: Callable[[str], AbstractContextManager[Any]]
+    task: Task
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler
+    context: Context
+    generator: torch.Generator
+    loss: Literal["shown", "trained"] = "shown"
+
+    def step(self, sample: bool) -> Step:
+        batch = self.task.batch(self.generator)
+        with self.context():
+            losses = self.task.losses(self.model, batch)
+        self.scaler.backward(losses.trained)
+        grads = self._gradients(batch) if sample else None
+        result = self.scaler.step(self.optimizer)
+        self.optimizer.zero_grad()
+        return Step(float(getattr(losses, self.loss).detach()), float(result.scale), result.skipped(), grads)
+
+    def scores(self) -> dict[str, float]:
+        return self.task.scores(self.model)
+
+    def _gradients(self, batch: Any) -> Gradients:
+        parameters = list(self.model.parameters())
+        with _activation_grads(self.model) as activations:
+            reference = torch.autograd.grad(self.task.losses(self.model, batch).trained, parameters)
+        kept = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return Gradients(_arrays(kept), _arrays(reference), _arrays(activations))
 
 
-def in_fp32(device: str) -> AbstractContextManager[Any]:
-    """Returns a block that changes nothing."""
-    del device
-    return nullcontext()
+def load(model: str, seed: int) -> Callable[[Recipe], Trainer]:
+    """Returns what makes a trainer of the demo, by the model's name."""
+    return partial(_make, TASKS[model](seed), seed)
 
 
-def in_fp16(device: str) -> AbstractContextManager[Any]:
-    """Returns a block of real FP16."""
-    return torch.autocast(device, dtype=torch.float16)
+def _make(task: Task, seed: int, recipe: Recipe) -> TorchTrainer:
+    model = initial_model(task, seed)
+    scaler, generator = LossScaler(model, recipe.policy), torch.Generator().manual_seed(seed)
+    return TorchTrainer(task, model, adam(task, model), scaler, CONTEXTS[recipe.format], generator)
 
 
-def in_fp8(device: str) -> AbstractContextManager[Any]:
-    """Returns a block of emulated FP8, as it is trained in: E4M3 values that saturate, E5M2 gradients that overflow."""
-    del device
-    return emulate(FP8_E4M3, FP8_E5M2, saturate=True)
+def initial_model(task: Task, seed: int) -> nn.Module:
+    """Returns the model that a seed gives. Must be called in one thread: threads share torch's random numbers."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return task.model()
 
 
-def train(way: Way, task: Task, model: nn.Module, seed: int, steps: int, tick: Callable[[], None]) -> Run:
-    """Returns the run. The same seed gives every way the same batches.
+def adam(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    """Returns the optimizer of a task's model."""
+    return torch.optim.Adam(model.parameters(), lr=task.learning_rate, fused=True)
 
-    Args:
-        way: how to train.
-        task: what to train.
-        model: where to start from; it is changed.
-        seed: of the batches.
-        steps: how many.
-        tick: called after each.
+
+@contextmanager
+def workers() -> Iterator[Workers]:
+    """Yields as many threads as torch would use for one operation, each of which computes alone.
+
+    FP16 on a CPU is slow and its operations here are small: sharing one between two cores gains nothing, and on a busy
+    machine it is much slower. On an accelerator there is one thread.
     """
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=task.learning_rate, fused=True)
-    scaler = LossScaler(model, way.policy)
-    run = Run(way.name)
-    device = next(model.parameters()).device.type
-    for step in range(steps):
-        batch = task.batch(generator)
-        with way.block(device):
-            losses = task.losses(model, batch)
-        scaler.backward(losses.trained)
-        if step % SAMPLE_EVERY == 0:
-            _sample(run, step, task, model, batch)
-        result = scaler.step(optimizer)
-        optimizer.zero_grad()
-        if result.skipped():
-            run.skipped.append(step)
-        run.losses.append(float(losses.shown.detach()))
-        run.scales.append(float(result.scale))
-        tick()
-    run.scores = task.scores(model)
-    return run
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with Workers(threads if DEVICE.type == "cpu" else 1) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)
 
 
-def _sample(run: Run, step: int, task: Task, model: nn.Module, batch: Any) -> None:
-    """Compares the gradients with those that FP32 makes of the same weights and batch."""
-    parameters = list(model.parameters())
-    with _activation_grads(model) as activation_grads:
-        true_grads = torch.autograd.grad(task.losses(model, batch).trained, parameters)
-    kept_grads = [parameter.grad for parameter in parameters]
-    nonzero = sum(int(true.count_nonzero()) for true in true_grads)
-    lost = sum(int(((true != 0) & (kept == 0)).sum()) for true, kept in zip(true_grads, kept_grads, strict=True))
-    run.sampled.append(step)
-    run.lost.append(lost / max(1, nonzero))
-    run.histogram = run.histogram + exponent_histogram(grad.cpu().numpy() for grad in (*true_grads, *activation_grads))
+def _arrays(tensors: Any) -> list[Array]:
+    return [tensor.cpu().numpy() for tensor in tensors]
 
 
 @contextmanager
 def _activation_grads(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Yields a list that fills with the gradients of what goes into and comes out of the layers that FP16 computes."""
+    """Yields a list that fills with the gradients of the inputs and outputs of the layers that FP16 computes."""
     grads: list[Tensor] = []
 
     def watch(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

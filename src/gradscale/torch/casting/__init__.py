@@ -1,4 +1,4 @@
-"""Which functions run in which precision: on top of autocast, or without it."""
+"""`casts` and its decorators: which functions run in which precision, with autocast or without it."""
 
 from gradscale.torch.casting.context import casts
 from gradscale.torch.casting.decorators import float_function, half_function, promote_function

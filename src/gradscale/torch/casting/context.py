@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from gradscale.torch.cast import HALF_DTYPES
 from gradscale.torch.casting import rules
-from gradscale.torch.casting.arguments import Cast
-from gradscale.torch.casting.banned import HALVES, Ban, bans
-from gradscale.torch.casting.names import Function, Names, title, torch_names, writes_in_place
-from gradscale.torch.casting.rules import Rule, Rules
-from gradscale.torch.casting.stand_in import StandIn, original, stand_in_for
+from gradscale.torch.casting.aliases import Aliases, Function, describe, torch_aliases, writes_in_place
+from gradscale.torch.casting.banned import Ban, bans
+from gradscale.torch.casting.patches import Patch, original, patch_for
+from gradscale.torch.casting.rules import Cast, Rule, Rules
 
 
 class casts(TorchFunctionMode, ContextDecorator):
-    """Runs the listed functions in the precision they are listed under, and refuses unsafe ones in half precision.
+    """Runs the listed functions in the precision they are listed under, and rejects unsafe ones in half precision.
 
     >>> x = torch.full((4,), 300.0, dtype=torch.float16)
     >>> x.square()
@@ -27,20 +27,21 @@ class casts(TorchFunctionMode, ContextDecorator):
     ...     x.square()
     tensor([90000., 90000., 90000., 90000.])
 
-    Also a decorator. Floating-point tensors in the arguments are cast, in nested lists, tuples and dicts too; gradients
-    come back in the types that the arguments had. A function is the object that is called: one of torch's, which counts
-    under all its names; an operator of `torch.ops`; a Python function or method of any library, or of your own.
+    Also a decorator. Floating-point tensors in the arguments are cast, in nested containers too; gradients have the
+    dtypes that the arguments had. A function is the object that is called: one of torch's, with all its aliases; an
+    operator of `torch.ops`; a Python function or method of any library, or of your own.
 
-    Contexts nest: the inner one decides, what it does not list is as outside. Other threads are not affected. Every
-    call of a torch function inside costs some microseconds more. Nothing waits for the device.
+    Contexts nest: the inner one takes precedence, and the outer one holds for what it does not list. Other threads are
+    not affected. Every call of a torch function inside takes some microseconds longer. Does not synchronize with the
+    device.
 
     Args:
         half: run in half precision.
-        float: run in float32, with autocast off inside.
-        promote: run in the widest type among the arguments.
-        dtype: what half is, FP16 or BF16; by default autocast's own type where autocast is on, and FP16 elsewhere.
-        banned: functions that must not get half-precision tensors, with the reason, beside those known to be unsafe.
-        allow: functions that may get them although they are banned.
+        float: run in float32, with autocast disabled.
+        promote: run in the widest dtype among the arguments.
+        dtype: the half dtype, FP16 or BF16; by default autocast's own where autocast is enabled, and FP16 elsewhere.
+        banned: functions that must not get half-precision tensors, with the reason, beside the known unsafe ones.
+        allow: functions that may get them although they are known to be unsafe.
 
     Raises:
         TypeError: calls of a function cannot be caught.
@@ -57,12 +58,12 @@ class casts(TorchFunctionMode, ContextDecorator):
         banned: Mapping[Function, str] | None = None,
         allow: Iterable[Function] = (),
     ) -> None:
-        if dtype is not None and dtype not in HALVES:
+        if dtype is not None and dtype not in HALF_DTYPES:
             raise ValueError(f"`dtype` must be torch.float16 or torch.bfloat16. Received: dtype={dtype!r}.")
         super().__init__()
         self._rules: Rules = {}
-        self._stand_ins: list[StandIn] = []
-        self._allowed = {name for function in allow for name in _names("allow", original(function))}
+        self._patches: list[Patch] = []
+        self._allowed = {alias for function in allow for alias in _aliases("allow", original(function))}
         self._list("half", half, Cast("half", dtype))
         self._list("float", float, Cast("float"))
         self._list("promote", promote, Cast("promote"))
@@ -71,75 +72,69 @@ class casts(TorchFunctionMode, ContextDecorator):
 
     def __enter__(self) -> "casts":
         outer = rules.current()
-        rules.enter(self._over(bans() if outer is None else outer))
-        for stand_in in self._stand_ins:
-            stand_in.take()
+        rules.push(self._over(bans() if outer is None else outer))
+        for patch in self._patches:
+            patch.install()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        for stand_in in self._stand_ins:
-            stand_in.leave()
-        rules.leave()
+        for patch in self._patches:
+            patch.remove()
+        rules.pop()
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Returns what a function of torch's makes of its arguments, cast.
-
-        Args:
-            func: what was called.
-            types: not used.
-            args: with these.
-            kwargs: and these.
-        """
+        """Returns the result of a call of a torch function, under the rule that holds for it."""
         rule, kwargs = rules.rule_for(func), kwargs or {}
         if rule is None:
             return func(*args, **kwargs)
-        rules.enter({})  # torch asks the outer contexts next, and they must leave it at that
+        rules.push({})  # torch calls the modes of outer contexts next, and their rules must not be applied as well
         try:
             return rule.run(func, args, kwargs, op=True)
         finally:
-            rules.leave()
+            rules.pop()
 
     def _list(self, parameter: str, functions: Iterable[Function], rule: Rule) -> None:
         for function in map(original, functions):
-            names = _names(parameter, function)
-            if names & self._rules.keys():
+            aliases = _aliases(parameter, function)
+            if aliases & self._rules.keys():
                 raise ValueError(
                     "A function must be listed once, under whatever name. "
-                    f"Received: {title(function)} in `{parameter}`, and before. Take it out of one of the two."
+                    f"Received: {describe(function)} in `{parameter}`, and before. Take it out of one of the two."
                 )
-            if parameter == "half" and (ban := bans().get(function)) and not names <= self._allowed:
+            if parameter == "half" and (ban := bans().get(function)) and not aliases <= self._allowed:
                 raise ValueError(
-                    f"`half` must not list functions that are unsafe in half precision. Received: {title(function)}. "
-                    f"{ban.reason} If you know better: `casts(half=[...], allow=[...])`."
+                    "`half` must not list functions that are unsafe in half precision. "
+                    f"Received: {describe(function)}. {ban.reason} "
+                    "If you know better: `casts(half=[...], allow=[...])`."
                 )
-            if not torch_names(function):
-                self._stand_ins.append(stand_in_for(function))
-            self._rules |= dict.fromkeys(names, rule)
+            if not torch_aliases(function):
+                self._patches.append(patch_for(function))
+            self._rules |= dict.fromkeys(aliases, rule)
 
     def _over(self, outer: Mapping[Function, Rule]) -> Rules:
-        lifted = {name for name in self._allowed if isinstance(outer.get(name), Ban)}
-        return {name: rule for name, rule in outer.items() if name not in lifted} | self._rules
+        lifted = {alias for alias in self._allowed if isinstance(outer.get(alias), Ban)}
+        return {alias: rule for alias, rule in outer.items() if alias not in lifted} | self._rules
 
 
-def _names(parameter: str, function: Function) -> Names:
-    """Returns the objects by which calls of a listed function are known: its names in torch, or itself."""
-    names = torch_names(function)
-    if names and parameter != "allow" and writes_in_place(function):
+def _aliases(parameter: str, function: Function) -> Aliases:
+    """Returns the objects by which calls of a listed function are recognised: its aliases in torch, or itself."""
+    aliases = torch_aliases(function)
+    if aliases and parameter != "allow" and writes_in_place(function):
         raise TypeError(
             f"`{parameter}` must not list functions that write to their argument: they would write to a copy. "
-            f"Received: {title(function)}. List the one that returns its result, and call that."
+            f"Received: {describe(function)}. List the one that returns its result, and call that."
         )
-    if names or (isinstance(function, FunctionType) and stand_in_for(function).look_around()):
-        return names or frozenset([function])
+    if aliases or (isinstance(function, FunctionType) and patch_for(function).find_places()):
+        return aliases or frozenset([function])
     raise TypeError(
         f"`{parameter}` takes functions whose calls can be caught: torch's own, operators of `torch.ops`, and Python "
-        f"functions and methods found under their name in a module or class. Received: {title(function)}. "
-        + _way_out(function)
+        f"functions and methods found under their name in a module or class. Received: {describe(function)}. "
+        + _alternative(function)
     )
 
 
-def _way_out(function: Any) -> str:
+def _alternative(function: Any) -> str:
     if isinstance(function, type | nn.Module):
         return "Name a method of the class, such as `LayerNorm.forward`."
     return "Call it from a function decorated with `half_function`, `float_function` or `promote_function`."

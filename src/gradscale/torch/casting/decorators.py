@@ -1,17 +1,17 @@
-"""Decorators for functions of the user's own that are to run in a certain precision under autocast."""
+"""Decorators for the user's own functions that run in a certain precision under autocast."""
 
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from gradscale.torch.casting.arguments import Cast, autocast_devices, floating
+from gradscale.torch.casting.rules import Cast, autocast_devices, floating
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def half_function(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns the function with its floating-point arguments cast to autocast's type, wherever autocast is on.
+    """Returns the function with its floating-point arguments cast to autocast's dtype wherever autocast is enabled.
 
     >>> import torch
     >>> @half_function
@@ -39,7 +39,7 @@ def float_function(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def promote_function(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns the function with its floating-point arguments cast to the widest type among them under autocast.
+    """Returns the function with its floating-point arguments cast to the widest dtype among them under autocast.
 
     >>> import torch
     >>> @promote_function

@@ -1,23 +1,35 @@
-"""The rules that hold for calls, and the contexts that brought them: a stack of its own for every thread."""
+"""Rules for calls of functions: the rule that casts arguments, and which rules hold in which thread."""
 
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Literal, Protocol
 
-from gradscale.torch.casting.names import Function
+import torch
+from torch import Tensor
+
+from gradscale.torch.cast import cast, tensors_in
+from gradscale.torch.casting.aliases import Function
+
+AUTOCAST_DTYPES = frozenset(
+    dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.is_floating_point
+) - {torch.float64}
+"""Dtypes that are cast: the same as by autocast, which leaves float64 alone."""
 
 
 class Rule(Protocol):
-    """What becomes of a call."""
+    """What happens to a call of a function."""
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, op: bool) -> Any:
-        """Returns what `function` makes of the arguments, or of others in their place.
+    def run(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, op: bool) -> Any:
+        """Returns the result of the call, with these arguments or with others in their place.
 
         Args:
-            function: what was called.
-            args: with these.
-            kwargs: and these.
-            op: whether `function` is an operation of torch's, not a Python function.
+            function: the function that was called.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            op: whether `function` is an operation of torch, not a Python function.
         """
         ...
 
@@ -25,8 +37,55 @@ class Rule(Protocol):
 Rules = dict[Function, Rule]
 
 
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A rule that casts the floating-point arguments. Gradients have the dtypes that the arguments had.
+
+    Attributes:
+        to: `"half"`, `"float"` (float32), or `"promote"`: the widest dtype among the arguments.
+        dtype: the half dtype; None is autocast's own where autocast is enabled, and FP16 elsewhere.
+    """
+
+    to: Literal["half", "float", "promote"]
+    dtype: torch.dtype | None = None
+
+    def run(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, op: bool) -> Any:
+        """Returns the result of the call with cast arguments."""
+        # `out` of an operation is not cast: the result would be written to the copy.
+        inputs = {key: value for key, value in kwargs.items() if not (op and key == "out")}
+        tensors = floating(args, inputs)
+        if not tensors:
+            return function(*args, **kwargs)
+        args, inputs = cast((args, inputs), self._target(tensors), AUTOCAST_DTYPES)
+        with ExitStack() as stack:
+            # Autocast would cast the inputs of an operation once more. A Python function keeps it, since autocast casts
+            # the weights that the function uses beside its arguments, unless it is to run in float32 altogether.
+            for device in autocast_devices(tensors) if op or self.to == "float" else ():
+                stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **{**kwargs, **inputs})
+
+    def _target(self, tensors: list[Tensor]) -> torch.dtype:
+        if self.to == "promote":
+            return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        if self.to == "float":
+            return torch.float32
+        device = tensors[0].device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float16
+        return self.dtype or autocast
+
+
+def floating(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the floating-point tensors among arguments, and in nested containers of them."""
+    return [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value) if tensor.is_floating_point()]
+
+
+def autocast_devices(tensors: Iterable[Tensor]) -> list[str]:
+    """Returns the device types of the tensors for which autocast is enabled."""
+    return [device for device in {tensor.device.type for tensor in tensors} if torch.is_autocast_enabled(device)]
+
+
 class _Active(threading.local):
-    """The rules of the contexts that this thread is in, innermost last: all that hold there, not only its own."""
+    """The rules of each context that this thread is in, innermost last, with those of the outer contexts included."""
 
     def __init__(self) -> None:
         self.stack: list[Rules] = []
@@ -45,11 +104,11 @@ def rule_for(function: Function) -> Rule | None:
     return _ACTIVE.stack[-1].get(function) if _ACTIVE.stack else None
 
 
-def enter(rules: Rules) -> None:
-    """Lets `rules`, and no others, hold in this thread."""
+def push(rules: Rules) -> None:
+    """Replaces the rules of this thread by `rules`."""
     _ACTIVE.stack.append(rules)
 
 
-def leave() -> None:
-    """Lets the rules hold again that did before."""
+def pop() -> None:
+    """Restores the rules from before the last `push`."""
     _ACTIVE.stack.pop()

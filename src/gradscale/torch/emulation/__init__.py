@@ -1,4 +1,4 @@
-"""Training in any number format on any machine, with the rounding of that format and the kernels of float32."""
+"""`emulate`: training in any number format on any machine, with rounding to that format and float32 kernels."""
 
 from gradscale.torch.emulation.context import emulate
 

@@ -1,4 +1,4 @@
-"""`emulate`: the block, and what it is told."""
+"""`emulate`: the block and its settings."""
 
 import threading
 from contextlib import ContextDecorator
@@ -6,11 +6,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from gradscale.formats import get_format
-from gradscale.torch.emulation.draws import Draws
-from gradscale.torch.emulation.rounding import Rounding
+from gradscale.torch.emulation.rounding import Rounding, UniformNumbers
 
 if TYPE_CHECKING:
-    from gradscale.torch.emulation.mode import Mode
+    from gradscale.torch.emulation.mode import EmulationMode
 
 RoundingName = Literal["nearest", "stochastic"]
 
@@ -19,7 +18,7 @@ class _Open(threading.local):
     """The blocks that are open in this thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.modes: list[Mode] = []
+        self.modes: list[EmulationMode] = []
 
 
 _open = _Open()
@@ -28,28 +27,27 @@ _open = _Open()
 class emulate(ContextDecorator):
     """Runs a model as if its products were computed in another number format. A block, or a decorator.
 
-    Matrix products, convolutions, attention, recurrent layers and embeddings take operands and give results rounded to
+    Operands and results of matrix products, convolutions, attention, recurrent layers and embeddings are rounded to
     `format`, with sums in float32, as tensor cores do. Gradients are rounded to `grad_format` wherever values are, and
-    that is where they vanish or overflow. Parameters and their gradients stay float32 tensors. In FP16 and BF16 what
-    lies between products is rounded too, unless it is on autocast's float32 list; in other formats it is float32.
+    vanish or overflow there. Parameters and their gradients stay float32 tensors. In FP16 and BF16 the results of other
+    functions are rounded too, unless they are on autocast's float32 list; in other formats they are float32.
 
-    Only float32 tensors are dealt with; float64 and FP16 ones are computed as ever. The innermost block counts, for its
-    own thread. The backward pass may be run outside. Nothing waits for the device.
+    Only float32 tensors are emulated; float64 and FP16 tensors are computed as usual. The innermost block of a thread
+    takes precedence. The backward pass may be run outside. Does not synchronize with the device.
 
-    A checkpointed function must be decorated, so that it is emulated when it is computed again; torch raises an error
+    A checkpointed function must be decorated, so that it is emulated when it is recomputed; torch raises an error
     otherwise: `checkpoint(emulate("fp16")(block), x, use_reentrant=False)`.
 
     Args:
         format: of values, as a `Format`, a name or a dtype.
         grad_format: of gradients; `format` if None.
         rounding: `"nearest"`, ties to even, or `"stochastic"`, which keeps the mean.
-        saturate: make values beyond the largest number that number. Else they become inf, or NaN where the format has
-            no inf.
-        saturate_grads: the same for gradients. A scaler sees no overflow then.
-        seed: of stochastic rounding, for a random state of its own; None takes torch's.
+        saturate: clamp values to the largest number. Else larger values become inf, or NaN where the format has no inf.
+        saturate_grads: the same for gradients. A scaler detects no overflow then.
+        seed: of random numbers of its own for stochastic rounding; None uses torch's.
 
     Raises:
-        ValueError: a format is not known, or `rounding` is not one of the two, or a seed is given and not needed.
+        ValueError: a format or `rounding` is unknown, or a seed is given without stochastic rounding.
 
     >>> import torch
     >>> weight = torch.tensor([[1 / 3]], requires_grad=True)
@@ -71,14 +69,14 @@ class emulate(ContextDecorator):
         seed: int | None = None,
     ) -> None:
         _check(rounding, seed)
-        draws = Draws(seed) if rounding == "stochastic" else None
-        self._values = Rounding(get_format(format), saturate, draws)
-        self._grads = Rounding(get_format(format if grad_format is None else grad_format), saturate_grads, draws)
+        random = UniformNumbers(seed) if rounding == "stochastic" else None
+        self._values = Rounding(get_format(format), saturate, random)
+        self._grads = Rounding(get_format(format if grad_format is None else grad_format), saturate_grads, random)
 
     def __enter__(self) -> Self:
-        from gradscale.torch.emulation.mode import Mode
+        from gradscale.torch.emulation.mode import EmulationMode
 
-        mode = Mode(self._values, self._grads)
+        mode = EmulationMode(self._values, self._grads)
         if _open.modes:
             _open.modes[-1].paused = True
         mode.__enter__()

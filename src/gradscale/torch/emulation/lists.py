@@ -1,7 +1,7 @@
-"""Which functions run in the format, which in float32, and which follow what they are given.
+"""Which functions run in the format, which in float32, and which by the precision of their arguments.
 
 The first two are the lists of `torch.autocast` on CUDA, with the losses of its list for the CPU, and with embeddings.
-Functions are known by name, since one comes by many ways: `torch.matmul`, `Tensor.matmul`, `@`.
+Functions are listed by name, since one has many aliases: `torch.matmul`, `Tensor.matmul`, `@`.
 """
 
 PRODUCTS = frozenset(
@@ -16,10 +16,10 @@ PRODUCTS = frozenset(
 """Sums of products: what tensor cores compute. Operands and results are rounded; the sums are float32."""
 
 EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
-"""Rounded like products, but what they give is float32 to what follows, as in autocast. So the sum that runs through a
+"""Rounded like products, but their results count as float32 afterwards, as in autocast. So the residual stream of a
 transformer stays float32."""
 
-WIDE = frozenset(
+FLOAT32 = frozenset(
     """
     acos asin cosh erfinv exp expm1 log log10 log1p log2 logsumexp pow __pow__ __rpow__ reciprocal rsqrt sinh tan
     __rdiv__ __rtruediv__ softplus
@@ -33,19 +33,19 @@ WIDE = frozenset(
     grid_sample stft trace quantile nanquantile
     """.split()
 )
-"""Functions whose results are float32 whatever they are given: they need range or precision."""
+"""Functions whose results are always float32: they need range or precision."""
 
-LED_BY_FIRST = frozenset(["batch_norm", "instance_norm", "prelu"])
-"""Functions whose result is as narrow as their first operand, though their parameters are float32."""
+LIKE_FIRST = frozenset(["batch_norm", "instance_norm", "prelu"])
+"""Functions whose result has the precision of their first argument, although their parameters are float32."""
 
-LIKE_ANOTHER = frozenset(["to", "type_as"])
-"""Methods whose result is as narrow as their second operand, where that is a tensor."""
+LIKE_SECOND = frozenset(["to", "type_as"])
+"""Methods whose result has the precision of their second argument, where that is a tensor."""
 
-OPENED = frozenset(["multi_head_attention_forward"])
-"""Functions written in Python that hold several products, each of which must be rounded for itself."""
+DECOMPOSED = frozenset(["multi_head_attention_forward"])
+"""Python functions that contain several products, each of which must be rounded separately."""
 
 OPERANDS = {"scaled_dot_product_attention": 3}
-"""How many of a product's arguments are rounded, where not all are. A mask holds -inf, which not every format has."""
+"""How many of a product's arguments are rounded, where not all are. A mask has -inf, which not every format has."""
 
 MASKS = frozenset(["attn_mask"])
-"""Arguments given by name that are not rounded."""
+"""Keyword arguments that are not rounded."""

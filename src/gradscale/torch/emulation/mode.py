@@ -1,10 +1,10 @@
 """What happens to each torch function that is called inside an `emulate` block.
 
-Importing this loads torch's compiler, to tell it to keep out: a second that the first block takes, and no import of
-`gradscale.torch`.
+Importing this loads torch's compiler, which takes a second, to exclude the mode from it. So the first block imports
+this, and not `gradscale.torch`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from types import FunctionType
 from typing import Any
@@ -14,35 +14,35 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradscale.formats import BF16, FP16
+from gradscale.torch.cast import map_tensors, tensors_in
 from gradscale.torch.emulation.lists import (
+    DECOMPOSED,
     EMBEDDINGS,
-    LED_BY_FIRST,
-    LIKE_ANOTHER,
+    FLOAT32,
+    LIKE_FIRST,
+    LIKE_SECOND,
     MASKS,
-    OPENED,
     OPERANDS,
     PRODUCTS,
-    WIDE,
 )
-from gradscale.torch.emulation.narrow import Narrow, is_rounded_here, share_memory
-from gradscale.torch.emulation.rounded import round_grads, round_result, rounded
-from gradscale.torch.emulation.rounding import Rounding
+from gradscale.torch.emulation.low_precision import LowPrecision, is_emulated, share_memory
+from gradscale.torch.emulation.rounding import Rounding, round_copy, round_grads, round_result
 
 Function = Callable[..., Any]
 
-FOLLOWED = (FP16, BF16)
-"""Formats that torch computes in. In the others no machine adds or multiplies element by element, so they are used by
-products alone, and what lies between is float32."""
+ELEMENTWISE = (FP16, BF16)
+"""Formats in which torch also computes element by element. In the others no machine does: only products use them, and
+everything between is float32."""
 
 UNCOMPILED = "`gradscale.torch.emulate` runs uncompiled. Leave out `fullgraph`."
 
 
-class Mode(TorchFunctionMode):
-    """One block: rounds what products take and give, and lets other functions follow.
+class EmulationMode(TorchFunctionMode):
+    """One block: rounds operands and results of products, and promotes the dtypes of other functions as autocast would.
 
     Args:
-        values: rounds on the way forward.
-        grads: rounds on the way back.
+        values: rounds values.
+        grads: rounds gradients.
     """
 
     def __init__(self, values: Rounding, grads: Rounding) -> None:
@@ -50,8 +50,8 @@ class Mode(TorchFunctionMode):
         self.paused = False
         self._values = values
         self._grads = grads
-        self._follows = values.format in FOLLOWED
-        self._narrow = Narrow()
+        self._elementwise = values.format in ELEMENTWISE
+        self._low_precision = LowPrecision()
 
     @torch.compiler.disable(reason=UNCOMPILED)
     def __torch_function__(
@@ -63,108 +63,93 @@ class Mode(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in PRODUCTS or name in EMBEDDINGS:
             return self._product(name, func, args, kwargs)
-        if name in OPENED:
+        if name in DECOMPOSED:
             with self:
-                return _opened(func)(*args, **kwargs)
-        if not self._follows or name in WIDE:
+                return _decomposed(func)(*args, **kwargs)
+        if not self._elementwise or name in FLOAT32:
             return func(*args, **kwargs)
-        return self._follow(name, func, args, kwargs)
+        return self._promote(name, func, args, kwargs)
 
     def _product(self, name: str, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Returns the product of rounded operands, rounded."""
         count = OPERANDS.get(name, len(args))
-        operands = [_each(arg, self._enter) for arg in args[:count]]
-        named = {key: arg if key in MASKS else _each(arg, self._enter) for key, arg in kwargs.items()}
-        leave = self._round_in_place if name in EMBEDDINGS else self._leave
-        return _each(func(*operands, *args[count:], **named), leave)
+        operands = [map_tensors(arg, self._round_operand) for arg in args[:count]]
+        named = {key: arg if key in MASKS else map_tensors(arg, self._round_operand) for key, arg in kwargs.items()}
+        result = func(*operands, *args[count:], **named)
+        return map_tensors(result, self._round_in_place if name in EMBEDDINGS else self._round_result)
 
-    def _enter(self, tensor: Tensor) -> Tensor:
+    def _round_operand(self, tensor: Tensor) -> Tensor:
         """Returns an operand of a product, rounded unless it is so already. Its gradient is rounded in any case.
 
-        A parameter is rounded at every use. To keep it, as autocast keeps its casts, one would have to know when it
+        A parameter is rounded at every use. Caching it, as autocast caches its casts, would need to know when it
         changes, and fused optimizers change parameters without raising their version.
         """
-        if not is_rounded_here(tensor):
+        if not is_emulated(tensor):
             return tensor
-        if tensor in self._narrow:
+        if tensor in self._low_precision:
             return round_grads(tensor.view_as(tensor), self._grads)
-        return rounded(tensor, self._values, self._grads)
+        return round_copy(tensor, self._values, self._grads)
 
-    def _leave(self, tensor: Tensor) -> Tensor:
-        """Rounds a result in place, marks it as narrow, and returns it."""
-        return self._narrow.mark(self._round_in_place(tensor)) if is_rounded_here(tensor) else tensor
+    def _round_result(self, tensor: Tensor) -> Tensor:
+        """Rounds a result in place, marks it as low precision, and returns it."""
+        return self._low_precision.mark(self._round_in_place(tensor)) if is_emulated(tensor) else tensor
 
     def _round_in_place(self, tensor: Tensor) -> Tensor:
-        return round_result(tensor, self._values, self._grads) if is_rounded_here(tensor) else tensor
+        return round_result(tensor, self._values, self._grads) if is_emulated(tensor) else tensor
 
-    def _follow(self, name: str, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns what the function gives: rounded where autocast would leave it to FP16 or BF16.
+    def _promote(self, name: str, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the result of a function, rounded where autocast would compute it in FP16 or BF16.
 
-        That is where all tensors given are narrow. As in torch's promotion, one without dimensions does not count
-        beside one with.
+        That is where all tensors in the arguments are low precision. As in torch's type promotion, a tensor without
+        dimensions does not count beside one with.
         """
-        leading = args[:1] if name in LED_BY_FIRST else (*args, *kwargs.values())
-        given = [tensor for tensor in _tensors(leading) if is_rounded_here(tensor)]
-        narrow = [tensor for tensor in given if tensor in self._narrow]
-        if not narrow:
+        deciding = args[:1] if name in LIKE_FIRST else (*args, *kwargs.values())
+        given = [tensor for arg in deciding for tensor in tensors_in(arg) if is_emulated(tensor)]
+        low = [tensor for tensor in given if tensor in self._low_precision]
+        if not low:
             return func(*args, **kwargs)
-        if name in LIKE_ANOTHER and len(given) == 2:
+        if name in LIKE_SECOND and len(given) == 2:
             return self._like(given[1], func(*args, **kwargs))
         if name == "float" or any(arg is torch.float32 for arg in (*args, *kwargs.values())):
-            return _each(func(*args, **kwargs), _unmarked)
-        deciding = [tensor for tensor in given if tensor.dim()] or given
-        rounds = name != "__get__" and all(tensor in self._narrow for tensor in deciding)
+            return map_tensors(func(*args, **kwargs), _unmarked)
+        promoted = [tensor for tensor in given if tensor.dim()] or given
+        rounds = name != "__get__" and all(tensor in self._low_precision for tensor in promoted)
         result = func(*args, **kwargs)
-        for tensor in narrow:
-            if tensor not in self._narrow:  # it was changed in place
-                self._leave(tensor)
-        return _each(result, partial(self._after, given, rounds))
+        for tensor in low:
+            if tensor not in self._low_precision:  # the function changed it in place
+                self._round_result(tensor)
+        return map_tensors(result, partial(self._promoted, given, rounds))
 
-    def _like(self, other: Tensor, tensor: Tensor) -> Tensor:
-        """Returns a tensor that was brought to the type of another: narrow if that one is, else float32."""
-        if (tensor in self._narrow) is (other in self._narrow):
-            return tensor
-        return _unmarked(tensor) if tensor in self._narrow else self._narrow.mark(self._enter(tensor))
-
-    def _after(self, given: Sequence[Tensor], rounds: bool, tensor: Tensor) -> Tensor:
-        """Returns a result of a function that was given narrow tensors, among others."""
-        if not is_rounded_here(tensor) or tensor in self._narrow:
+    def _promoted(self, given: Sequence[Tensor], rounds: bool, tensor: Tensor) -> Tensor:
+        """Returns a result of a function with low-precision tensors among its arguments."""
+        if not is_emulated(tensor) or tensor in self._low_precision:
             return tensor
         if shared := [other for other in given if share_memory(tensor, other)]:
-            return self._narrow.mark(tensor) if shared[0] in self._narrow else tensor
-        return self._leave(tensor) if rounds else tensor
+            # A view of a rounded tensor is rounded already; rounding in place would change the other tensor, too.
+            return self._low_precision.mark(tensor) if shared[0] in self._low_precision else tensor
+        return self._round_result(tensor) if rounds else tensor
+
+    def _like(self, other: Tensor, tensor: Tensor) -> Tensor:
+        """Returns a tensor with the precision of another: low precision if that one is, else float32."""
+        if (tensor in self._low_precision) is (other in self._low_precision):
+            return tensor
+        if tensor in self._low_precision:
+            return _unmarked(tensor)
+        return self._low_precision.mark(self._round_operand(tensor))
 
 
 def _unmarked(tensor: Tensor) -> Tensor:
-    """Returns the tensor as another object: what was asked for in float32 is not narrow, even if it was before."""
+    """Returns a view of the tensor, which has no mark: a cast to float32 is not low precision any more."""
     return tensor.view_as(tensor)
 
 
-def _each(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns the item with each of its tensors changed, in lists and tuples too."""
-    if isinstance(item, Tensor):
-        return change(item)
-    if isinstance(item, list | tuple):
-        make = getattr(item, "_make", type(item))  # a named tuple takes its parts one by one
-        return make([_each(part, change) for part in item])
-    return item
-
-
-def _tensors(item: Any) -> Iterator[Tensor]:
-    if isinstance(item, Tensor):
-        yield item
-    elif isinstance(item, list | tuple):
-        for part in item:
-            yield from _tensors(part)
-
-
 @cache
-def _opened(func: FunctionType) -> FunctionType:
-    """Returns a Python function of torch's that does its work instead of asking the mode again what to do.
+def _decomposed(func: FunctionType) -> FunctionType:
+    """Returns a Python function of torch that runs its body, and so calls its operations, inside the mode.
 
-    The first thing such a function does is to ask `has_torch_function`, which is true in any mode.
+    Such a function first asks `has_torch_function`, which is true in any mode, and would call the mode again.
     """
     names = func.__globals__ | {"has_torch_function": lambda tensors: False}
-    opened = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-    opened.__kwdefaults__ = func.__kwdefaults__
-    return opened
+    decomposed = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    decomposed.__kwdefaults__ = func.__kwdefaults__
+    return decomposed

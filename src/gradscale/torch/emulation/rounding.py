@@ -1,41 +1,64 @@
-"""Float32 tensors rounded to any format, on their own device."""
+"""Rounds float32 tensors to any format, on their own device: values in place, and gradients in the backward pass.
+
+Autograd does not see the rounding: its gradient is taken to be 1, as that of a cast. A function that saves its result
+for the backward pass has saved the rounded one, as it would in FP16. Gradients of gradients are rounded too.
+"""
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradscale.formats import BF16, FP8_E5M2, FP16, FP32, Format
-from gradscale.torch.emulation.draws import Draws
+from gradscale.torch.generators import Generators
 
 EXPONENT = 0x7F800000
-"""The bits of a float32 that hold its exponent. Alone, they are the power of two at or below its magnitude."""
+"""The exponent bits of a float32. Alone, they are the power of two at or below its magnitude."""
 
 TOP_POWER = 2.0**127
-"""The largest power of two in float32: what stands for the power of an inf or a NaN, which must stay what they are."""
+"""The largest power of two in float32. Used as the power of inf and NaN, so that both stay what they are."""
 
 CASTS = {FP16: torch.float16, BF16: torch.bfloat16, FP8_E5M2: torch.float8_e5m2}
-"""Formats whose cast in torch is quicker than the arithmetic here. Its cast to FP8_E4M3 takes three times as long."""
+"""Formats whose cast in torch is faster than the arithmetic here. Its cast to FP8_E4M3 takes three times as long."""
+
+ONE = torch.tensor(1.0, device="cpu")
+
+
+class UniformNumbers:
+    """Random numbers for stochastic rounding.
+
+    Args:
+        seed: of generators of its own; None uses torch's default ones.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self._generators = None if seed is None else Generators(seed)
+
+    def like(self, values: Tensor) -> Tensor:
+        """Returns a multiple of 2**-24 in [0, 1) for each value."""
+        generator = None if self._generators is None else self._generators.on(values.device)
+        return torch.rand(values.shape, device=values.device, generator=generator)
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """A way to round: to nearest, ties to even, as `format.round` does it, or stochastically.
+    """Rounds to nearest, ties to even, as `format.round` does, or stochastically.
 
     Attributes:
-        format: what to round to.
-        saturate: whether overflow, inf included, becomes the largest number. Else it becomes what the format has for
-            it: inf, or NaN where there is no inf, or the largest number where there is neither.
-        draws: where random numbers come from; None rounds to nearest.
+        format: the format to round to.
+        saturate: whether overflow, inf included, becomes the largest number. Else it becomes inf, or NaN in a format
+            without inf, or the largest number in one that has neither.
+        random: the random numbers of stochastic rounding; None rounds to nearest.
     """
 
     format: Format
     saturate: bool = False
-    draws: Draws | None = None
+    random: UniformNumbers | None = None
 
     def round_(self, values: Tensor) -> Tensor:
-        """Rounds float32 values in place, and returns them. Does not wait for the device.
+        """Rounds float32 values in place, and returns them. Does not synchronize with the device.
 
         >>> from gradscale import FP8_E4M3
         >>> Rounding(FP8_E4M3).round_(torch.tensor([1e-3, 0.3, 1000.0])).tolist()
@@ -47,13 +70,46 @@ class Rounding:
             return values
         if self.saturate or not self.format.has_nan:
             values.clamp_(-self.format.max, self.format.max)
-        if self.draws is None and self.format in CASTS:
+        if self.random is None and self.format in CASTS:
             return values.copy_(values.to(CASTS[self.format]))
         step = _step(values, self.format)
         values.div_(step)
-        values.round_() if self.draws is None else _round_stochastically_(values, self.draws)
+        values.round_() if self.random is None else _round_stochastically_(values, self.random)
         values.mul_(step)
         return values if self.saturate and self.format.has_nan else _put_overflow_(values, self.format)
+
+
+def round_result(tensor: Tensor, values: Rounding, grads: Rounding) -> Tensor:
+    """Rounds the new result of a function in place, and returns it.
+
+    Args:
+        tensor: the result. Nothing else may refer to it.
+        values: rounds it.
+        grads: rounds its gradient.
+    """
+    values.round_(tensor.data)
+    return round_grads(tensor, grads)
+
+
+def round_copy(tensor: Tensor, values: Rounding, grads: Rounding) -> Tensor:
+    """Returns a rounded copy of a tensor.
+
+    The copy is a product with 1, for which autograd saves a tensor. A checkpoint that is recomputed without emulation
+    saves fewer tensors than it did at first, and torch raises an error. Without that it would silently be float32.
+
+    Args:
+        tensor: the original.
+        values: rounds it.
+        grads: rounds its gradient.
+    """
+    return round_result(tensor * ONE, values, grads)
+
+
+def round_grads(tensor: Tensor, grads: Rounding) -> Tensor:
+    """Rounds the gradient of a tensor in the backward pass, and returns the tensor."""
+    if tensor.requires_grad:
+        tensor.register_hook(partial(round_copy, values=grads, grads=grads))
+    return tensor
 
 
 def _step(values: Tensor, format: Format) -> Tensor:
@@ -62,21 +118,21 @@ def _step(values: Tensor, format: Format) -> Tensor:
     return power.clamp_(format.smallest_normal, TOP_POWER).mul_(2.0**-format.mantissa_bits)
 
 
-def _round_stochastically_(steps: Tensor, draws: Draws) -> Tensor:
-    """Makes each number one of the two integers around it, the nearer the likelier, so that the mean is kept.
+def _round_stochastically_(steps: Tensor, random: UniformNumbers) -> Tensor:
+    """Rounds each number to one of the two integers around it, the nearer the likelier, so that the mean is kept.
 
-    The part after the point is exact, and is compared with a draw of 24 bits. So the mean is off by 2**-24 at most.
+    The fraction is exact, and is compared with a random number of 24 bits, so the mean is off by at most 2**-24.
     """
     below = steps.floor()
-    up = draws.like(steps) < steps - below
-    signed = below.add_(up).copysign_(steps)  # -0.0, and what became zero from below, keep their sign
+    up = random.like(steps) < steps - below
+    signed = below.add_(up).copysign_(steps)  # -0.0, and negative numbers that round to zero, keep their sign
     return steps.copy_(signed)
 
 
 def _put_overflow_(values: Tensor, format: Format) -> Tensor:
-    """Puts what the format has for overflow, and for NaN, into rounded values, and returns them."""
+    """Replaces overflow, and NaN, in rounded values by what the format has for it, and returns them."""
     if format.has_inf:
         return values.masked_fill_(values > format.max, math.inf).masked_fill_(values < -format.max, -math.inf)
     if format.has_nan:
         return values.masked_fill_(values.abs() > format.max, math.nan)
-    return values.masked_fill_(values.isnan(), -0.0)  # as its type has it
+    return values.masked_fill_(values.isnan(), -0.0)  # the same as ml_dtypes makes of it

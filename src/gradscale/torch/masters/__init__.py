@@ -1,6 +1,6 @@
-"""Optimizers for FP16 and BF16 parameters that lose no update: the low bits of every weight are kept somewhere."""
+"""Master weights: optimizers for FP16 and BF16 parameters that keep the low bits of every weight and lose no update."""
 
 from gradscale.torch.masters.optimizer import MasterWeights
-from gradscale.torch.masters.ways import Kind, bytes_per_parameter
+from gradscale.torch.masters.storage import Storage, bytes_per_parameter, master_bytes
 
-__all__ = ["Kind", "MasterWeights", "bytes_per_parameter"]
+__all__ = ["MasterWeights", "Storage", "bytes_per_parameter", "master_bytes"]

@@ -1,4 +1,4 @@
-"""Kahan compensation: what the rounding of a weight lost, in the weight's own type."""
+"""Kahan compensation: the rounding error of every weight, in the weight's own dtype."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -6,47 +6,39 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradscale.torch.masters.scratch import Scratch
-from gradscale.torch.masters.way import Stateless, refined
+from gradscale.torch.masters.contract import MasterStorage
+from gradscale.torch.masters.step_buffers import StepBuffer
 
 
-class Kahan(Stateless):
-    """Keeps the difference between value and weight, rounded to the weight's type.
+class Kahan(MasterStorage):
+    """Stores the difference between value and weight, rounded to the weight's dtype.
 
-    The value has at least as many bits as two weights one after the other: 16 for BF16, 22 for FP16. The smallest FP16
-    number, 2**-24, bounds what FP16 can keep of small weights.
+    The value has at least as many bits as two weights together: 16 for BF16, 22 for FP16. The smallest FP16 number,
+    2**-24, bounds what FP16 can store of small weights.
     """
 
-    kept_bytes: ClassVar[int] = 2
-    holds_values: ClassVar[bool] = False
+    stored_bytes: ClassVar[int] = 2
 
-    def keep(self, weight: Tensor) -> Tensor:
+    def store(self, weight: Tensor) -> Tensor:
         """Returns zeros: nothing is lost yet."""
         return torch.zeros_like(weight).detach()
 
-    def read(self, weights: Sequence[Tensor], kept: Sequence[Tensor], scratch: Scratch) -> Sequence[Tensor]:
-        """Returns the sums, made in `scratch`. They are exact."""
-        values = scratch.like(weights)
-        for value, weight, lost in zip(values, weights, kept, strict=True):
-            value.copy_(weight).add_(lost)
+    def read(self, weights: Sequence[Tensor], stored: Sequence[Tensor], buffer: StepBuffer) -> Sequence[Tensor]:
+        """Returns the sums of weight and error, in `buffer`. They are exact."""
+        values = buffer.like(weights)
+        for value, weight, error in zip(values, weights, stored, strict=True):
+            value.copy_(weight).add_(error)
         return values
 
-    def write(self, values: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        """Rounds the values, and keeps what that lost."""
-        for value, weight, lost in zip(values, weights, kept, strict=True):
+    def write(self, values: Sequence[Tensor], weights: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
+        """Rounds the values, and stores the rounding errors."""
+        for value, weight, error in zip(values, weights, stored, strict=True):
             weight.copy_(value)
             wide = weight.float()
-            # Nothing is lost that could come back once a weight is inf.
-            lost.copy_((value - wide).nan_to_num_(0.0, 0.0, 0.0))
-            # Rounded up to half a unit of the weight, it would carry the weight to its neighbour when read.
-            carries = wide.add_(lost).to(weight.dtype) != weight
-            lost.view(torch.int16).sub_(carries.to(torch.int16))
-
-    def adopt(self, weight: Tensor, kept: Tensor) -> None:
-        """Forgets what was lost: it is not known which weights are still the same."""
-        del weight
-        kept.zero_()
-
-    def restore(self, value: Tensor, weight: Tensor, kept: Tensor) -> None:
-        """Takes over saved values wherever the weight is what they round to."""
-        self.write([refined(weight, value)], [weight], [kept])
+            # Beside a weight that is inf or NaN the difference is not finite, and nothing could be recovered from it.
+            error.copy_((value - wide).nan_to_num_(0.0, 0.0, 0.0))
+            # The error may itself be rounded up to half a unit of the weight. Their sum would then round to another
+            # weight, and writing back what was read would change it. The next error towards zero does not do so; its
+            # bits are one less, for either sign.
+            rounds_away = wide.add_(error).to(weight.dtype) != weight
+            error.view(torch.int16).sub_(rounds_away.to(torch.int16))

@@ -1,24 +1,24 @@
 """`MasterWeights`: any optimizer, for FP16 and BF16 parameters, with updates in float32."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradscale.torch.cast import HALF_DTYPES, cast
 from gradscale.torch.masters import saved
-from gradscale.torch.masters.checks import check_inside
-from gradscale.torch.masters.inside import Gate, can_be_split, copy_settings, only
-from gradscale.torch.masters.lending import lend_gradients, lend_values, take_back
-from gradscale.torch.masters.scratch import Scratch
-from gradscale.torch.masters.slot import Slot, slot_for
-from gradscale.torch.masters.ways import Kind, way_for
+from gradscale.torch.masters.inner_optimizer import Gate, can_be_split, check_inner_optimizer, copy_settings, only
+from gradscale.torch.masters.master import Master, make_master
+from gradscale.torch.masters.step_buffers import StepBuffer, set_gradients
+from gradscale.torch.masters.storage import Storage, make_storage
 
 Optimizer = torch.optim.Optimizer
 
-PART_ON_CPU, PART = 2**21, 2**25
-"""Elements stepped at once, largest tensors aside. On the CPU few enough to stay in its caches between the passes;
-elsewhere many enough to keep a device busy, and still small beside a model."""
+CHUNK_ON_CPU, CHUNK = 2**21, 2**25
+"""Elements stepped at once, except that a tensor is never split. On the CPU few enough to stay in its caches between
+the passes; elsewhere enough to keep a device busy, and still few beside a model."""
 
 
 class MasterWeights(Optimizer):
@@ -30,26 +30,27 @@ class MasterWeights(Optimizer):
         ...
         scaler.step(optimizer, clip_norm=1.0)
 
-    The optimizer inside holds float32 masters in place of the 16-bit parameters, and has float32 state. Other
-    parameters are stepped as ever. Build schedulers on this object: `param_groups` has the model's own parameters and
-    all settings. Gradients are cast, unscaled, clipped and used one part of the model after the other, so that no
+    The inner optimizer holds float32 masters in place of the 16-bit parameters, and has float32 state. Other
+    parameters are stepped as usual. Build schedulers on this object: `param_groups` has the model's own parameters and
+    all settings. Gradients are cast, unscaled, clipped and applied one part of the model after the other, so that no
     float32 copy of all of them is made.
 
-    Every kind of master has the model's weight as its rounding. A weight that somebody else has written to, such as
+    The model's weight is the rounded master in every storage. A weight that was written to elsewhere, for instance by
     `load_state_dict` of the model, is taken over at the next step.
 
     Args:
-        optimizer: the one that does the arithmetic, built on the model's parameters. From now on this object steps it.
-        kind: how the low bits are kept. `"fp32"` keeps float32 masters, `"remainder"` 16 bits beside each weight that
-            make it float32 again, `"kahan"` the rounding error in the weight's own type, `"stochastic"` nothing: it
-            rounds at random, right on average.
-        grad_fp32: makes autograd accumulate float32 gradients for the 16-bit parameters. Needed for what edits `.grad`
-            in true units: `unscale_`, `unscaled`, clipping by value.
+        optimizer: the inner optimizer, which does the arithmetic, built on the model's parameters. Step only this
+            object from now on.
+        storage: how the low bits of the weights are stored. `"fp32"` stores float32 masters, `"remainder"` 16 bits
+            beside each weight that make it float32 again, `"kahan"` the rounding error in the weight's own dtype,
+            `"stochastic"` nothing: it rounds stochastically, right on average.
+        grad_fp32: makes autograd accumulate float32 gradients for the 16-bit parameters. Needed for everything that
+            works on unscaled gradients in `.grad`: `unscale_`, `unscaled`, clipping by value.
         seed: of the random numbers of `"stochastic"`; by default taken from torch's.
 
     Attributes:
-        optimizer: the one inside.
-        kind: how the low bits are kept.
+        optimizer: the inner optimizer.
+        storage: how the low bits are stored.
         grad_fp32: whether the gradients of 16-bit parameters are float32.
     """
 
@@ -57,223 +58,224 @@ class MasterWeights(Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, optimizer: Optimizer, kind: Kind = "fp32", *, grad_fp32: bool = False, seed: int | None = None
+        self, optimizer: Optimizer, storage: Storage = "fp32", *, grad_fp32: bool = False, seed: int | None = None
     ) -> None:
-        check_inside(optimizer)
-        self._way = way_for(kind, seed)
+        check_inner_optimizer(optimizer)
+        self._storage = make_storage(storage, seed)
         self.optimizer = optimizer
-        self.kind: Kind = kind
+        self.storage: Storage = storage
         self.grad_fp32 = grad_fp32
-        self._slots: list[list[Slot]] = []
+        self._groups: list[list[Master]] = []
         self._loaded: dict[int, Tensor] = {}
-        self._value_room, self._grad_room = Scratch(), Scratch()
+        self._value_buffer, self._grad_buffer = StepBuffer(), StepBuffer()
         groups, optimizer.param_groups = optimizer.param_groups, []
         super().__init__(groups, optimizer.defaults)
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """The state of the optimizer inside, by the model's parameters."""
-        inside = self.optimizer.state
-        return {slot.weight: inside[slot.master] for slot in self._all_slots() if slot.master in inside}
+        """The state of the inner optimizer, by the model's parameters."""
+        state = self.optimizer.state
+        return {master.weight: state[master.tensor] for master in self._masters() if master.tensor in state}
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Ignores what the base class sets before there are parameters: the optimizer inside has the state."""
+        """Ignores what the base class sets before there are parameters: the inner optimizer has the state."""
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, as for any optimizer; 16-bit ones get masters."""
+        """Adds parameters, as for any optimizer; 16-bit parameters get masters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        slots = [slot_for(weight, self._way) for weight in group["params"]]
-        self.optimizer.add_param_group({**group, "params": [slot.master for slot in slots]})
-        self._slots.append(slots)
-        self._widen(slots)
+        masters = [make_master(weight, self._storage) for weight in group["params"]]
+        self.optimizer.add_param_group({**group, "params": [master.tensor for master in masters]})
+        self._groups.append(masters)
+        self._make_float32(masters)
 
-    def _widen(self, slots: Sequence[Slot]) -> None:
-        """Makes float32 what belongs to 16-bit weights: state from before, and gradients where that was asked for."""
-        inside = self.optimizer.state
-        for slot in slots:
-            if slot.narrow and slot.weight in inside:
-                inside[slot.master] = saved.widened(inside.pop(slot.weight))
-            if slot.narrow and self.grad_fp32:
-                _accumulate_in_float32(slot.weight)
+    def _make_float32(self, masters: Sequence[Master]) -> None:
+        """Makes the existing state of 16-bit weights float32, and their gradients where that was asked for."""
+        state = self.optimizer.state
+        for master in masters:
+            if master.is_half and master.weight in state:
+                state[master.tensor] = cast(state.pop(master.weight), torch.float32, HALF_DTYPES)
+            if master.is_half and self.grad_fp32:
+                _accumulate_in_float32(master.weight)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates masters and parameters with the gradients of the model, and returns what `closure` did.
+        """Updates masters and parameters with the gradients of the model, and returns what `closure` returned.
 
         `grad_scale` and `found_inf`, where a scaler has set them, divide the gradients and skip the step. A fused
-        optimizer inside takes both into its kernel, and nothing waits; for any other the host waits for `found_inf`.
-        16-bit gradients are left as they were, still scaled; float32 ones are divided, as by any fused optimizer.
+        inner optimizer takes both into its kernel, and nothing synchronizes; for any other the host synchronizes with
+        the device to read `found_inf`. 16-bit gradients are unchanged, still scaled; float32 gradients are divided, as
+        by any fused optimizer.
         """
         with torch.enable_grad():
             returned = None if closure is None else closure()
         gate = Gate(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        if gate.known_closed:
+        if gate.known_to_skip:
             return returned
-        self._settle()
+        self._sync()
         copy_settings(self.param_groups, self.optimizer.param_groups)
         if can_be_split(self.optimizer):
-            for group, part in self._parts():
-                with only(self.optimizer, group, [slot.master for slot in part]):
-                    self._step(part, gate)
+            for group, chunk in self._chunks():
+                with only(self.optimizer, group, [master.tensor for master in chunk]):
+                    self._step(chunk, gate)
         else:
-            self._step([slot for slot in self._all_slots() if slot.weight.grad is not None], gate)
+            self._step([master for master in self._masters() if master.weight.grad is not None], gate)
             copy_settings(self.optimizer.param_groups, self.param_groups)
         return returned
 
-    def _parts(self) -> Iterator[tuple[int, list[Slot]]]:
-        """Yields the parameters that have gradients in parts of one group and one device, each with its group."""
-        for group, slots in enumerate(self._slots):
-            part: list[Slot] = []
+    def _chunks(self) -> Iterator[tuple[int, list[Master]]]:
+        """Yields the parameters that have gradients in chunks of one group and one device, each with its group."""
+        for group, masters in enumerate(self._groups):
+            chunk: list[Master] = []
             elements = 0
-            for slot in slots:
-                weight = slot.weight
+            for master in masters:
+                weight = master.weight
                 if weight.grad is None:
                     continue
-                most = PART_ON_CPU if weight.is_cpu else PART
-                if part and (elements + weight.numel() > most or part[-1].weight.device != weight.device):
-                    yield group, part
-                    part, elements = [], 0
-                part.append(slot)
+                most = CHUNK_ON_CPU if weight.is_cpu else CHUNK
+                if chunk and (elements + weight.numel() > most or chunk[-1].weight.device != weight.device):
+                    yield group, chunk
+                    chunk, elements = [], 0
+                chunk.append(master)
                 elements += weight.numel()
-            if part:
-                yield group, part
+            if chunk:
+                yield group, chunk
 
-    def _step(self, slots: Sequence[Slot], gate: Gate) -> None:
-        """Steps the optimizer inside, which has no other parameters with gradients, and rounds into the weights."""
-        narrow = [slot for slot in slots if slot.narrow]
-        if not narrow:
-            gate.step(self.optimizer, [slot.master for slot in slots])
+    def _step(self, masters: Sequence[Master], gate: Gate) -> None:
+        """Steps the inner optimizer, which has no other parameters with gradients, and rounds into the weights."""
+        half = [master for master in masters if master.is_half]
+        if not half:
+            gate.step(self.optimizer, [master.tensor for master in masters])
             return
-        weights, kept = [slot.weight for slot in narrow], [slot.kept for slot in narrow]
-        values = self._way.read(weights, kept, self._value_room)
-        lent = not self._way.holds_values
+        weights, stored = [master.weight for master in half], [master.stored for master in half]
+        tensors = [master.tensor for master in half]
+        values = self._storage.read(weights, stored, self._value_buffer)
         try:
-            if lent:
-                lend_values(narrow, values)
-            lend_gradients(narrow, self._grad_room)
-            gate.step(self.optimizer, [slot.master for slot in slots])
-            self._way.write(values, weights, kept)
+            if not self._storage.stores_values:
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.data = value
+            set_gradients(tensors, weights, self._grad_buffer)
+            gate.step(self.optimizer, [master.tensor for master in masters])
+            self._storage.write(values, weights, stored)
         finally:
-            take_back(narrow, values=lent)
-        for slot in narrow:
-            slot.leave()
+            # The buffers are used again for the next chunk: masters must not refer to them any longer.
+            for tensor in tensors:
+                tensor.grad = None
+                if not self._storage.stores_values:
+                    tensor.data = tensor.new_empty(0)
+        for master in half:
+            master.note_weight()
 
-    def _settle(self) -> None:
-        """Takes over what was loaded, and weights that somebody else has written to."""
-        for index, slot in enumerate(self._all_slots()):
+    def _sync(self) -> None:
+        """Takes over masters that were loaded, and weights that were written to elsewhere."""
+        for index, master in enumerate(self._masters()):
             if index in self._loaded:
-                self._way.restore(self._loaded[index], slot.weight, slot.kept)
-            elif slot.narrow and not slot.untouched:
-                self._way.adopt(slot.weight, slot.kept)
+                self._storage.restore(self._loaded[index], master.weight, master.stored)
+            elif master.is_half and not master.weight_unchanged:
+                self._storage.adopt(master.weight, master.stored)
             else:
                 continue
-            slot.leave()
+            master.note_weight()
         self._loaded = {}
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the model's parameters."""
-        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields every parameter of the model with its value in float32; a wider one with itself.
+        """Yields every parameter of the model with its value in float32; a wider parameter with itself.
 
-        With `"fp32"` these are the masters themselves, and with other kinds copies.
+        With `"fp32"` these are the masters themselves, and with other storages copies.
         """
-        self._settle()
-        for slot in self._all_slots():
-            if not slot.narrow or self._way.holds_values:
-                yield slot.weight, slot.master
+        self._sync()
+        for master in self._masters():
+            if not master.is_half or self._storage.stores_values:
+                yield master.weight, master.tensor
             else:
-                yield slot.weight, self._way.read([slot.weight], [slot.kept], Scratch())[0]
+                yield master.weight, self._storage.read([master.weight], [master.stored], StepBuffer())[0]
 
     @torch.no_grad()
     def sync_from_model(self) -> None:
-        """Makes all masters anew from the model's weights.
+        """Makes all masters again from the model's weights.
 
         Only needed after writes that torch does not count, such as `parameter.data.copy_(...)`: others are noticed.
         """
         self._loaded = {}
-        for slot in self._all_slots():
-            if slot.narrow:
-                slot.kept.copy_(self._way.keep(slot.weight))
-                slot.leave()
+        for master in self._masters():
+            if master.is_half:
+                master.stored.copy_(self._storage.store(master.weight))
+                master.note_weight()
 
     @torch.no_grad()
     def refine(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Takes over float32 values, by the model's parameters, wherever the weight is what they round to.
+        """Takes over float32 values, by the model's parameters, wherever they round to the weight.
 
-        For weights that were float32 until they were cast: masters made of the cast ones have lost the rest.
+        For weights that were float32 before a cast: masters that are made of the cast weights have lost the rest.
         """
-        for slot in self._all_slots():
-            if slot.narrow and slot.weight in values:
-                self._way.restore(values[slot.weight], slot.weight, slot.kept)
-                slot.leave()
+        for master in self._masters():
+            if master.is_half and master.weight in values:
+                self._storage.restore(values[master.weight], master.weight, master.stored)
+                master.note_weight()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the optimizer inside and the masters, in float32 whatever the kind.
+        """Returns the state of the inner optimizer and the masters, in float32 whatever the storage.
 
-        To go on from it is bit for bit the same. A plain optimizer can load it too, and so can another kind.
+        Resuming from it is bit-exact. A plain optimizer can load it too, and so can another storage.
         """
-        places = {id(slot.weight): index for index, slot in enumerate(self._all_slots()) if slot.narrow}
-        values = {places[id(weight)]: value.detach() for weight, value in self.masters() if id(weight) in places}
-        return super().state_dict() | {saved.KEY: saved.entry_of(values, self.kind, self._way.state())}
+        indices = {id(master.weight): index for index, master in enumerate(self._masters()) if master.is_half}
+        values = {indices[id(weight)]: value.detach() for weight, value in self.masters() if id(weight) in indices}
+        return super().state_dict() | {saved.KEY: saved.entry_of(values, self.storage, self._storage.state())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a saved state, of this class or of a plain optimizer, before or after the model's.
 
-        The model's weights are not written to. A saved master is used where its rounding is the weight, as it is
-        everywhere if the model has been loaded, or is yet to be before the next step, from the same checkpoint. Where
-        it is not, and for a plain optimizer's state, the weight is the master.
+        The model's weights are not written to. A saved master is used where it rounds to the weight, as it does
+        everywhere if the model has been loaded from the same checkpoint, or will be before the next step. Where it does
+        not, and for a plain optimizer's state, the weight is the master.
         """
-        slots, entry = list(self._all_slots()), state_dict.get(saved.KEY)
+        masters, entry = list(self._masters()), state_dict.get(saved.KEY)
         if entry is not None:
-            saved.check_entry(entry, slots)
+            saved.check_entry(entry, masters)
         self.optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != saved.KEY})
         copy_settings(self.optimizer.param_groups, self.param_groups)
         self.sync_from_model()
         if entry is not None:
-            self._way.load(entry["way"])
-            self._loaded = saved.on_device(entry["values"], slots)
+            self._storage.load(entry["storage_state"])
+            # Applied at the next step: only then is it certain that the model has been loaded as well.
+            self._loaded = saved.on_device(entry["values"], masters)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy or a pickle holds: not what schedulers and hooks have put on this object."""
+        """Returns the contents of a copy or a pickle: without what schedulers and hooks have put on this object."""
         with torch.no_grad():
-            self._settle()
+            self._sync()
         return {name: self.__dict__[name] for name in _FIELDS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for slot in self._all_slots():
-            slot.leave()
-        for slots in self._slots:
-            self._widen(slots)
+        for master in self._masters():
+            master.note_weight()
+        self._make_float32(list(self._masters()))
 
-    def _all_slots(self) -> Iterator[Slot]:
-        for slots in self._slots:
-            yield from slots
+    def _masters(self) -> Iterator[Master]:
+        return chain.from_iterable(self._groups)
 
 
 def _accumulate_in_float32(weight: Tensor) -> None:
-    # torch refuses to change the type of a gradient that is there.
+    # torch does not allow to change the dtype of a gradient that exists.
     grad, weight.grad = weight.grad, None
     weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
     weight.grad = None if grad is None else grad.float()
 
 
 _FIELDS = (
-    "_grad_room",
+    "_grad_buffer",
+    "_groups",
     "_loaded",
-    "_slots",
-    "_value_room",
-    "_way",
+    "_storage",
+    "_value_buffer",
     "defaults",
     "grad_fp32",
-    "kind",
     "optimizer",
     "param_groups",
+    "storage",
 )

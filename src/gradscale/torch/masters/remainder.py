@@ -1,4 +1,4 @@
-"""A 16-bit remainder beside every weight: the two of them together are the float32 value."""
+"""A 16-bit remainder beside every weight: the two together are the float32 value."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -6,42 +6,42 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradscale.torch.masters.scratch import Scratch
-from gradscale.torch.masters.way import Stateless, refined
+from gradscale.torch.masters.contract import MasterStorage
+from gradscale.torch.masters.step_buffers import StepBuffer
 
 TIE = 1 << 15
-"""The one remainder that an int16 cannot hold: a value midway between two weights, the even one below it."""
+"""The one remainder that an int16 cannot hold: of a value midway between two weights that rounds to the lower one."""
 
 EXPONENT = 0x7F80_0000
 """The bits of a float32 that hold its exponent."""
 
-SMALLEST = 111 << 23
-"""The exponent of 2**-16, as bits. FP16 weights below it have the units of one that is as large."""
+SMALLEST = (127 - 16) << 23
+"""The bits of 2**-16 in float32. Smaller FP16 weights use its unit, which bounds their error by 2**-41."""
 
-HALF_STEP = 2.0**-24
-"""What lies between two FP16 numbers wherever a remainder can be `TIE`."""
+SUBNORMAL_STEP = 2.0**-24
+"""The distance between subnormal FP16 numbers, the only ones whose remainder can be `TIE`: a normal FP16 number has
+13 bits less than float32, so that its remainder is at most 2**13 in units of half a float32 step."""
 
 
-class Remainder(Stateless):
-    """Keeps, as an int16, what the rounding of a value took away.
+class Remainder(MasterStorage):
+    """Stores, as an int16, what the rounding of a value took away.
 
-    The weight is the value rounded to nearest. With BF16 every float32 value comes back bit for bit. With FP16 those
-    with 2**-17 <= |value| < 65520 do; smaller ones come back within 2**-41, and larger ones are inf, as in the weight.
-    Of two weights that are equally near, it may be the odd one, where `.to(dtype)` takes the even one: an even weight
-    would stand for one value more than 16 bits can tell apart.
+    The weight is the value rounded to nearest. With BF16 every float32 value is restored bit-exactly. With FP16 those
+    with 2**-17 <= |value| < 65520 are; smaller ones are restored within 2**-41, and larger ones are inf, as the weight.
+    At a tie the weight may be the odd neighbour, where `.to(dtype)` takes the even one: with both of its ties an even
+    weight would stand for 2**16 + 1 values, one more than an int16 can tell apart.
     """
 
-    kept_bytes: ClassVar[int] = 2
-    holds_values: ClassVar[bool] = False
+    stored_bytes: ClassVar[int] = 2
 
-    def keep(self, weight: Tensor) -> Tensor:
+    def store(self, weight: Tensor) -> Tensor:
         """Returns zeros: nothing is lost yet."""
         return torch.zeros_like(weight, dtype=torch.int16)
 
-    def read(self, weights: Sequence[Tensor], kept: Sequence[Tensor], scratch: Scratch) -> Sequence[Tensor]:
-        """Returns the values, put together in `scratch`."""
-        values = scratch.like(weights)
-        for value, weight, remainder in zip(values, weights, kept, strict=True):
+    def read(self, weights: Sequence[Tensor], stored: Sequence[Tensor], buffer: StepBuffer) -> Sequence[Tensor]:
+        """Returns the values, computed in `buffer`."""
+        values = buffer.like(weights)
+        for value, weight, remainder in zip(values, weights, stored, strict=True):
             value.copy_(weight)
             if weight.dtype is torch.bfloat16:
                 value.view(torch.int32).add_(remainder)
@@ -49,36 +49,28 @@ class Remainder(Stateless):
                 value.add_(_unit(value).mul_(remainder))
         return values
 
-    def write(self, values: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        """Takes the values apart."""
-        for value, weight, remainder in zip(values, weights, kept, strict=True):
+    def write(self, values: Sequence[Tensor], weights: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
+        """Splits the values into weights and remainders."""
+        for value, weight, remainder in zip(values, weights, stored, strict=True):
             weight.copy_(value)
-            (_lost_by_bfloat16 if weight.dtype is torch.bfloat16 else _lost_by_half)(value, weight, remainder)
-
-    def adopt(self, weight: Tensor, kept: Tensor) -> None:
-        """Forgets the remainders: it is not known which weights are still the same."""
-        del weight
-        kept.zero_()
-
-    def restore(self, value: Tensor, weight: Tensor, kept: Tensor) -> None:
-        """Takes over saved values wherever the weight is what they round to."""
-        self.write([refined(weight, value)], [weight], [kept])
+            (_split_bfloat16 if weight.dtype is torch.bfloat16 else _split_float16)(value, weight, remainder)
 
 
-def _lost_by_bfloat16(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Notes how many float32 numbers lie between each value and its weight, in the order of their bits."""
+def _split_bfloat16(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Stores how many float32 numbers lie between each value and its weight: the difference of their bits."""
     lost = value.view(torch.int32) - weight.float().view(torch.int32)
-    # The next weight is as near, and the remainder fits: as an int16, 2**15 wraps around to -2**15.
+    # At a tie the weight moves to its other neighbour, which is as near. The remainder then fits: as an int16, 2**15
+    # wraps around to -2**15.
     weight.view(torch.int16).add_(_ties(lost))
     remainder.copy_(lost)
 
 
-def _lost_by_half(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Notes how far each value is from its weight, in units that go by the weight; 0 if that is inf or NaN."""
+def _split_float16(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Stores how far each value is from its weight, in units that depend on the weight; 0 if that is inf or NaN."""
     wide = weight.float()
     lost = (value - wide).div_(_unit(wide)).round_().nan_to_num_(0.0, 0.0, 0.0)
     ties = _ties(lost)
-    weight.copy_(wide.add_(ties, alpha=HALF_STEP))
+    weight.copy_(wide.add_(ties, alpha=SUBNORMAL_STEP))
     remainder.copy_(lost.add_(ties, alpha=-2 * TIE))
 
 
@@ -88,6 +80,9 @@ def _ties(lost: Tensor) -> Tensor:
 
 
 def _unit(wide: Tensor) -> Tensor:
-    """Returns half of what lies between each number and the next float32: it lies below a power of two, too."""
+    """Returns half the distance between each number and the next float32.
+
+    Half, since below a power of two float32 numbers are twice as dense as above it.
+    """
     bits = wide.view(torch.int32).bitwise_and(EXPONENT).clamp_(min=SMALLEST)
     return bits.sub_(24 << 23).view(torch.float32)

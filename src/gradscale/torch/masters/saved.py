@@ -1,4 +1,4 @@
-"""What `MasterWeights` saves beside the state of the optimizer inside: every value in float32, whatever the kind."""
+"""What `MasterWeights` saves beside the state of its inner optimizer: every value in float32, whatever the storage."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,52 +6,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscale.torch.masters.slot import NARROW, Slot
+from gradscale.torch.masters.master import Master
 
 KEY = "masters"
 VERSION = 1
 
 
-def widened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a parameter's state with its 16-bit tensors in float32."""
-    return {
-        name: value.float() if isinstance(value, Tensor) and value.dtype in NARROW else value
-        for name, value in state.items()
-    }
-
-
-def entry_of(values: Mapping[int, Tensor], kind: str, way_state: dict[str, Any]) -> dict[str, Any]:
-    """Returns what goes into a saved state under `KEY`: plain values and tensors.
+def entry_of(values: Mapping[int, Tensor], storage: str, storage_state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entry of a saved state under `KEY`: plain values and tensors.
 
     Args:
-        values: the value of each 16-bit parameter in float32, by its place among all parameters.
-        kind: how their low bits were kept.
-        way_state: what else that takes.
+        values: the value of each 16-bit parameter in float32, by its index among all parameters.
+        storage: how their low bits were stored.
+        storage_state: the other state of that storage.
     """
-    return {"version": VERSION, "kind": kind, "values": dict(values), "way": way_state}
+    return {"version": VERSION, "storage": storage, "values": dict(values), "storage_state": storage_state}
 
 
-def check_entry(entry: Mapping[str, Any], slots: Sequence[Slot]) -> None:
-    """Raises unless saved values are there for exactly the 16-bit parameters, each in its shape."""
+def check_entry(entry: Mapping[str, Any], masters: Sequence[Master]) -> None:
+    """Raises unless there are saved values for exactly the 16-bit parameters, each in its shape."""
     if entry.get("version") != VERSION:
         raise ValueError(
             f"Saved masters must be of version {VERSION}. Received: version={entry.get('version')!r}. "
             "Load them with the gradscale that saved them, or a newer one."
         )
-    wanted = {index: tuple(slot.weight.shape) for index, slot in enumerate(slots) if slot.narrow}
+    wanted = {index: tuple(master.weight.shape) for index, master in enumerate(masters) if master.is_half}
     found = {index: tuple(value.shape) for index, value in entry["values"].items()}
     if wrong := sorted(index for index in wanted | found if wanted.get(index) != found.get(index)):
         index = wrong[0]
         raise ValueError(
             "Saved masters must fit the 16-bit parameters of the optimizer, one by one. "
             f"Parameter {index} has shape {wanted.get(index)}, and its saved master {found.get(index)}. "
-            "Build the optimizer on the same model, in the same type, as when it was saved."
+            "Build the optimizer on the same model, in the same dtype, as when it was saved."
         )
 
 
-def on_device(values: Mapping[int, Tensor], slots: Sequence[Slot]) -> dict[int, Tensor]:
-    """Returns copies of saved values where their parameters are."""
+def on_device(values: Mapping[int, Tensor], masters: Sequence[Master]) -> dict[int, Tensor]:
+    """Returns copies of saved values on the devices of their parameters."""
     return {
-        index: value.detach().to(slots[index].weight.device, torch.float32, copy=True)
+        index: value.detach().to(masters[index].weight.device, torch.float32, copy=True)
         for index, value in values.items()
     }

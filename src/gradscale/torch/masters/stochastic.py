@@ -1,4 +1,4 @@
-"""Stochastic rounding: nothing is kept, and every update counts on average."""
+"""Stochastic rounding: nothing is stored, and updates are right on average."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -6,14 +6,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradscale.torch.masters.scratch import Scratch
+from gradscale.torch.generators import Generators
+from gradscale.torch.masters.contract import MasterStorage
+from gradscale.torch.masters.step_buffers import StepBuffer
 
 NORMAL = 2.0**-14
 """The smallest normal FP16 number."""
 
 
-class Stochastic:
-    """Rounds to one of the two nearest weights, to each as often as the value is near to it.
+class Stochastic(MasterStorage):
+    """Rounds to one of the two nearest weights, with a probability that is higher the nearer it is.
 
     The mean of the weight is the value, so that updates far below half a unit in its last place add up. Beyond the
     largest finite number it rounds to nearest.
@@ -22,73 +24,48 @@ class Stochastic:
         seed: of the random numbers. Every device has a generator of its own.
     """
 
-    kept_bytes: ClassVar[int] = 0
-    holds_values: ClassVar[bool] = False
+    stored_bytes: ClassVar[int] = 0
 
     def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._generators: dict[str, torch.Generator] = {}
+        self._generators = Generators(seed)
 
-    def keep(self, weight: Tensor) -> Tensor:
-        """Returns an empty tensor: nothing is kept."""
+    def store(self, weight: Tensor) -> Tensor:
+        """Returns an empty tensor: nothing is stored."""
         return weight.detach().new_empty(0)
 
-    def read(self, weights: Sequence[Tensor], kept: Sequence[Tensor], scratch: Scratch) -> Sequence[Tensor]:
-        """Returns the weights in float32, in `scratch`."""
-        del kept
-        values = scratch.like(weights)
+    def read(self, weights: Sequence[Tensor], stored: Sequence[Tensor], buffer: StepBuffer) -> Sequence[Tensor]:
+        """Returns the weights in float32, in `buffer`."""
+        del stored
+        values = buffer.like(weights)
         torch._foreach_copy_(values, list(weights))  # pyright: ignore[reportPrivateImportUsage]
         return values
 
-    def write(self, values: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        """Rounds the values into the weights. Those that are exact stay as they are."""
-        del kept
+    def write(self, values: Sequence[Tensor], weights: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
+        """Rounds the values into the weights. Values that the dtype holds exactly are unchanged."""
+        del stored
         for value, weight in zip(values, weights, strict=True):
-            weight.copy_(_rounded(value, weight.dtype, self._generator(value.device)))
+            weight.copy_(_round(value, weight.dtype, self._generators.on(value.device)))
 
-    def adopt(self, weight: Tensor, kept: Tensor) -> None:
-        """Does nothing: the weight is all there is."""
-        del weight, kept
-
-    def restore(self, value: Tensor, weight: Tensor, kept: Tensor) -> None:
-        """Does nothing: the weight is all there is."""
-        del value, weight, kept
+    def restore(self, value: Tensor, weight: Tensor, stored: Tensor) -> None:
+        """Does nothing: the weight is the value."""
+        del value, weight, stored
 
     def state(self) -> dict[str, Any]:
-        """Returns where the random numbers are, device by device."""
-        return {
-            "seed": self._seed,
-            "generators": {device: generator.get_state() for device, generator in self._generators.items()},
-        }
+        """Returns the state of the random numbers on each device."""
+        return self._generators.state()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Goes on with the random numbers where `state` left them. What another way has saved is ignored."""
-        if "seed" not in state:
-            return
-        self._seed, self._generators = state["seed"], {}
-        for device, numbers in state["generators"].items():
-            self._generator(torch.device(device)).set_state(numbers.cpu())
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        name = str(device)
-        if name not in self._generators:
-            self._generators[name] = torch.Generator(device).manual_seed(self._seed)
-        return self._generators[name]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Generators can be neither copied nor pickled; their state can."""
-        return self.state()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._generators = {}
-        self.load(state)
+        """Continues the random numbers from `state`. The state of another storage is ignored."""
+        if "seed" in state:
+            self._generators.load(state)
 
 
-def _rounded(value: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Returns values that `dtype` holds exactly, or that lie beyond its largest finite number.
+def _round(value: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Returns values that `dtype` holds exactly, or that are larger than its largest finite number.
 
-    Random bits are added to those that will be cut off, and carry into the rest as often as they should. A subnormal
-    FP16 number is lifted first to where its last bit is that of a normal one.
+    Uniform random bits are added to the bits that are cut off, and carry into the rest with the probability of rounding
+    up. Of a subnormal FP16 number more than 13 bits would have to be cut: 2**-14 is added first, after which its last
+    bit is that of a normal number, and subtracted afterwards. Both are exact but for bits far below the last.
     """
     cut = 16 if dtype is torch.bfloat16 else 13
     lift = _lift(value) if cut == 13 else 0.0
@@ -97,12 +74,18 @@ def _rounded(value: Tensor, dtype: torch.dtype, generator: torch.Generator) -> T
 
 
 def _lift(value: Tensor) -> Tensor:
-    """Returns `NORMAL`, away from zero, for what is smaller, else 0. A comparison would be slow on the CPU."""
+    """Returns `NORMAL` with the sign of the value for values that are smaller, else 0.
+
+    `torch.where` on a comparison would be slower on the CPU.
+    """
     return (NORMAL - value.abs()).clamp_(min=0.0).ceil_().mul_(NORMAL).copysign_(value)
 
 
 def _noise(like: Tensor, bits: int, generator: torch.Generator) -> Tensor:
-    """Returns random int32 numbers of so many bits, at most 16. Four of them are cut from one of 64: much quicker."""
+    """Returns uniform random int32 numbers of `bits` bits, at most 16.
+
+    Four are cut from one random 64-bit number: drawing is most of the cost.
+    """
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     words.random_(-(2**63), None, generator=generator)
     return words.view(torch.int16)[: like.numel()].view(like.shape).to(torch.int32).bitwise_and_((1 << bits) - 1)

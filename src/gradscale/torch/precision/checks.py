@@ -1,4 +1,4 @@
-"""What `prepare` refuses, before it changes anything."""
+"""What `prepare` rejects, before it changes anything."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from gradscale.torch.checks import some
 from gradscale.torch.masters import MasterWeights
-from gradscale.torch.masters.checks import check_inside
-from gradscale.torch.precision.input_output_cast import border_of
+from gradscale.torch.masters.inner_optimizer import check_inner_optimizer
+from gradscale.torch.precision.input_output_cast import input_output_cast_of
 from gradscale.torch.precision.levels import Precision
 from gradscale.torch.precision.weight_cast import unmatched
 from gradscale.torch.step.gradients import Names, parameters_of
@@ -26,11 +26,12 @@ WRAPPERS = {
     "OptimizedModule": "torch.compile",
     "ScriptModule": "torch.jit",
 }
-"""Classes that take hold of a module's parameters or its code, and what makes them. By name: loading some is slow."""
+"""Classes that hold references to a module's parameters or its code, and what makes them. By name: importing some is
+slow."""
 
 
 def check_together(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], precision: Precision) -> None:
-    """Raises if `prepare` cannot do what it is asked to."""
+    """Raises if these models and optimizers cannot be prepared together."""
     _check_models(models)
     for model in models:
         _check_unwrapped(model)
@@ -46,7 +47,7 @@ def check_together(models: Sequence[nn.Module], optimizers: Sequence[Optimizer],
 
 
 def as_optimizers(optimizer: Any) -> list[Optimizer]:
-    """Returns the optimizers that `optimizer` stands for: itself, several, or none if it is None."""
+    """Returns `optimizer` as a list: of itself, of several, or empty if it is None."""
     if optimizer is None:
         return []
     found = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
@@ -61,7 +62,7 @@ def as_optimizers(optimizer: Any) -> list[Optimizer]:
 def _check_models(models: Sequence[nn.Module]) -> None:
     if not models:
         raise TypeError("`prepare` takes at least one model. Received: none.")
-    counts = Counter(id(part) for model in models for part in model.modules())
+    counts = Counter(id(module) for model in models for module in model.modules())
     for model in models:
         if counts[id(model)] > 1:
             raise ValueError(
@@ -71,20 +72,21 @@ def _check_models(models: Sequence[nn.Module]) -> None:
 
 
 def _check_unwrapped(model: nn.Module) -> None:
-    for name, part in model.named_modules():
-        where = f"{type(part).__name__} at {name!r}" if name else type(part).__name__
-        if border_of(part) is not None:
+    for name, module in model.named_modules():
+        where = f"{type(module).__name__} at {name!r}" if name else type(module).__name__
+        if input_output_cast_of(module) is not None:
             raise RuntimeError(
                 f"`prepare` changes a model once, and this one has been prepared. Received: {where}. "
-                "Use what the first call returned; to prepare it otherwise, build the model anew."
+                "Use what the first call returned; for another precision, build the model again."
             )
-        if wrapper := next((WRAPPERS[kind.__name__] for kind in type(part).__mro__ if kind.__name__ in WRAPPERS), None):
+        classes = [base.__name__ for base in type(module).__mro__]
+        if wrapper := next((WRAPPERS[name] for name in classes if name in WRAPPERS), None):
             raise RuntimeError(
-                f"`prepare` must come before {wrapper}, which has taken hold of the model's parameters or code. "
+                f"`prepare` must come before {wrapper}, which holds references to the model's parameters or code. "
                 f"Received: {where}. Prepare the plain model, then wrap what comes back. For an optimizer that must be "
                 "built after that, call `prepare(model, None)`."
             )
-        if "forward" in vars(part):
+        if "forward" in vars(module):
             raise RuntimeError(
                 "`prepare` changes how a model's class runs, and this `forward` was replaced on the object itself. "
                 f"Received: {where}. Prepare the model first, then replace its `forward`."
@@ -111,20 +113,20 @@ def _check_optimizer(optimizer: Optimizer, precision: Precision) -> None:
     if isinstance(optimizer, MasterWeights):
         raise RuntimeError(
             "`prepare` adds master weights where the precision asks for them. Received: a `MasterWeights`. "
-            "Pass the optimizer inside it."
+            "Pass its inner optimizer."
         )
     if precision.master_weights is not None:
-        check_inside(optimizer)
+        check_inner_optimizer(optimizer)
 
 
 def _check_owned(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     owned = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
-        strangers = [parameter for parameter in parameters_of([optimizer]) if id(parameter) not in owned]
-        if strangers:
+        unknown = [parameter for parameter in parameters_of([optimizer]) if id(parameter) not in owned]
+        if unknown:
             raise ValueError(
                 "Every parameter of the optimizer must belong to the models given. "
-                f"Received: {type(optimizer).__name__} with {some(Names(models), strangers, [optimizer])}, which do "
+                f"Received: {type(optimizer).__name__} with {some(Names(models), unknown, [optimizer])}, which do "
                 "not. Pass all models that it trains, or build it from `model.parameters()` of these."
             )
     _check_once(models, optimizers)

@@ -1,4 +1,4 @@
-"""What a model is trained in, as one value: `Precision`, and the levels O0 to O3 that APEX made known."""
+"""`Precision`, which says how a model is trained, and the opt levels O0 to O3 of APEX."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -8,9 +8,8 @@ from torch import nn
 
 from gradscale.policies.contract import Policy, check_policy
 from gradscale.policies.static import NoScaling
-from gradscale.torch.masters import Kind
-
-HALVES = (torch.float16, torch.bfloat16)
+from gradscale.torch.cast import HALF_DTYPES
+from gradscale.torch.masters import Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,19 +18,19 @@ class Precision:
 
         precision = replace(O2, compute=torch.bfloat16, master_weights="remainder")
 
-    What cannot be meant together is refused when the value is built.
+    Fields that contradict each other are rejected when the value is built.
 
     Attributes:
         compute: dtype of matrix products and convolutions: `torch.float32`, `torch.float16` or `torch.bfloat16`.
         autocast: whether the model runs under `torch.autocast`, which picks a precision for each operation.
         half_weights: whether weights and buffers are stored in `compute` as well, and gradients with them.
         keep_norm_fp32: whether norm layers keep float32 weights and statistics, and compute in float32.
-        keep_fp32: modules that are left in float32 with all inside them: patterns of names, as `fnmatch` reads them,
-            or types.
-        master_weights: how the low bits of half weights are kept, as a kind of `MasterWeights`; None loses them.
-        policy: the rule for the scale. `"auto"` is `Headroom()` for FP16, whose gradients vanish and overflow, and
+        keep_fp32: modules that stay float32 with all their submodules: name patterns, as `fnmatch` reads them, or
+            types.
+        master_weights: the `storage` of `MasterWeights`, which keeps the low bits of half weights; None loses them.
+        policy: the scaling policy. `"auto"` is `Headroom()` for FP16, whose gradients vanish and overflow, and
             `NoScaling()` for BF16 and FP32, which have the range.
-        output: dtype of what the model returns; None leaves it as it is.
+        output: dtype that outputs of the model are cast to; None leaves them as they are.
     """
 
     compute: torch.dtype
@@ -39,7 +38,7 @@ class Precision:
     half_weights: bool = False
     keep_norm_fp32: bool = True
     keep_fp32: tuple[str | type[nn.Module], ...] = ()
-    master_weights: Kind | None = None
+    master_weights: Storage | None = None
     policy: Policy | Literal["auto"] = "auto"
     output: torch.dtype | None = torch.float32
 
@@ -52,7 +51,7 @@ class Precision:
             check_policy(self.policy)
         if self.output is not None and not (isinstance(self.output, torch.dtype) and self.output.is_floating_point):
             raise ValueError(
-                "`output` must be a floating-point dtype, or None to leave what the model returns as it is. "
+                "`output` must be a floating-point dtype, or None to leave the outputs of the model as they are. "
                 f"Received: output={self.output!r}."
             )
 
@@ -76,7 +75,7 @@ def _check_flags(precision: Precision) -> None:
 
 def _check_compute(precision: Precision) -> None:
     compute, makes_half = precision.compute, precision.autocast or precision.half_weights
-    if compute not in (torch.float32, *HALVES):
+    if compute not in (torch.float32, *HALF_DTYPES):
         raise ValueError(
             "`compute` must be torch.float32, torch.float16 or torch.bfloat16. "
             f"Received: compute={compute!r}. For other formats use `gradscale.torch.emulate`."
@@ -96,9 +95,9 @@ def _check_compute(precision: Precision) -> None:
 
 def _check_weights(precision: Precision) -> None:
     masters = precision.master_weights
-    if masters is not None and masters not in get_args(Kind):
+    if masters is not None and masters not in get_args(Storage):
         raise ValueError(
-            f"`master_weights` must be None or one of {', '.join(map(repr, get_args(Kind)))}. "
+            f"`master_weights` must be None or one of {', '.join(map(repr, get_args(Storage)))}. "
             f"Received: master_weights={masters!r}."
         )
     if precision.half_weights:

@@ -1,4 +1,4 @@
-"""`prepare`: a float32 model and its optimizer become a mixed-precision pair, with the scaler they need."""
+"""`prepare`: makes a float32 model and its optimizer a mixed-precision pair, with the scaler they need."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
@@ -10,7 +10,7 @@ from gradscale.torch.checks import check_modules
 from gradscale.torch.masters import MasterWeights
 from gradscale.torch.precision.checks import as_optimizers, check_together
 from gradscale.torch.precision.levels import Precision, as_precision
-from gradscale.torch.precision.weight_cast import plan
+from gradscale.torch.precision.weight_cast import plan_weight_cast
 from gradscale.torch.scaler import LossScaler
 from gradscale.torch.step.gradients import parameters_of
 
@@ -49,9 +49,9 @@ def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tu
             scaler.step(optimizer, clip_norm=1.0)
             optimizer.zero_grad()
 
-    The model is the same object, changed in place: what it is called with and what it returns is cast at its border,
-    and inside it runs as `precision` says. Its parameters are the same objects, so the optimizer may have been made,
-    and may have run, before. Call it before `torch.compile`, DDP or FSDP.
+    The model is the same object, changed in place: its inputs and outputs are cast, and in between it runs as
+    `precision` says. Its parameters are the same objects, so the optimizer may have been built, and may have run,
+    before. Call it before `torch.compile`, DDP or FSDP.
 
     Args:
         model: a float32 model, or a list of models; a list comes back then.
@@ -62,35 +62,35 @@ def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tu
             `"fp16"` and `"bf16"`, which are O0, O1 and O1 with BF16.
 
     Raises:
-        RuntimeError: the model is prepared, wrapped or compiled already. Nothing has been changed then.
+        RuntimeError: the model is already prepared, wrapped or compiled. Nothing has been changed then.
         ValueError: the precision is unknown, a parameter is not float32, or models and optimizers do not belong
             together. Nothing has been changed then.
     """
     chosen = as_precision(precision)
     models, optimizers = check_modules(model), as_optimizers(optimizer)
     check_together(models, optimizers, chosen)
-    planned = plan(models, chosen)
-    exact = {parameter: parameter.detach() for parameter in parameters_of(optimizers)}
-    planned.carry_out(chosen.compute)
-    prepared = [_prepared(each, chosen, exact) for each in optimizers]
+    weight_cast = plan_weight_cast(models, chosen)
+    float32 = {parameter: parameter.detach() for parameter in parameters_of(optimizers)}
+    weight_cast.apply(chosen.compute)
+    prepared = [_prepared(each, chosen, float32) for each in optimizers]
     scaler = LossScaler(models, chosen.scaling())
-    back = prepared[0] if isinstance(optimizer, Optimizer) else prepared or None
-    return model if isinstance(model, nn.Module) else models, back, scaler
+    returned = prepared[0] if isinstance(optimizer, Optimizer) else prepared or None
+    return model if isinstance(model, nn.Module) else models, returned, scaler
 
 
-def _prepared(optimizer: Optimizer, precision: Precision, exact: Mapping[Tensor, Tensor]) -> Optimizer:
+def _prepared(optimizer: Optimizer, precision: Precision, float32: Mapping[Tensor, Tensor]) -> Optimizer:
     """Returns the optimizer for parameters that have just been cast.
 
     Args:
-        optimizer: the one for float32 parameters.
-        precision: what they were cast for.
-        exact: what each was before.
+        optimizer: the one that was built for float32 parameters.
+        precision: the precision they were cast for.
+        float32: the value of each before the cast.
     """
     if precision.master_weights is not None:
         masters = MasterWeights(optimizer, precision.master_weights)
-        masters.refine(exact)
+        masters.refine(float32)
         return masters
     if precision.half_weights:
-        # State that is there already is float32. Loading it, torch brings it to the dtype of the parameters.
+        # Existing state is float32. torch casts state to the dtype of the parameters when it loads it.
         optimizer.load_state_dict(optimizer.state_dict())
     return optimizer

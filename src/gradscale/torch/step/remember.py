@@ -73,16 +73,16 @@ class Memory:
         """Whether the next step shall read its largest gradient for the metrics."""
         return self._steps % SAMPLE_EVERY == 0
 
-    def keep(self, result: StepResult, state: ScaleState) -> None:
+    def keep(self, result: StepResult, decision: Decision) -> None:
         """Keeps the result, and raises or warns if the run has been stuck for too long. Does not synchronize.
 
         On an accelerator the counters are read a few steps late. Where the result has no amax, the last one is kept.
         """
-        self.last = result
+        state, self.last = decision.state, result
         self._amax = self._amax if result.amax is None else result.amax
         self._steps += 1
         if not isinstance(state.scale, Tensor):
-            loss_finite = bool(result.loss_finite)
+            loss_finite = bool(decision.seen.loss_finite)
             self._stuck_check.check(int(state.consecutive_skips), bool(state.stuck), loss_finite, result)
             return
         if self._counters is None and self._steps % SAMPLE_EVERY == 0:

@@ -1,0 +1,70 @@
+"""Output to the terminal: tables that fit it, and usage errors in one line instead of a traceback."""
+
+import math
+import sys
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import NoReturn
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+USAGE_ERROR = 2
+"""Exit code for invalid input, as for an unknown option."""
+
+
+def console() -> Console:
+    """Returns a console on standard output. It has no colours where that is not a terminal, or `NO_COLOR` is set."""
+    return Console(highlight=False)
+
+
+def table(*columns: str, prose: int = 0) -> Table:
+    """Returns an empty table whose last `prose` columns hold text; the others but the first hold numbers."""
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for index, column in enumerate(columns):
+        is_text = index == 0 or index >= len(columns) - prose
+        made.add_column(column, justify="left" if is_text else "right", overflow="fold")
+    return made
+
+
+def number(value: float) -> str:
+    """Returns a scale as text, with large and small powers of two by their exponent.
+
+    >>> number(65536.0), number(2.0**40), number(0.1), number(float("inf"))
+    ('65536', '2^40', '0.1', 'inf')
+    """
+    mantissa, exponent = math.frexp(value)
+    if mantissa == 0.5 and not 2.0**-4 <= value <= 2.0**20:
+        return f"2^{exponent - 1}"
+    return f"{value:.0f}" if value.is_integer() and value < 1e7 else f"{value:.6g}"
+
+
+@contextmanager
+def usage_errors() -> Generator[None]:
+    """Ends the program with a line on standard error when the user's input is invalid.
+
+    Only for the calls that take the user's input: elsewhere such an error is a bug, and must show its traceback.
+    """
+    try:
+        yield
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (ValueError, TypeError) as error:
+        fail(str(error))
+
+
+def chosen_models(model: str, known: Iterable[str]) -> list[str]:
+    """Returns the models that `--model` names: one, or all of them."""
+    if model == "all":
+        return list(known)
+    if model not in known:
+        raise ValueError(f"`--model` must be one of {', '.join(('all', *known))}. Received: {model}.")
+    return [model]
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the program with `message` on standard error."""
+    print(f"Error: {message}", file=sys.stderr)
+    raise typer.Exit(USAGE_ERROR)

@@ -1,0 +1,65 @@
+"""What every storage of master weights can do."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradscale.torch.masters.step_buffers import StepBuffer
+
+
+class MasterStorage(ABC):
+    """Makes float32 values of 16-bit weights and what is stored beside them, and writes them back.
+
+    Attributes:
+        stored_bytes: bytes stored beside each element of a weight.
+        stores_values: whether the float32 values themselves are stored, and not something to compute them from.
+    """
+
+    stored_bytes: ClassVar[int]
+    stores_values: ClassVar[bool] = False
+
+    @abstractmethod
+    def store(self, weight: Tensor) -> Tensor:
+        """Returns what to store beside a weight whose value is exact."""
+
+    @abstractmethod
+    def read(self, weights: Sequence[Tensor], stored: Sequence[Tensor], buffer: StepBuffer) -> Sequence[Tensor]:
+        """Returns the float32 values. They are valid until `buffer` is used again."""
+
+    @abstractmethod
+    def write(self, values: Sequence[Tensor], weights: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
+        """Rounds the values into the weights, and stores what the rounding lost.
+
+        Values that `read` returned, written back unchanged, change nothing. A fused kernel may have skipped the step
+        without the host knowing it, and `write` is called all the same.
+        """
+
+    def adopt(self, weight: Tensor, stored: Tensor) -> None:
+        """Makes what is stored fit a weight that was written to elsewhere. By default the low bits become 0."""
+        del weight
+        stored.zero_()
+
+    def restore(self, value: Tensor, weight: Tensor, stored: Tensor) -> None:
+        """Takes over saved values wherever they round to the weight. Elsewhere the weight takes precedence."""
+        self.write([refined(weight, value)], [weight], [stored])
+
+    def state(self) -> dict[str, Any]:
+        """Returns what else is needed to resume bit-exactly."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes over what `state` returned, of this storage or of another."""
+        del state
+
+
+def refined(weight: Tensor, value: Tensor) -> Tensor:
+    """Returns `value` where no number of the weight's dtype is nearer to it than the weight; the weight elsewhere.
+
+    At a tie both neighbours count as nearest: storages differ in which of the two they round to.
+    """
+    wide = weight.float()
+    nearest = (wide - value).abs() <= (value.to(weight.dtype).float() - value).abs()
+    return torch.where(nearest, value, wide)

@@ -1,0 +1,79 @@
+"""Float32 memory that exists for one step: gradients of masters, and their values where these are not stored."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class StepBuffer:
+    """Float32 memory, one block for each device, that is reused for one part of the model after the other."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[torch.device, Tensor] = {}
+
+    def __reduce__(self) -> tuple[type["StepBuffer"], tuple[()]]:
+        """A copy starts empty."""
+        return StepBuffer, ()
+
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns an uninitialised float32 tensor for each, on its device and with its memory layout, without gaps.
+
+        They are valid until the next call, which returns the same memory.
+        """
+        begins: list[int] = []
+        elements: dict[torch.device, int] = defaultdict(int)
+        for tensor in tensors:
+            begins.append(elements[tensor.device])
+            elements[tensor.device] += tensor.numel()
+        blocks = {device: self._block(device, count) for device, count in elements.items()}
+        # One view each: a view of a piece that `split` returns takes three times as long.
+        return [
+            blocks[tensor.device].as_strided(tensor.shape, _stride(tensor), begin)
+            for tensor, begin in zip(tensors, begins, strict=True)
+        ]
+
+    def _block(self, device: torch.device, elements: int) -> Tensor:
+        block = self._blocks.get(device)
+        if block is None or block.numel() < elements:
+            block = self._blocks[device] = torch.empty(elements, dtype=torch.float32, device=device)
+        return block
+
+
+def _stride(tensor: Tensor) -> Sequence[int]:
+    """Returns the strides of a copy without gaps.
+
+    Fused kernels walk through memory linearly, and so need all their tensors in one layout: channels-last, too.
+    """
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+
+
+def set_gradients(masters: Sequence[Tensor], weights: Sequence[Tensor], buffer: StepBuffer) -> None:
+    """Gives every master the gradient of its weight in float32: the same tensor if it is float32 already, else a cast.
+
+    One multi-tensor kernel casts all that need it. A sparse gradient is cast separately, and stays sparse.
+
+    Args:
+        masters: the parameters of the inner optimizer, with values.
+        weights: the model's parameters.
+        buffer: the memory for the casts.
+    """
+    to_cast: list[tuple[Tensor, Tensor]] = []
+    for master, weight in zip(masters, weights, strict=True):
+        grad = weight.grad
+        if grad is None:
+            continue
+        if grad.layout is not torch.strided:
+            master.grad = grad.float()
+        elif grad.dtype is torch.float32 and grad.stride() == master.stride():
+            master.grad = grad
+        else:
+            to_cast.append((master, grad))
+    if not to_cast:
+        return
+    targets, grads = map(list, zip(*to_cast, strict=True))
+    cast = buffer.like(targets)
+    torch._foreach_copy_(cast, grads)  # pyright: ignore[reportPrivateImportUsage]
+    for master, grad in zip(targets, cast, strict=True):
+        master.grad = grad

@@ -1,0 +1,27 @@
+"""Cases that an adapter leaves out, and why: those it answers as its peer does, and those that would take too long."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from tests.conformance.adapters import Adapter, Difference
+
+
+def skip_if_different(adapter: Adapter, involved: Iterable[Difference]) -> None:
+    """Skips a case that involves a documented difference of the adapter, which `test_differences` proves."""
+    for difference in involved:
+        if difference in adapter.differs:
+            pytest.skip(f"documented difference: {adapter.differs[difference]}")
+
+
+def skip_if_sampled(adapter: Adapter, case: Any, cases: Sequence[Any]) -> None:
+    """Skips all but the first case of each kind of policy where the adapter runs no more."""
+    first = next(other for other in cases if type(other.policy) is type(case.policy))
+    if adapter.sampled and case is not first:
+        pytest.skip("compiles every case: it runs the first of each kind of policy")
+
+
+def losses(values: Iterable[float]) -> set[Difference]:
+    """Returns what is involved where the steps have these losses."""
+    return set() if all(map(math.isfinite, values)) else {"losses"}

@@ -1,0 +1,58 @@
+"""Every documented difference is there. One that is not must go from the adapter, and its cases come back."""
+
+import math
+
+import numpy as np
+import pytest
+from tests.conformance.adapters import Adapter, Difference, Session
+
+from gradscale import Dynamic, NoScaling
+
+GRAD = {"weight": np.array([8.0], np.float32)}
+
+
+def opened(adapter: Adapter, difference: Difference) -> Session:
+    if difference not in adapter.differs:
+        pytest.skip("no such difference")
+    policy = NoScaling() if difference == "no scaling" else Dynamic(init_scale=8.0)
+    return adapter.open(policy, {"weight": np.zeros(1, np.float32)}, lr=0.125)
+
+
+def test_losses_are_not_checked(adapter: Adapter) -> None:
+    step = opened(adapter, "losses").step(GRAD, loss=math.inf)
+    assert step.reported is not None
+    assert step.reported.applied is True
+    assert step.reported.loss_finite is True
+
+
+def test_a_step_without_gradients_raises(adapter: Adapter) -> None:
+    session = opened(adapter, "no grads")
+    with pytest.raises((AssertionError, ValueError), match=r"[Nn]o inf checks were recorded|gradient"):
+        session.step({"weight": None})
+
+
+def test_no_scaling_switches_it_off(adapter: Adapter) -> None:
+    session = opened(adapter, "no scaling")
+    step = session.step({"weight": np.array([math.inf], np.float32)})
+    assert step.reported is None
+    assert step.params["weight"].tolist() == [-math.inf]
+
+
+def test_the_result_has_no_norm_where_the_user_clips(adapter: Adapter) -> None:
+    step = opened(adapter, "norm").step(GRAD, clip_norm=0.5)
+    assert step.reported is not None
+    assert step.reported.grad_norm is None
+
+
+def test_there_is_no_result(adapter: Adapter) -> None:
+    assert opened(adapter, "result").step(GRAD).reported is None
+
+
+def test_the_state_is_the_scale_and_the_clean_steps(adapter: Adapter) -> None:
+    session = opened(adapter, "state")
+    session.step(GRAD)
+    assert session.state() == {"scale": 8.0, "clean_steps": 1}
+
+
+def test_there_are_no_metrics(adapter: Adapter) -> None:
+    assert opened(adapter, "metrics").metrics() is None

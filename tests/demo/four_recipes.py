@@ -1,0 +1,81 @@
+"""What holds for the four recipes in the demo of every framework with one model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from gradscale.cli.demo import demo
+from gradscale.demo import Run, compare, load_demo
+from gradscale.histogram import best_static_scale, overflow_share
+
+RECIPES = ("FP32", "FP16 unscaled", "FP16 static", "FP16 dynamic")
+
+app = typer.Typer()
+app.command()(demo)
+
+
+def compared(framework: str, steps: int, seed: int = 0) -> list[Run]:
+    """Returns the runs of a demo with one model."""
+    demo = load_demo(framework)
+    (comparison,) = compare(demo, dict.fromkeys(demo.steps, steps), seed, lambda model, recipe: None)
+    return list(comparison.runs)
+
+
+class FourRecipes:
+    """Tests to inherit.
+
+    Attributes:
+        framework: whose demo it is.
+        model: the name of its model.
+        score: what its table shows.
+        lost: share of gradients that unscaled FP16 loses at least.
+        steps: of the runs that are examined.
+    """
+
+    framework: str
+    model: str
+    score: str
+    lost: float
+    steps = 3
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def runs(cls) -> list[Run]:
+        return compared(cls.framework, cls.steps)
+
+    def test_the_four_recipes_are_run_in_order(self, runs: list[Run]) -> None:
+        assert tuple(load_demo(self.framework).steps) == (self.model,)
+        assert tuple(run.recipe for run in runs) == RECIPES
+        assert all(len(run.losses) == len(run.scales) == self.steps for run in runs)
+
+    def test_every_recipe_starts_from_the_same_weights_and_batches(self, runs: list[Run]) -> None:
+        full, *halves = (run.losses[0] for run in runs)
+        assert halves == [halves[0]] * 3
+        assert full != halves[0]
+        assert full == pytest.approx(halves[0], rel=1e-3)
+
+    def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(self, runs: list[Run]) -> None:
+        full, _, static, _ = runs
+        assert set(static.scales) == {best_static_scale(full.histogram)}
+        assert overflow_share(full.histogram, scale=static.scales[0]) == 0.0
+
+    def test_a_seed_gives_the_same_run_again_and_another_gives_another(self, runs: list[Run]) -> None:
+        again, other = compared(self.framework, 1)[3], compared(self.framework, 1, seed=1)[3]
+        assert (again.losses, again.lost) == (runs[3].losses[:1], runs[3].lost[:1])
+        assert other.losses != again.losses
+
+    def test_only_unscaled_fp16_loses_gradients(self, runs: list[Run]) -> None:
+        full, unscaled, static, dynamic = runs
+        assert set(full.lost) == {0.0}
+        assert min(unscaled.lost) > self.lost
+        assert max(static.lost + dynamic.lost) < 0.01
+
+    def test_the_command_trains_and_writes_the_plot(self, tmp_path: Path) -> None:
+        plot = tmp_path / "plot.png"
+        shown: Any = CliRunner().invoke(app, ["--framework", self.framework, "--steps", "1", "--out", str(plot)])
+        assert shown.exit_code == 0
+        assert self.score in shown.output
+        assert plot.stat().st_size > 1000
