@@ -21,7 +21,7 @@ ODD = torch.tensor([2.0**-8, *[2.0**-10] * 48])
 """Its norm is 2**-7: twice its largest magnitude."""
 
 
-def run(scaler: LossScaler, weight: Tensor, gradients: list[Tensor], **asked: float) -> list[StepResult]:
+def run(scaler: LossScaler, weight: nn.Parameter, gradients: list[Tensor], **asked: float) -> list[StepResult]:
     """Returns the results of steps with these unscaled gradients."""
     optimizer, results = torch.optim.SGD([weight]), []
     for gradient in gradients:

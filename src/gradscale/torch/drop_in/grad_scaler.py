@@ -3,14 +3,15 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from gradscale.engine.measurement import Measurement
-from gradscale.policies.contract import Policy, check_policy
+from gradscale.policies.auto import as_policy
+from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
 from gradscale.torch.drop_in.saved import read_scaler, write_extra
 from gradscale.torch.drop_in.scale_bound import ScaleBound
@@ -34,6 +35,7 @@ from gradscale.torch.drop_in.update import measure_for, seen_by, update_by_kerne
 from gradscale.torch.step import apply
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.gradients import collect
+from gradscale.torch.step.host_copy import host_value
 from gradscale.torch.step.measure import any_overflow, check, multiply_and_check
 from gradscale.torch.step.result import StepResult, Traces
 
@@ -64,7 +66,8 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: what the scale is multiplied by when it backs off.
         growth_interval: clean steps in a row before the scale grows.
         enabled: False makes every method do nothing, and `step` just call the optimizer's.
-        policy: a rule for the scale, instead of the four numbers above. `NoScaling()` is the same as `enabled=False`.
+        policy: a rule for the scale, or `"auto"`, instead of the four numbers above. `NoScaling()` is the same as
+            `enabled=False`.
         min_scale: the scale never falls below; by default 2**-126.
         max_scale: the scale never rises above; by default the largest float32.
         hysteresis: overflows it takes to back off for the first time.
@@ -83,7 +86,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        policy: Policy | None = None,
+        policy: Policy | Literal["auto"] | None = None,
         min_scale: float | None = None,
         max_scale: float | None = None,
         hysteresis: int = 1,
@@ -95,7 +98,7 @@ class GradScaler(torch.amp.GradScaler):
             "growth_interval": growth_interval,
         }
         if policy is not None:
-            check_policy(policy)
+            policy = as_policy(policy)
             refuse_second_rule(numbers | {"min_scale": min_scale, "max_scale": max_scale, "hysteresis": hysteresis})
         super().__init__(device, **numbers, enabled=enabled and (policy is None or bool(policy.needs)))
         self.last: StepResult | None = None
@@ -173,6 +176,10 @@ class GradScaler(torch.amp.GradScaler):
         state["found_inf_per_device"] = flags
         state["stage"] = OptState.UNSCALED
         self._divided.append(optimizer)
+        if host_value(any_overflow(flags.values(), scale.device)):
+            # Now, before the user clips: a norm that is inf or NaN makes NaN of elements that were not.
+            state["measured"] = sizes_of(gradients_of(optimizer), scale.device)
+            state["traces"] = Traces(collect([optimizer]))
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -273,22 +280,24 @@ class GradScaler(torch.amp.GradScaler):
         returned, measured = None, None
         if bool(overflow):
             apply.hold(optimizer)
-            measured = sizes_of(gradients_of(optimizer), scale.device)
+            measured = optimizer_state.get("measured") or sizes_of(gradients_of(optimizer), scale.device)
         else:
             returned = optimizer.step(*args, **kwargs)
         self._remember(optimizer, scale, overflow, measured)
         return returned
 
     def _remember(self, optimizer: Optimizer, scale: Tensor, overflow: Tensor, measured: Measurement | None) -> None:
-        present = scale.clone()
+        present, state = scale.clone(), self._per_optimizer_states[id(optimizer)]
+        seen = seen_by([state["sizes"]], overflow, present) if "sizes" in state else None
         self.last = StepResult(
             applied=~overflow,
             scale=present,
             next_scale=present,
             loss_finite=torch.ones_like(overflow),
-            attempted=bool(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]),
+            amax=None if seen is None else seen.amax,
+            attempted=bool(state["found_inf_per_device"]),
             sizes=None if measured is None else measured.sizes,
-            traces=None if measured is None else Traces(collect([optimizer])),
+            traces=None if measured is None else state.get("traces") or Traces(collect([optimizer])),
         )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:

@@ -29,13 +29,14 @@ def result_of(plan: StepPlan, measurement: Measurement, decision: Decision, rule
     # In host memory the outcome is known, and gradients that are all finite need not be traced.
     total = host_value(measurement.total)
     all_finite = total is not None and math.isfinite(total)
+    has_amax = plan.edited or measurement.amax is not None
     return StepResult(
         applied=decision.applied,
         scale=plan.window.scale,
         next_scale=rule.scale,
         loss_finite=rule.tensor(seen.loss_finite),
-        grad_norm=rule.tensor(seen.norm) if plan.norm else None,
-        amax=rule.tensor(seen.amax) if plan.edited or measurement.amax is not None else None,
+        grad_norm=rule.tensor(seen.norm) if plan.norm and plan.gradients else None,
+        amax=rule.tensor(seen.amax) if has_amax and plan.gradients else None,
         retries=plan.window.retries,
         attempted=bool(plan.gradients),
         sizes=None if all_finite else measurement.sizes,
