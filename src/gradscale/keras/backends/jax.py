@@ -34,7 +34,7 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
         sizes=sizes,
         total=jnp.sum(to_unscale),  # not the maximum, which may lose a NaN
         amax=jnp.max(to_unscale, initial=0.0) if plan.amax else None,
-        norm=jnp.sqrt(_sum([square(value) for value in scaled])) if plan.norm else None,
+        norm=_norm(scaled, jnp.maximum(jnp.float32(plan.scale), 1.0)) if plan.norm else None,
         upper_share=None if plan.edge is None else share_above(scaled, plan.edge),
         half_amax=jnp.max(_stacked(_peak_or_inf, [values[place] for place in plan.half])) if plan.half else None,
     )
@@ -115,6 +115,11 @@ def _peak_or_inf(value: Array) -> Array:
 
 def _inf_unless_finite(value: Array) -> Array:
     return jnp.where(jnp.all(jnp.isfinite(value)), jnp.float32(0), jnp.inf)
+
+
+def _norm(gradients: Sequence[Array], scale: Array) -> Array:
+    """Returns the norm, from squares of unscaled gradients: those of scaled ones may overflow though all is finite."""
+    return jnp.sqrt(_sum([square(gradient * (1.0 / scale)) for gradient in gradients])) * scale
 
 
 def _sum(squares: Sequence[Array]) -> Array:
