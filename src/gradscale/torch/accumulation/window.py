@@ -186,7 +186,7 @@ def map_losses(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:
     def visit(output: Any) -> Tensor:
         if isinstance(output, Tensor) and is_functorch_wrapped_tensor(output):
             raise RuntimeError(
-                "`scale` keeps track of a loss until the next step, and a loss inside a `torch.func` transform does not "
+                "`scale` keeps track of a loss until the next step, and one inside a `torch.func` transform does not "
                 "exist after it. Multiply by `scaler.loss_scale` there, and divide the gradients by it."
             )
         if isinstance(output, Tensor) and (output.is_floating_point() or output.is_complex()):
