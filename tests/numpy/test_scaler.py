@@ -191,7 +191,7 @@ def test_histogram_is_given_the_share_above_its_edge() -> None:
 
 def test_a_policy_that_does_not_say_its_edge_is_refused() -> None:
     edgeless: Any = SimpleNamespace(needs=frozenset({"upper_share"}), start=Dynamic().start, next=Dynamic().next)
-    with pytest.raises(TypeError, match="A policy that needs `upper_share` must say above which edge"):
+    with pytest.raises(TypeError, match="A policy that needs `upper_share` must have an `edge_magnitude`"):
         LossScaler(edgeless)
 
 
