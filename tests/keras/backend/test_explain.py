@@ -105,7 +105,7 @@ def test_the_scaler_that_keras_adds_is_found() -> None:
     made.layers[0].dtype_policy = keras.DTypePolicy("mixed_float16")
     made.compile("sgd", loss="mse")
     (warning,) = warnings_of(made)
-    assert warning.startswith("The scaler is Keras' own")
+    assert warning.startswith("The scaler is Keras's own")
     assert "`gradscale.keras.adopt(model)`" in warning
 
 
