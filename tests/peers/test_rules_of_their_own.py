@@ -51,7 +51,7 @@ def test_policy_and_state_are_the_same_after_a_dict(
 
 @pytest.mark.parametrize("kind", [None, ["Dynamic"], "ScaleState"])
 def test_a_kind_that_is_no_policy_is_refused(kind: Any) -> None:
-    with pytest.raises(ValueError, match=r"A saved policy says its kind\. Received: kind="):
+    with pytest.raises(ValueError, match=r"A saved policy has a `kind`\. Received: kind="):
         policy_from_dict({"kind": kind})
 
 

@@ -29,13 +29,14 @@ class Track:
     overflow_threshold: float
 
     def seen(self, step: int, scale: Array, needs: frozenset[str]) -> Seen:
-        """Returns what policies that read `needs`, and whose scales are `scale`, see of `step`."""
+        """Returns what policies that need `needs`, and whose scales are `scale`, see in `step`."""
         facts = {name: values[step] for name, values in self.known.items() if name in needs}
         if self.peaks is not None and "finite" in needs:
+            # In float64: a float32 product could round up to the threshold, or overflow.
             with np.errstate(over="ignore", invalid="ignore"):
                 facts["finite"] = self.peaks[step] * scale.astype(np.float64) < self.overflow_threshold
         if "amax" in needs:
-            # In training an overflow hides the largest gradient; a policy must not do better here than it would there.
+            # In training the largest gradient is not known after an overflow, so a policy must not see it here either.
             facts["amax"] = np.where(facts["finite"], facts["amax"], np.float32(np.inf))
         return Seen(**facts)
 
