@@ -43,8 +43,8 @@ class Peer:
     def _variant(self, wanted: str) -> Callable[..., Policy]:
         """Returns the rule called `wanted`: its whole name, or the last part of it, whatever the case.
 
-        There may be more or fewer parts before the last one than here, but none that only another rule has. Of two
-        rules that differ in a note in parentheses alone, the one with the same note is meant.
+        `wanted` may have more or fewer parts before the last, but none that only another rule has. Of two rules that
+        differ only in a note in parentheses, the one with the same note is returned.
         """
         wanted = str(wanted)
         known = {word for name in self.variants for word in _qualifiers(name)}

@@ -1,6 +1,6 @@
-"""Reads the scaler objects pickled inside checkpoints, and runs nothing that they say.
+"""Reads the scaler objects pickled inside checkpoints, without running code from them.
 
-A pickle is a program: it names functions and calls them. This reader answers every name itself. Scalers become
+A pickle is a program: it names functions and calls them. This reader resolves every name itself. Scalers become
 `StandIn` values that only hold attributes, tensors and their storages become `Unread`, and any other name is refused.
 Nothing is imported.
 """
@@ -39,7 +39,8 @@ class StandIn:
         return made
 
     def __setstate__(self, state: Any) -> None:
-        """Keeps the attributes of a pickled object. Defined here, so that a pickle cannot bring its own."""
+        """Keeps the attributes of a pickled object."""
+        # Without this method, pickle would call `setattr` with names from the file.
         if not isinstance(state, dict):
             raise _Refused(
                 f"A pickled scaler keeps its attributes in a dict. Received: {type(state).__name__}. "
@@ -78,6 +79,7 @@ _UNREAD = (
     "torch._utils._rebuild_tensor",
     "torch._utils._rebuild_tensor_v2",
     "torch.storage._load_from_bytes",
+    # torch's `_rebuild_*` functions are called by the pickle, but as `Unread`, whose constructor drops its arguments.
     *(f"torch.{name}" for name in ("float16", "bfloat16", "float32", "float64")),
     *(f"torch.{name}" for name in ("uint8", "int8", "int16", "int32", "int64", "bool")),
     *(

@@ -38,7 +38,7 @@ def grad_scaler(
 ) -> Ladder | Static | NoScaling:
     """Returns the rule of `GradScaler` in dynamic graphs: float32, without bounds.
 
-    It takes `decr_every_n_nan_or_inf` overflows in a row to back off, and as many again for the next time.
+    It backs off after `decr_every_n_nan_or_inf` overflows in a row, and then counts again from 0.
     """
     if not enable:
         return NoScaling()
@@ -101,7 +101,7 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     dynamic = not isinstance(policy, Static)
     ladder = Ladder(init_scale=1.0)
     if dynamic:
-        # Without hysteresis there is nothing to refill; with it, Paddle refills as no other system does.
+        # Paddle's refill is no other system's, but without hysteresis there is nothing to refill.
         rule = Ladder(init_scale=1.0, hysteresis=getattr(policy, "hysteresis", 1), refill="clean or backoff")
         ladder = ladder_for("Paddle's GradScaler", policy, rule, (*COMMON_SETTINGS, "hysteresis"))
     values, every = values_of(state), int(ladder.hysteresis)

@@ -19,7 +19,7 @@ _WHAT = "PopART's automatic loss scaling"
 _STATISTICS = "autoLossScaleStats"
 _HIGHEST_IN_FP16 = 2.0**15
 _MAX_IN_FP16 = 65535.0
-"""What PopART takes for the largest FP16 number."""
+"""FP16's maximum as PopART has it. It is 65504."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,17 @@ class PopartState(ScaleState):
 
 @dataclass(frozen=True, slots=True)
 class PopartScaling(Record):
-    """The rule of PopART's automatic loss scaling: halves or doubles at every update, and never rests.
+    """The rule of PopART's automatic loss scaling: halves or doubles the scale at every update.
 
-    The first step updates, and each `update_period`-th after it. More than `threshold` of the gradients above the edge
-    halve the scale; anything less doubles it. PopART skips no step: an overflow is only one more gradient above the
-    edge. Here a step with one is not applied, is counted as skipped, and halves the scale.
+    The first step updates, and each `update_period`-th after it. A share above `threshold` of gradients above the edge
+    halves the scale; any other doubles it. PopART skips no step: an overflow is only one more gradient above the edge.
+    Here a step with one is skipped, and halves the scale.
 
     In float32. PopART's FP16 factor rounds no differently while `loss_scaling` is a power of two.
 
     Attributes:
         loss_scaling: the optimizer's `lossScaling`, and the scale of the first step.
-        threshold: share of the gradients above the edge that is still too small to matter.
+        threshold: share of the gradients that may be above the edge.
         update_period: steps from one update to the next.
         clips: whether the scale is kept at 2**15 and below, as it is in FP16.
         edge: where the edge is, as a share of FP16's largest number.
