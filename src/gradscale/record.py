@@ -74,9 +74,9 @@ def fields(record: Any) -> tuple[dataclasses.Field[Any], ...]:
 def place(record: R, put: Callable[[np.ndarray[Any, Any]], Array]) -> R:
     """Returns a copy of `record` whose numbers have gone through `put`, typically onto a device.
 
-    Numeric settings become float32, int32 or bool arrays first, so that every framework sees the same values whatever
-    it makes of a Python number. Strings, formats and other static settings are kept. Does not validate again: the
-    values were checked when `record` was built, and reading them back would synchronize with the device.
+    Numeric settings become float32, int32 or bool arrays first, so that every framework computes with the same values.
+    Strings, formats and other static settings are kept. Does not validate again, which would synchronize with the
+    device: the values were checked when `record` was built.
     """
     return with_values(record, {name: put(_as_leaf(value)) for name, value in numbers(record).items()})
 

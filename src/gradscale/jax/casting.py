@@ -104,7 +104,7 @@ class Cast:
     policy: Policy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the module makes of the arguments, in `output_dtype`."""
+        """Returns the result of the module, in `output_dtype`."""
         module, args, kwargs = self.policy.cast_to_compute((self.module, args, kwargs))
         return self.policy.cast_to_output(module(*args, **kwargs))
 

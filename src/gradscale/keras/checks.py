@@ -45,7 +45,7 @@ def chosen_policy(initial_scale: float, dynamic_growth_steps: int, policy: Polic
 
 
 def with_policy(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that `get_config` wrote, with the policy made of its dict where there is one."""
+    """Returns the arguments that `get_config` wrote, with the policy read from its dict where there is one."""
     arguments = dict(config)
     if isinstance(arguments.get("policy"), Mapping):
         arguments["policy"] = policy_from_dict(arguments["policy"])

@@ -1,4 +1,4 @@
-"""The few operations that rules are made of, bit-exact on every framework and CPU.
+"""The operations that rules consist of, bit-exact on every framework and CPU.
 
 `log2`, `exp2`, powers and square roots differ in their last bits from one framework to the next (JAX on CPU gets
 `exp2(k)` wrong for most integers k; torch's float32 `sqrt` is MKL's, which on some CPUs rounds one number in six

@@ -1,4 +1,4 @@
-"""What a replay knows of each step: read from the caller's sequences and checked once."""
+"""The steps of a replay: read from the caller's sequences and checked once."""
 
 from dataclasses import dataclass
 from typing import Any

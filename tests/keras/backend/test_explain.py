@@ -36,7 +36,7 @@ def warnings_of(made: Any) -> tuple[str, ...]:
     return explain(made).warnings
 
 
-def test_layers_that_are_alike_share_a_row() -> None:
+def test_layers_of_one_class_and_dtype_share_a_row() -> None:
     assert [(row.count, row.kind, row.weights, row.compute_dtype, row.elements) for row in explain(model()).layers] == [
         (2, "Dense", "float32", "float16", 27),
         (1, "Dropout", "", "float16", 0),
