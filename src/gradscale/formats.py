@@ -61,7 +61,7 @@ class Format:
     def round(self, array: Any) -> FloatArray:
         """Returns `array` rounded to this format (nearest, ties to even), in float32, or float64 where it came so.
 
-        Overflow becomes infinity, NaN or the maximum, as the format's own type does it.
+        Overflow becomes infinity, NaN or the maximum, as in the format's own type.
 
         >>> FP16.round([1e-8, 1 / 3, 70000.0]).tolist()
         [0.0, 0.333251953125, inf]

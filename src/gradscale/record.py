@@ -17,11 +17,11 @@ SCHEMA = 1
 """Version of the dict form. Raised when a key is renamed, removed or changes its meaning."""
 
 Array = Any
-"""An array or scalar of whichever framework runs the rule: numpy, torch, JAX, TensorFlow."""
+"""An array or scalar of the framework that runs the rule: numpy, torch, JAX, TensorFlow."""
 
 
 def leaf(dtype: str, default: float | bool | None = None, *, signed: bool = False) -> Any:
-    """Returns a dataclass field that holds an array of `dtype`, and says what a dict may put into it.
+    """Returns a dataclass field that holds an array of `dtype`, with what `from_dict` needs to check it.
 
     Args:
         dtype: numpy's name of the element type; floats may also arrive in a wider type and keep it.

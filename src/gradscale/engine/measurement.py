@@ -73,7 +73,7 @@ UNKNOWN_RATIO = 1.0
 
 
 def reads_amax(step: int) -> bool:
-    """Returns whether the step with this number, from 0 on, reads the largest magnitude beside the norm."""
+    """Returns whether the step with this number, counted from 0, reads the largest magnitude as well as the norm."""
     return step < AMAX_EVERY or step % AMAX_EVERY == 0
 
 

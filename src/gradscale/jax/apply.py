@@ -37,7 +37,7 @@ def apply(
     synchronize with the device.
 
     Args:
-        tx: an optax transformation; not one of `scaled`, which has a gate of its own.
+        tx: an optax transformation; not one of `scaled`, which has its own gate.
         grads: unscaled gradients, as `value_and_grad` returns them.
         opt_state: its state. Make it with `init` where parameters are narrower than float32.
         params: the parameters.
@@ -113,14 +113,14 @@ def check_accumulation(opt_state: Any, clip_norm: float | None) -> None:
     """Raises if gradients would be clipped one micro-batch at a time."""
     if clip_norm is not None and holds(optax.MultiStepsState, opt_state):
         raise ValueError(
-            "`clip_norm` would clip each micro-batch on its own, not the gradients that `optax.MultiSteps` adds up. "
+            "`clip_norm` would clip each micro-batch alone, not the gradients that `optax.MultiSteps` accumulates. "
             f"Received: clip_norm={clip_norm!r}. Clip inside: "
             "`optax.MultiSteps(optax.chain(optax.clip_by_global_norm(bound), tx), every_k_schedule=k)`."
         )
 
 
 def _apply_updates(params: Any, updates: Any) -> Any:
-    """Returns parameters with updates added; leaves that are no floating-point numbers as they were."""
+    """Returns parameters with updates added; integer leaves as they were."""
     parts = split(params, "params")
     added: Any = optax.apply_updates(parts.differentiable, split(updates, "updates").differentiable)
     return parts.filled(added)

@@ -1,7 +1,7 @@
 """Which types parameters are kept in, arithmetic is done in, and results are returned in.
 
-Parameters stay float32 and are cast inside the function that is differentiated. Their gradients then come out as
-float32 too, so the optimizer works on master weights without a second copy of them.
+Parameters stay float32 and are cast inside the function that is differentiated. Their gradients are then float32
+too, so the optimizer works on master weights without a second copy of them.
 """
 
 from collections.abc import Callable

@@ -41,9 +41,9 @@ class DynamicScaleResult(NamedTuple):
 class DynamicScale(struct.PyTreeNode):
     """A loss scale that grows after a run of clean steps and backs off when a gradient is inf or NaN.
 
-    What is fixed: under `jax.vmap`, the scale that comes out can be used for the next step; `agree_axis` makes
-    devices that average nothing decide together; the loss is returned as it was, and not divided back from a product
-    that may be infinite; and a default scale in a compiled step compiles once.
+    Fixed here: under `jax.vmap`, the returned scale can be used for the next step; with `agree_axis`, devices that do
+    not average their gradients agree; the loss is not divided back from a product that may be infinite; and a
+    step with a default scale compiles once.
 
     Attributes:
         growth_factor: what the scale is multiplied by when it grows.
@@ -81,7 +81,7 @@ class DynamicScale(struct.PyTreeNode):
         Args:
             fun: returns a loss, a scalar; with `has_aux`, a loss and anything else.
             argnums: which arguments to differentiate by.
-            has_aux: whether `fun` returns something beside the loss.
+            has_aux: whether `fun` returns (loss, aux).
             axis_name: axes that the gradients are averaged over, which also makes all devices along them agree.
             agree_axis: axes along which the devices, or the rows of a `jax.vmap`, agree whether all of them are finite,
                 while each keeps its own gradients.

@@ -21,7 +21,7 @@ class Signature:
 
     Attributes:
         argnums: positions of the arguments to differentiate.
-        has_aux: whether it returns something beside the loss.
+        has_aux: whether it returns (loss, aux).
     """
 
     argnums: int | tuple[int, ...]
@@ -40,7 +40,7 @@ class Signature:
         return cls(tuple(map(int, argnums)) if isinstance(argnums, Sequence) else int(argnums), has_aux)
 
     def chosen(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the positions to differentiate, from 0 on.
+        """Returns the positions to differentiate, none of them negative.
 
         Raises:
             ValueError: there is no such argument, or one comes twice.
@@ -68,7 +68,7 @@ class Forward:
 
     Attributes:
         loss: what it returned, unscaled.
-        aux: what it returned beside the loss; None if nothing.
+        aux: the auxiliary output; None without one.
         params: the arguments it was differentiated by.
         pullback: takes the cotangent of the loss to the gradients.
     """
@@ -86,12 +86,12 @@ class Forward:
         return lax.pmean(gradients, tuple(mean_axes)) if mean_axes else gradients
 
     def check_mean(self, mean_axes: Sequence[str]) -> None:
-        """Raises if JAX has added up the gradients already: their mean would be their sum."""
+        """Raises if JAX has summed the gradients already: their mean would be their sum."""
         known = varying_axes(jax.typeof(self.loss)) & set(mean_axes)
         if known and not all(known <= varying_axes(jax.typeof(leaf)) for leaf in self.params.differentiable):
             raise ValueError(
                 "`mean_axes` is for `pmap` and for `shard_map` with `check_vma=False`, where each device has gradients "
-                f"of its own. Here JAX adds them up over {sorted(known)} itself. Take the mean of the loss inside "
+                f"of its own. Here JAX sums them over {sorted(known)} itself. Take the mean of the loss inside "
                 "`fun` instead, with `jax.lax.pmean`."
             )
 
@@ -142,7 +142,7 @@ def checked_loss(loss: Any, policy: Policy) -> Array:
 
 
 def _loss_and_aux(returned: Any, has_aux: bool, policy: Policy) -> tuple[Array, Any]:
-    """Returns the loss, checked, and what came beside it."""
+    """Returns the loss, checked, and the auxiliary output."""
     if has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
         raise TypeError(f"With `has_aux=True`, `fun` must return (loss, aux). Received: {type(returned).__name__}.")
     loss, aux = returned if has_aux else (returned, None)

@@ -51,7 +51,7 @@ class StepResult(engine.StepResult):
         return super().culprits()
 
     def _check_single(self) -> None:
-        """Raises if this is many results at once."""
+        """Raises if this is a stack of results."""
         shape = jnp.shape(self.applied)
         if shape:
             raise ValueError(

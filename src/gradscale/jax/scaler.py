@@ -131,7 +131,7 @@ class Scaler:
         A compiled step cannot raise. Call this outside it, every few hundred steps: it synchronizes with the device.
 
         Args:
-            result: what the last step returned beside this scaler.
+            result: the result of the last step.
             max_consecutive_skips: skipped steps in a row before the run is stuck.
 
         Raises:

@@ -21,7 +21,7 @@ def adopt(model: Any, policy: Policy | Literal["auto"] | None = None) -> LossSca
 
     Args:
         model: a compiled model.
-        policy: the rule for the scale from now on; by default Keras's own, with the settings it had.
+        policy: the new rule for the scale; by default Keras's own, with its settings.
 
     Raises:
         TypeError: the model has no loss scaling. Compile it with `LossScaleOptimizer(optimizer)`.

@@ -68,8 +68,8 @@ class ScaleMonitor(keras.callbacks.Callback):
 
         Args:
             every: batches between two readings.
-            log_dir: folder to write TensorBoard's files to, a point for each reading. Needs TensorFlow, on whichever
-                backend Keras runs.
+            log_dir: folder to write TensorBoard's files to, a point for each reading. Needs TensorFlow, on any
+                backend of Keras.
             max_consecutive_skips: skipped steps in a row after which a reading finds the run stuck, if no lower scale
                 is left to try or the loss that `fit` reports is not finite.
             on_stuck: `"raise"` a `ScaleStuck`; or, once until a step is applied, `"warn"` or call a function with the
@@ -77,7 +77,7 @@ class ScaleMonitor(keras.callbacks.Callback):
 
         Raises:
             ImportError: `log_dir` was given, and there is no TensorFlow.
-            TypeError: `every` or `max_consecutive_skips` is no integer.
+            TypeError: `every` or `max_consecutive_skips` is not an integer.
             ValueError: one of them is less than 1, or `on_stuck` is none of its options.
         """
         super().__init__()

@@ -22,7 +22,7 @@ def chosen_policy(initial_scale: float, dynamic_growth_steps: int, policy: Polic
     Keras's scale can reach infinity or zero, and then never changes. Here it stays between 2**-126 and 2**126.
 
     Raises:
-        TypeError: `policy` is no policy, or one of Keras's arguments is no number.
+        TypeError: `policy` is not a policy, or one of Keras's arguments is not a number.
         ValueError: both were given, or one of Keras's arguments is out of range.
     """
     if policy is None:

@@ -63,8 +63,8 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
             **kwargs: what Keras's own class takes, to read old files.
 
         Raises:
-            TypeError: `inner_optimizer` is no optimizer, or `policy` no policy.
-            ValueError: `inner_optimizer` scales the loss itself, `policy` was given beside Keras's arguments, one of
+            TypeError: `inner_optimizer` is not an optimizer, or `policy` is not a policy.
+            ValueError: `inner_optimizer` scales the loss itself, `policy` was given with Keras's arguments, one of
                 these is out of range, or `dynamic=False` was given.
         """
         check_inner(inner_optimizer)
@@ -136,12 +136,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         return unscaled(grads, self._trainable_variables, 1.0 / self.dynamic_scale.value)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Updates the variables if all gradients are finite, and updates the scale. Keras calls this.
-
-        Args:
-            grads: scaled gradients; None for a variable without one.
-            trainable_variables: their variables; by default those that the optimizer was built with.
-        """
+        """Updates the variables if all gradients are finite, and updates the scale. Keras calls this."""
         gradients = self._gradients(grads, trainable_variables)
         if gradients.grads:
             run_step(self, gradients, None, norm=False, kinds=False)
@@ -175,13 +170,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Returns the values of the model's and of the optimizer's variables after `apply`. Keras calls this on JAX.
-
-        Args:
-            optimizer_variables: values of the optimizer's variables.
-            grads: scaled gradients; None for a variable without one.
-            trainable_variables: values of the variables that the optimizer was built with.
-        """
+        """Returns the values of the model's and of the optimizer's variables after `apply`. Keras calls this on JAX."""
         # Past Keras's own class, which has its check and its rule here: the base class calls `apply`.
         return super(KerasLossScaleOptimizer, self).stateless_apply(optimizer_variables, grads, trainable_variables)
 
@@ -220,7 +209,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         # Before the inner optimizer's, in Keras's order: a checkpoint knows variables by index only.
         for variable in self._layout.variables:
             setattr(self, variable.name, variable.added_to(self))
-        if not self.inner_optimizer.built:  # the one of an adopted model keeps its state
+        if not self.inner_optimizer.built:  # that of an adopted model keeps its state
             self.inner_optimizer.build(var_list)
         super(KerasLossScaleOptimizer, self).build(var_list)
 

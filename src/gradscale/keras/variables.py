@@ -29,7 +29,7 @@ SCALE_INDEX = FIRST + list(KERAS_NAMES).index("dynamic_scale")
 """Index of the scale among the optimizer's variables."""
 
 COUNTERS = ("applied", "skipped", "consecutive_skips")
-"""Fields that are kept when another policy takes over. The rest of a state means nothing to another policy."""
+"""Fields that are kept when the policy changes. The other fields of a state have no meaning for another policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class StateVariable:
 
 
 class StateLayout:
-    """How the states of a policy are spread over variables.
+    """How the fields of a state are assigned to variables.
 
     On JAX every variable is an array that goes in and out of the compiled step: with six arrays for the state a step
     took 1.03 times as long as with Keras's own class, with two 1.00.
@@ -100,7 +100,7 @@ class StateLayout:
         return with_values(self.start, found | {name: found[name] != 0 for name in flags})
 
     def values(self, state: ScaleState, vector: Callable[[Sequence[Array], str], Any]) -> list[Any]:
-        """Returns what the variables are to be assigned, as `vector` packs leaves of a type."""
+        """Returns the values to assign to the variables, as `vector` packs leaves of a type."""
         vectors = [vector([getattr(state, name) for name in one.fields], one.dtype) for one in self.variables]
         return [each[0] if one.name in KERAS_NAMES else each for one, each in zip(self.variables, vectors, strict=True)]
 

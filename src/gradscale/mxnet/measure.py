@@ -66,7 +66,7 @@ def _read(arrays: Sequence[Any], squares: list[Any], peaks: Any, below: list[Any
     kept = _summed(below, counts).sum() if below else total
     return ContextMeasurement(
         sizes=_norms(arrays, squares, counts),
-        # `nanmax`: a NaN is found by `sizes`, and is no magnitude.
+        # `nanmax`: a NaN is reported by `sizes`.
         amax=0.0 if peaks is None else float(np.nanmax(peaks.asnumpy(), initial=0.0)),
         above=float(total - kept) / max(1, total),
     )

@@ -29,7 +29,7 @@ def init_trainer(
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
     on_stuck: OnStuck = "raise",
 ) -> LossScaler:
-    """Returns the scaler that from now on decides in `trainer.step` and `trainer.update` whether weights are updated.
+    """Adds loss scaling to `trainer`, whose `step` and `update` then skip an overflow, and returns the scaler.
 
     Call it right after the trainer is made. The trainer will update the weights itself: with several contexts, MXNet
     would let the key-value store update them, before an overflow can be found.

@@ -30,6 +30,7 @@ class Peer:
     def build(self, variant: str | None, config: Mapping[str, Any]) -> Policy:
         """Returns the policy that `variant` of this system follows with `config`."""
         builder = next(iter(self.variants.values())) if variant is None else self._variant(variant)
+        # Bound first: a TypeError from inside the builder must not be reported as a wrong keyword.
         try:
             inspect.signature(builder).bind(**config)
         except TypeError as error:

@@ -16,6 +16,7 @@ Imported = tuple[Policy, ScaleState]
 _INT32 = np.iinfo(np.int32)
 _SHORT = reprlib.Repr()
 _SHORT.maxother = 120
+# ":0" ends the name of a tensor in a TF1 graph; the other suffix is that of object-based checkpoints.
 _TENSORFLOW_SUFFIX = re.compile(r"(:0)?(/\.ATTRIBUTES/VARIABLE_VALUE)?$")
 
 

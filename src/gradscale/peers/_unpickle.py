@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self, cast
 from gradscale.peers._saved import shown
 
 LARGEST_PICKLE = 2**28
-"""Bytes of the largest `data.pkl` taken from a zip file; tensors are beside it, so real ones are far smaller."""
+"""Bytes of the largest `data.pkl` read from a zip file. Tensors are in other files, so real ones are smaller."""
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 """First pickle of a file that `torch.save` wrote before torch 1.6; a version and a system come before the object."""
@@ -167,7 +167,7 @@ def _pickle_of_zip(data: bytes) -> bytes:
         if found[0].file_size > LARGEST_PICKLE:
             raise _Refused(
                 f"The `data.pkl` of a checkpoint must not be larger than {LARGEST_PICKLE} bytes. "
-                f"Received: {found[0].file_size}. Tensors belong beside it."
+                f"Received: {found[0].file_size}. Tensors are stored in files of their own."
             )
         return archive.read(found[0])
 

@@ -104,7 +104,7 @@ def update_scale_hysteresis(
 def read(mapping: Mapping[str, Any]) -> Imported:
     """Returns the policy and the state of `amp.state_dict()`, or of the `state_dict()` of either `FP16_Optimizer`.
 
-    amp saves no settings: its defaults are assumed. Of several losses, pass the one that is wanted.
+    amp saves no settings: its defaults are assumed. With several losses, pass the scaler of one.
     """
     if "cur_scale" in mapping:
         return read_iterations(Saved("apex's contrib FP16_Optimizer", mapping), floor=1.0)
@@ -116,7 +116,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
 
 
 def _only_loss(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the scaler of the one loss in amp's dict, which may also be given by itself."""
+    """Returns the only scaler in amp's dict; `mapping` may also be that scaler."""
     losses = [key for key in mapping if str(key).startswith("loss_scaler")]
     if len(losses) > 1:
         raise ValueError(

@@ -81,6 +81,7 @@ class FairseqScaler(Record):
         """Returns the state after one step. A non-finite loss counts as an overflow, as it does in fairseq."""
         clean = xp.logical_and(seen.finite, seen.loss_finite)
         overflow = xp.logical_not(clean)
+        # `(_iter - _last_overflow_iter) % scale_window == 0`: the step after an overflow is at distance 1.
         grows = xp.logical_and(clean, (state.clean_steps + 1) % self.scale_window == 0)
         backs_off = xp.logical_and(overflow, self._too_many(state, xp))
         wanted = xp.where(backs_off, self._lowered(state.scale, xp), state.scale)

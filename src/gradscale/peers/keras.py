@@ -23,6 +23,7 @@ def loss_scale_optimizer(initial_scale: float = 2.0**15, dynamic_growth_steps: i
     """
     check_float32("initial_scale", initial_scale)
     check_count("dynamic_growth_steps", dynamic_growth_steps)
+    # Keras compares its counter with `dynamic_growth_steps - 1` before it counts the step, so there is no off-by-one.
     return Ladder(init_scale=initial_scale, growth_interval=dynamic_growth_steps, flushes=True)
 
 

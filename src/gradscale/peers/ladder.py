@@ -155,6 +155,7 @@ def kernel_ladder(
     init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int, **settings: Any
 ) -> Ladder:
     """Returns the rule of `torch._amp_update_scale_`, and of apex's kernel like it: float32 times a double factor."""
+    # The kernel tests `successful == growth_interval` (no overshoot), and drops a grown scale that is not finite.
     # A product with a power of two is exact without double precision, which not every device has.
     exact = _is_power_of_two(growth_factor) and _is_power_of_two(backoff_factor)
     return Ladder(

@@ -38,6 +38,7 @@ def dynamic_grad_scaler(
     check_growth("growth_factor", growth_factor)
     check_backoff("backoff_factor", backoff_factor)
     check_count("hysteresis", hysteresis)
+    # `hysteresis_tracker -= 1` has no lower bound: once spent, every overflow backs off until the next growth.
     return Ladder(
         init_scale=initial_scale,
         growth_factor=growth_factor,

@@ -49,7 +49,7 @@ class PopartScaling(Record):
         loss_scaling: the optimizer's `lossScaling`, and the scale of the first step.
         threshold: share of the gradients that may be above the edge.
         update_period: steps from one update to the next.
-        clips: whether the scale is kept at 2**15 and below, as it is in FP16.
+        clips: whether the scale is bounded to 2**15, as it is in FP16.
         edge: where the edge is, as a share of FP16's largest number.
     """
 
@@ -91,6 +91,7 @@ class PopartScaling(Record):
         """Returns the state after one step. `stuck` means that an update could not lower the scale."""
         clean = xp.logical_and(seen.finite, seen.loss_finite)
         too_high = xp.logical_or(seen.upper_share > self.threshold, xp.logical_not(clean))
+        # From -1, so that the first step has the counter 0 and updates.
         counter = (state.counter + 1) % self.update_period
         updates = counter == 0
         moved = self._clipped(xp.where(too_high, state.update_factor * 0.5, state.update_factor * 2.0), xp)
@@ -122,15 +123,8 @@ def automatic_loss_scaling(
 ) -> PopartScaling | Static | NoScaling:
     """Returns the rule that `SessionOptions.automaticLossScalingSettings` and the optimizer's `lossScaling` set up.
 
-    Args:
-        enabled: whether the scale moves at all; PopART's default is that it does not.
-        binEdgeLocation: the edge, as a share of FP16's maximum.
-        thresholdUpperCountProportion: share of the gradients above the edge that halves the scale.
-        toTrackTensors: which gradients are counted. Makes no difference here.
-        updatePeriod: steps from one update to the next.
-        gradientTensorTrackingMethod: which gradients are counted. Makes no difference here.
-        lossScaling: the optimizer's loss scale, from which the first step starts.
-        clipOutput: whether the loss scale is in FP16, and therefore kept at 2**15 and below.
+    Unlike in PopART, `enabled` is True by default. `toTrackTensors` and `gradientTensorTrackingMethod` select which
+    gradients PopART counts, and are ignored. `clipOutput`: the loss scale is in FP16, and bounded to 2**15.
     """
     del toTrackTensors, gradientTensorTrackingMethod
     if not enabled:

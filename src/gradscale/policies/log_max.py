@@ -121,7 +121,7 @@ class LogMax(PeakPolicy):
         count = state.observations + 1.0
         error = size - state.mean
         mean = state.mean + error / smaller(count, _memory(self.beta1, count), xp)
-        # Below 0 by rounding only. The bound also keeps the product out of a multiply-add.
+        # Below 0 by rounding only. The bound also keeps a compiler from fusing the product into a multiply-add.
         spread = larger(error * (size - mean), 0.0, xp)
         change = (spread - state.variance) / smaller(count + 1.0, _memory(self.beta2, count), xp)
         return {"mean": mean, "variance": larger(state.variance + change, 0.0, xp), "observations": count}

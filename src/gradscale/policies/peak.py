@@ -160,16 +160,9 @@ def observe(state: PeakState, seen: Seen, xp: Namespace) -> Observation:
 def next_state(
     state: T, seen: Seen, observed: Observation, peak: Array, settings: PeakSettings, xp: Namespace, **changes: Array
 ) -> T:
-    """Returns the state after one step.
+    """Returns the state after one step: `observed` is what `observe` returned, `changes` are further leaves.
 
-    Args:
-        state: the state before the step.
-        seen: what one read of the gradients found.
-        observed: what `observe` returned for it.
-        peak: the predicted peak; ignored where nothing was measured.
-        settings: what determines the scale.
-        xp: the framework's array module.
-        **changes: further leaves of the next state.
+    `peak` is ignored where nothing was measured.
     """
     measured = observed.measured
     clean, overflow = verdict(seen, xp)

@@ -55,7 +55,7 @@ def read_track(found_inf: Any, amax: Any, loss_finite: Any, upper_share: Any, fo
 
     Raises:
         TypeError: a sequence does not hold numbers.
-        ValueError: nothing says which steps overflow, the lengths differ, or a value is out of range.
+        ValueError: neither `found_inf` nor `amax` is given, the lengths differ, or a value is out of range.
     """
     if found_inf is None and amax is None:
         raise ValueError(
@@ -106,7 +106,7 @@ def _magnitudes(name: str, values: Any) -> Vector:
 
 
 def _common_length(lengths: dict[str, int]) -> int:
-    """Returns the one length that all sequences have, which is not zero."""
+    """Returns the common length of all sequences; raises if they differ, or if it is zero."""
     received = ", ".join(f"{_argument(name)} has {length}" for name, length in lengths.items())
     if len(set(lengths.values())) != 1:
         raise ValueError(f"Every sequence must have one value for each step. Received: {received}.")

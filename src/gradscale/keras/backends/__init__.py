@@ -42,7 +42,7 @@ class StepPlan(Plan):
     half: tuple[int, ...] = ()
 
     def to_unscale(self, values: Sequence[T]) -> list[T]:
-        """Returns the values of the gradients that are to be unscaled."""
+        """Returns the values of the gradients that the step unscales."""
         return [value for position, value in enumerate(values) if position not in self.overwrites]
 
 
@@ -50,7 +50,7 @@ class Observation(NamedTuple):
     """What was measured before the decision, in arrays of the backend's `XP`.
 
     Attributes:
-        measurement: what was found in the gradients that are to be unscaled. Its `sizes` are of all gradients, and a
+        measurement: what was found in the gradients that the step unscales. Its `sizes` are of all gradients, and a
             tensor of the backend.
         loss_finite: whether the loss was finite.
         overwrites: not finite where a gradient that overwrites its variable is not; None where there is none.

@@ -118,7 +118,7 @@ def is_constant(value: Any) -> bool:
 
 
 def _replica_context() -> Any:
-    """Returns the replica that this runs on; raises in a cross-replica context, which has no gradients of its own."""
+    """Returns the context of this replica; raises in a cross-replica context, which has no gradients."""
     context = tf.distribute.get_replica_context()
     if context is None:
         raise ValueError(
