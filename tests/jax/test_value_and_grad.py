@@ -249,7 +249,7 @@ def test_select_chooses_what_to_keep() -> None:
     ("fun", "message"),
     [
         (lambda w: jnp.sum(w).astype(jnp.int32), r"A loss must be a floating-point number\. Received: int32"),
-        (lambda w: jnp.sum(w).astype(jnp.float16), r"A loss must be float32 or wider.*Received: float16\. Cast what"),
+        (lambda w: jnp.sum(w).astype(jnp.float16), r"A loss must be float32 or wider.*Received: float16\. Cast the"),
         (lambda w: jnp.sum(w).astype(jnp.bfloat16), r"A loss must be float32 or wider.*Received: bfloat16"),
         (lambda w: w, r"`fun` must return a loss without dimensions\. Received: shape \(2,\)\. Take the mean"),
         (lambda w: (jnp.sum(w), w), r"A loss must be one number\. Received: tuple.*pass `has_aux=True`"),
