@@ -1,4 +1,4 @@
-"""A table as plain text, for what is printed by those who call the library."""
+"""A table as plain text."""
 
 from collections.abc import Iterable, Sequence
 from io import StringIO
@@ -7,12 +7,7 @@ WIDTH = 120
 
 
 def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table without colours, as wide as it needs to be and at most 120 columns.
-
-    Args:
-        columns: the headings.
-        rows: the cells of each row.
-    """
+    """Returns a table without colours, at most 120 characters wide."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

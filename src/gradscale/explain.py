@@ -41,12 +41,7 @@ class LayerRow:
 def merged_rows(
     rows: Iterable[tuple[str, LayerRow]], shared_name: Callable[[Sequence[str]], str]
 ) -> tuple[LayerRow, ...]:
-    """Returns one row for all layers with the same pattern, class and dtypes.
-
-    Args:
-        rows: a row for each layer, with the pattern that its name has in common with others.
-        shared_name: makes the name of a row from those of its layers.
-    """
+    """Returns one row for all layers with the same pattern, class and dtypes, named by `shared_name`."""
     groups: defaultdict[tuple[str, LayerRow], list[LayerRow]] = defaultdict(list)
     for pattern, row in rows:
         groups[pattern, replace(row, name="", elements=0)].append(row)
@@ -76,13 +71,10 @@ def scaling_advice(dtypes: Collection[str]) -> str:
 
 
 def scaler_warning(scaling: str, *, scales: bool, add: str, remove: str) -> str | None:
-    """Returns the warning about a scaler that is missing or useless; None if there is nothing to warn of.
+    """Returns the warning about a scaler that is missing or not needed, or None.
 
-    Args:
-        scaling: what `scaling_advice` returned.
-        scales: whether losses are multiplied by a scale.
-        add: how to add a scaler, as a sentence.
-        remove: how to remove one, as a sentence.
+    `scaling` is what `scaling_advice` returned, `scales` whether losses are scaled. `add` and `remove` are sentences on
+    how to add or remove a scaler.
     """
     if scaling == NEEDED and not scales:
         return f"FP16 runs with no scaler: small gradients vanish, and the model stops learning. {add}"
@@ -92,13 +84,7 @@ def scaler_warning(scaling: str, *, scales: bool, add: str, remove: str) -> str 
 
 
 def layer_table(heading: str, rows: Iterable[LayerRow], *, buffers: bool) -> str:
-    """Returns a table of layers.
-
-    Args:
-        heading: what the framework calls them.
-        rows: the rows.
-        buffers: whether there is a column for their buffers.
-    """
+    """Returns a table of layers under the framework's `heading` for them, with a column for buffers if asked for."""
     columns = [heading, "class", "weights", *(["buffers"] if buffers else []), "computes in", "elements"]
     return text_table(columns, [_cells(row, buffers) for row in rows])
 

@@ -12,7 +12,7 @@ FloatArray = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A floating-point format, by the facts that decide what a gradient loses in it.
+    """A floating-point format: its range and its precision.
 
     Attributes:
         name: short name, as in `FP16`.
@@ -61,7 +61,7 @@ class Format:
     def round(self, array: Any) -> FloatArray:
         """Returns `array` rounded to this format (nearest, ties to even), in float32, or float64 where it came so.
 
-        Overflow becomes infinity, NaN or the maximum, as the format's own type does it.
+        Overflow becomes infinity, NaN or the maximum, as in the format's own type.
 
         >>> FP16.round([1e-8, 1 / 3, 70000.0]).tolist()
         [0.0, 0.333251953125, inf]
@@ -78,10 +78,9 @@ class Format:
 
 
 def _round_to_odd(values: FloatArray) -> FloatArray:
-    """Returns float64 as float32 rounded to odd, so that a second rounding below 22 bits is as good as one.
-
-    ml_dtypes goes from float64 to its types through float32, which rounds twice.
-    """
+    """Returns float64 as float32 rounded to odd, so that a second rounding to 21 bits or less equals a single one."""
+    # ml_dtypes casts float64 to its types through float32, which rounds twice. Rounding to odd sets the last bit of an
+    # inexact result, so that the second rounding never meets a false tie (Boldo and Melquiond, 2008).
     if values.dtype != np.float64:
         return values
     single = values.astype(np.float32)
@@ -97,6 +96,7 @@ def _round_mantissa(values: FloatArray, bits: int) -> FloatArray:
     drop = 23 - bits
     pattern = np.atleast_1d(values).view(np.uint32)
     half = np.uint32((1 << (drop - 1)) - 1)
+    # Adding half a unit less one, plus the last bit that is kept, carries exactly where round-half-to-even goes up.
     nearest = (pattern + half + ((pattern >> np.uint32(drop)) & np.uint32(1))) & ~np.uint32((1 << drop) - 1)
     rounded = np.where(np.isfinite(np.atleast_1d(values)), nearest, pattern).astype(np.uint32).view(np.float32)
     return rounded.reshape(values.shape)

@@ -84,7 +84,7 @@ def lost_share(histogram: ExponentHistogram, format: Format | str = FP16, scale:
     """Returns the share of nonzero elements that become zero in `format` when multiplied by `scale`.
 
     Exact for a power of two, except that elements of exactly half the smallest number, which round to zero, count as
-    kept. Any other scale splits a bin in two, whose elements are taken to be evenly spread.
+    kept. Any other scale splits a bin in two, whose elements are assumed to be uniformly distributed.
 
     >>> histogram = exponent_histogram(np.float32([1e-8, 1e-3]))
     >>> lost_share(histogram, FP16), lost_share(histogram, FP16, scale=1024.0)
@@ -97,7 +97,7 @@ def lost_share(histogram: ExponentHistogram, format: Format | str = FP16, scale:
 def overflow_share(histogram: ExponentHistogram, format: Format | str = FP16, scale: float = 1.0) -> float:
     """Returns the share of nonzero elements that `format` cannot hold when multiplied by `scale`.
 
-    The bin that the format's maximum falls into is split in two, and its elements are taken to be evenly spread.
+    The bin that the format's maximum falls into is split, and its elements are assumed to be uniformly distributed.
 
     >>> overflow_share(exponent_histogram(np.float32([1.0, 100.0])), FP16, scale=1024.0)
     0.5
@@ -113,12 +113,12 @@ def best_static_scale(
 ) -> float:
     """Returns the largest power of two at which gradients like these do not overflow, even if they grow by the margin.
 
-    The largest loses the least to zero, and costs nothing: a power of two changes no digit. It is taken from the top of
-    the highest bin that is not empty, and so does not depend on how the elements are spread in it.
+    The largest loses the least to zero, and a power of two changes no digit. It follows from the upper end of the
+    highest bin that is not empty, and so does not depend on how the elements are distributed in it.
 
     Args:
-        source: the histogram of true gradients, best of a whole run in a format that loses none, or arrays of them.
-            Include the gradients of activations: they pass through the format too.
+        source: the histogram of unscaled gradients, best of a whole run in float32, or arrays of them. Include the
+            gradients of activations: they pass through the format too.
         format: the format that the gradients pass through.
         margin_bits: how many times the gradients may double before they overflow.
 
@@ -137,8 +137,8 @@ def best_static_scale(
             "The gradients must be finite, or the largest is not known. "
             f"Received: {int(histogram.nonfinite)} elements that are inf or NaN. Measure them at a lower scale."
         )
-    room = math.log2(get_format(format).max) - (histogram.highest + 1) - margin_bits
-    return min(max(2.0 ** math.floor(room), LOWEST_SCALE), HIGHEST_SCALE)
+    bits = math.log2(get_format(format).max) - (histogram.highest + 1) - margin_bits
+    return min(max(2.0 ** math.floor(bits), LOWEST_SCALE), HIGHEST_SCALE)
 
 
 def _counted(chunk: FloatArray) -> ExponentHistogram:
@@ -153,7 +153,8 @@ def _counted(chunk: FloatArray) -> ExponentHistogram:
 
 
 def _below(magnitude: float) -> FloatArray:
-    """Returns, for each bin, the share of its elements below `magnitude`, if they are evenly spread."""
+    """Returns, for each bin, the share of its elements below `magnitude`, if they are uniformly distributed."""
+    # (m - 2**e) / (2**(e + 1) - 2**e), with the denominator 2**e divided out.
     return np.clip(magnitude / 2.0**EXPONENTS - 1.0, 0.0, 1.0)
 
 

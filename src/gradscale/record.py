@@ -17,11 +17,11 @@ SCHEMA = 1
 """Version of the dict form. Raised when a key is renamed, removed or changes its meaning."""
 
 Array = Any
-"""An array or scalar of whichever framework runs the rule: numpy, torch, JAX, TensorFlow."""
+"""An array or scalar of the framework that runs the rule: numpy, torch, JAX, TensorFlow."""
 
 
 def leaf(dtype: str, default: float | bool | None = None, *, signed: bool = False) -> Any:
-    """Returns a dataclass field that holds an array of `dtype`, and says what a dict may put into it.
+    """Returns a dataclass field that holds an array of `dtype`, with what `from_dict` needs to check it.
 
     Args:
         dtype: numpy's name of the element type; floats may also arrive in a wider type and keep it.
@@ -38,7 +38,7 @@ class Record:
     """Base of the frozen dataclasses that are saved: policies and states.
 
     The dict form holds plain Python numbers, strings and lists, so it goes through JSON unchanged. It carries the
-    schema version and the class name, and reading one back refuses whatever it does not know.
+    schema version and the class name, and unknown keys are refused when it is read.
     """
 
     __slots__ = ()
@@ -74,15 +74,16 @@ def fields(record: Any) -> tuple[dataclasses.Field[Any], ...]:
 def place(record: R, put: Callable[[np.ndarray[Any, Any]], Array]) -> R:
     """Returns a copy of `record` whose numbers have gone through `put`, typically onto a device.
 
-    Numeric settings become float32, int32 or bool arrays first, so that every framework sees the same values whatever
-    it makes of a Python number. Strings, formats and other static settings are kept. Does not validate again: the
-    values were checked when `record` was built, and reading them back would synchronize with the device.
+    Numeric settings become float32, int32 or bool arrays first, so that every framework computes with the same values.
+    Strings, formats and other static settings are kept. Does not validate again, which would synchronize with the
+    device: the values were checked when `record` was built.
     """
     return with_values(record, {name: put(_as_leaf(value)) for name, value in numbers(record).items()})
 
 
 def with_values(record: R, values: Mapping[str, Any]) -> R:
     """Returns a copy of `record` with `values` set as they are, past the checks of its constructor."""
+    # `dataclasses.replace` runs `__post_init__`, whose comparisons would synchronize with a device or fail on a tracer.
     placed = copy.copy(record)
     for name, value in values.items():
         object.__setattr__(placed, name, value)
@@ -131,7 +132,7 @@ def plain(value: Any) -> Any:
 
 
 def _checked_body(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `mapping` without its header, once the header and the set of keys are right."""
+    """Returns `mapping` without its header; raises if the header or the set of keys is wrong."""
     if not isinstance(mapping, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"`{cls.__name__}.from_dict` takes a mapping. Received: {type(mapping).__name__}.")
     body = dict(mapping)
@@ -156,7 +157,7 @@ def _checked_body(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(cls: type, field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
-    """Returns one value of a dict as its field wants it."""
+    """Returns one value of a dict in the type of its field."""
     name = f"{cls.__name__}.{field.name}"
     if "dtype" in field.metadata:
         return _read_leaf(name, field.metadata["dtype"], field.metadata["signed"], value)
@@ -199,7 +200,11 @@ def _read_number(name: str, kind: str, value: Any) -> float | int | bool:
 
 
 def _dtype_that_holds(name: str, dtype: str, values: list[Any]) -> str:
-    """Returns `dtype`, or float64 for a float leaf with a value that float32 would change; refuses a wild integer."""
+    """Returns `dtype`, or float64 for a float leaf with a value that float32 would change.
+
+    Raises:
+        ValueError: an integer does not fit `dtype`.
+    """
     if np.dtype(dtype).kind == "i" and any(abs(value) > np.iinfo(dtype).max for value in values):
         raise ValueError(f"`{name}` must fit {dtype}. Received: {values!r}.")
     if dtype != "float32":

@@ -1,4 +1,4 @@
-"""Who was to blame, from one number for each gradient."""
+"""The parameters with non-finite gradients, from one number for each gradient."""
 
 import math
 
@@ -12,7 +12,7 @@ def test_gradients_that_are_not_finite_are_named_in_their_order() -> None:
     assert found == [Culprit("a", "inf"), Culprit("c", "nan"), Culprit("d", "inf")]
 
 
-def test_nobody_is_to_blame_where_nothing_was_checked() -> None:
+def test_there_are_no_culprits_where_nothing_was_checked() -> None:
     assert culprits_of(["a", "b"], []) == []
 
 

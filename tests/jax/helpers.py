@@ -44,7 +44,7 @@ def loss_of(weights: Params, x: Any) -> Any:
     return jnp.mean(jnp.square(outputs(weights, x) - 1.0))
 
 
-def true_loss(weights: Params, x: Any) -> Any:
+def base_loss(weights: Params, x: Any) -> Any:
     """Returns the loss in float32 throughout: gradients that are exact whatever the scale."""
     return jnp.mean(jnp.square(jnp.tanh(x @ weights["hidden"]) @ weights["out"] - 1.0))
 
@@ -53,7 +53,7 @@ def spiked(weights: Params, x: Any, spike: Any) -> Any:
     """Returns a loss whose gradients get `spike` times a sum over the weights added: inf and NaN on demand."""
     spike = jnp.asarray(spike)
     # The sum differs from device to device where the spike does, as a backward rule of one's own must declare.
-    return true_loss(weights, x) + _spike(weights["out"] + jnp.zeros_like(spike), spike)
+    return base_loss(weights, x) + _spike(weights["out"] + jnp.zeros_like(spike), spike)
 
 
 @jax.custom_vjp

@@ -164,7 +164,7 @@ def test_a_scaled_transformation_is_refused() -> None:
 def test_clipping_one_micro_batch_at_a_time_is_refused() -> None:
     tx = OPTIMIZERS["steps"]
     _, grads, _, result = jax.jit(value_and_grad(spiked, clip_norm=1.0))(Scaler(), params(), batch(), 0.0)
-    with pytest.raises(ValueError, match=r"`clip_norm` would clip each micro-batch on its own.*clip_norm=1\.0"):
+    with pytest.raises(ValueError, match=r"`clip_norm` would clip each micro-batch alone.*clip_norm=1\.0"):
         apply(tx, grads, tx.init(params()), params(), result)
 
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.jax.helpers import INF, NAN, POLICY, batch, loss_of, number, params, same, spiked, true_loss
+from tests.jax.helpers import INF, NAN, POLICY, base_loss, batch, loss_of, number, params, same, spiked
 
 from gradscale import Dynamic, Histogram, Status
 from gradscale.jax import Culprit, Scaler, StepResult, apply, loss_scale, scaled, value_and_grad
@@ -57,7 +57,7 @@ def test_what_one_device_finds_counts_for_all(mesh: Any) -> None:
 def test_gradients_are_the_mean_over_the_devices(mesh: Any, retries: int) -> None:
     step = over_devices(mesh, value_and_grad(mean_loss, clip_norm=0.01, retries=retries), check_vma=True)
     grads, _, result = step(Scaler(POLICY), params(), batch(), spikes(0.0))
-    expected, _, alone = jax.jit(value_and_grad(true_loss, clip_norm=0.01))(Scaler(POLICY), params(), batch())[1:]
+    expected, _, alone = jax.jit(value_and_grad(base_loss, clip_norm=0.01))(Scaler(POLICY), params(), batch())[1:]
     assert number(result.grad_norm) == pytest.approx(number(alone.grad_norm), rel=1e-5)
     for name, grad in grads.items():
         np.testing.assert_allclose(grad, expected[name], rtol=1e-4, atol=1e-6)
@@ -68,7 +68,7 @@ def test_gradients_that_jax_does_not_reduce_are_averaged_when_asked(mesh: Any, r
     function = value_and_grad(spiked, clip_norm=0.01, retries=retries, mean_axes="data")
     step = over_devices(mesh, function, check_vma=False)
     grads, _, result = step(Scaler(POLICY), params(), batch(), spikes(0.0))
-    expected, _, alone = jax.jit(value_and_grad(true_loss, clip_norm=0.01))(Scaler(POLICY), params(), batch())[1:]
+    expected, _, alone = jax.jit(value_and_grad(base_loss, clip_norm=0.01))(Scaler(POLICY), params(), batch())[1:]
     assert number(result.grad_norm) == pytest.approx(number(alone.grad_norm), rel=1e-5)
     for name, grad in grads.items():
         np.testing.assert_allclose(grad, expected[name], rtol=1e-4, atol=1e-6)
@@ -150,7 +150,7 @@ def test_pmap_agrees_and_averages() -> None:
 
     step = jax.pmap(local, axis_name="devices", in_axes=(None, None, 0, 0))
     grads, scaler = step(Scaler(POLICY), params(), batch()[:, None], spikes(0.0))
-    expected = jax.grad(true_loss)(params(), batch())
+    expected = jax.grad(base_loss)(params(), batch())
     np.testing.assert_allclose(grads["out"][3], expected["out"], rtol=1e-4, atol=1e-6)
     _, scaler = step(Scaler(POLICY), params(), batch()[:, None], spikes(NAN))
     assert scaler.state.scale.tolist() == [512.0] * DEVICES

@@ -41,7 +41,7 @@ def walked(scale: Any, overflows: list[bool]) -> list[tuple[float, int, bool]]:
         {"growth_interval": 1, "fin_steps": jnp.int32(5)},
     ],
 )
-def test_the_scale_moves_as_in_flax(settings: dict[str, Any]) -> None:
+def test_the_scale_changes_as_in_flax(settings: dict[str, Any]) -> None:
     overflows = [False] * 6 + [True] * 3 + [False] * 3
     assert walked(DynamicScale(**settings), overflows) == walked(flax.DynamicScale(**settings), overflows)
 

@@ -52,7 +52,7 @@ def walked(loss_scale: Any, flags: list[jax.Array]) -> list[tuple[float, int]]:
 
 @pytest.mark.parametrize("scale", [jnp.float32(3), jnp.float16(2**15), jnp.float32(2**127)])
 @pytest.mark.parametrize("settings", [{}, {"period": 2}, {"period": 3, "factor": 3}, {"period": 1, "factor": 1.5}])
-def test_the_scale_moves_as_in_jmp(scale: jax.Array, settings: dict[str, Any]) -> None:
+def test_the_scale_changes_as_in_jmp(scale: jax.Array, settings: dict[str, Any]) -> None:
     flags = [CLEAN] * 7 + [OVERFLOW] * 3 + [CLEAN] * 2 + [OVERFLOW] + [CLEAN] * 4
     lowest = jnp.ones((), scale.dtype)  # jmp's default is float32, and fails with any other type of scale
     expected = walked(theirs.DynamicLossScale(scale, **settings, min_loss_scale=lowest), flags)

@@ -57,7 +57,7 @@ def test_gradients_are_read_once_for_each_size_that_is_asked_and_once_to_unscale
     assert reads(compiled(policy, **options)) == expected
 
 
-def test_the_count_can_tell_a_second_read() -> None:
+def test_a_second_read_is_counted() -> None:
     def twice(gradient: Any) -> Any:
         return jnp.max(jnp.abs(gradient)), jnp.sum(gradient**2), gradient * 2
 

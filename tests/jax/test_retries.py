@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.jax.helpers import INF, NAN, batch, loss_of, params, programs, same, spiked, trainer, true_loss
+from tests.jax.helpers import INF, NAN, base_loss, batch, loss_of, params, programs, same, spiked, trainer
 
 from gradscale import Dynamic, Histogram, NoScaling, Policy, Static, Status
 from gradscale.jax import Scaler, value_and_grad
@@ -85,7 +85,7 @@ def test_nothing_is_retried_where_nothing_is_checked() -> None:
 
 def test_the_forward_pass_runs_once_and_the_backward_pass_is_compiled_once() -> None:
     def products(retries: int) -> int:
-        step = jax.jit(value_and_grad(true_loss, retries=retries))
+        step = jax.jit(value_and_grad(base_loss, retries=retries))
         return step.lower(Scaler(HIGH), params(), batch()).as_text().count("stablehlo.dot_general")
 
     assert products(5) == products(0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.jax.helpers import EXACT, INF, NAN, POLICY, batch, params, programs, same, spiked, true_loss
+from tests.jax.helpers import EXACT, INF, NAN, POLICY, base_loss, batch, params, programs, same, spiked
 
 from gradscale import NoScaling
 from gradscale.jax import ScaledState, loss_scale, scaled
@@ -30,7 +30,7 @@ def stepper(tx: optax.GradientTransformationExtraArgs) -> Callable[..., Any]:
     @jax.jit
     def step(weights: Any, opt_state: Any, x: Any, spike: Any) -> Any:
         grads = jax.grad(lambda w: spiked(w, x, spike) * loss_scale(opt_state))(weights)
-        updates, opt_state = tx.update(grads, opt_state, weights, loss=true_loss(weights, x))
+        updates, opt_state = tx.update(grads, opt_state, weights, loss=base_loss(weights, x))
         return optax.apply_updates(weights, updates), opt_state
 
     return step
@@ -55,12 +55,12 @@ def test_a_run_with_bad_steps_ends_as_one_without_them(name: str) -> None:
 def test_updates_are_those_of_the_optimizer_alone() -> None:
     tx = optax.adam(1e-2)
     ours, theirs = scaled(tx, EXACT), tx
-    grads = jax.grad(true_loss)(params(), batch())
+    grads = jax.grad(base_loss)(params(), batch())
     updates, _ = ours.update(jax.tree.map(lambda g: g * 1024.0, grads), ours.init(params()), params())
     assert same(updates, theirs.update(grads, theirs.init(params()), params())[0])
 
 
-def test_the_scale_moves_and_counts() -> None:
+def test_the_scale_changes_and_steps_are_counted() -> None:
     tx = scaled(optax.sgd(0.1), POLICY)
     step, weights, opt_state = stepper(tx), params(), tx.init(params())
     for spike in (0.0, INF, 0.0, 0.0):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.jax.helpers import EXACT, INF, NAN, POLICY, batch, loss_of, number, params, programs, same, spiked, true_loss
+from tests.jax.helpers import EXACT, INF, NAN, POLICY, base_loss, batch, loss_of, number, params, programs, same, spiked
 
 from gradscale import BF16, Dynamic, NoScaling, Policy, Static, Status
 from gradscale.jax import Culprit, Scaler, value_and_grad
@@ -16,14 +16,14 @@ from gradscale.policies.log_max import LogMax
 
 
 def test_value_and_gradients_are_those_of_jax_bit_exactly() -> None:
-    value, grads, _, result = jax.jit(value_and_grad(true_loss))(Scaler(EXACT), params(), batch())
-    expected = jax.jit(jax.value_and_grad(true_loss))(params(), batch())
+    value, grads, _, result = jax.jit(value_and_grad(base_loss))(Scaler(EXACT), params(), batch())
+    expected = jax.jit(jax.value_and_grad(base_loss))(params(), batch())
     assert same((value, grads), expected)
     assert result.status() is Status.APPLIED
 
 
 def test_eager_and_compiled_results_are_the_same() -> None:
-    function = value_and_grad(true_loss, clip_norm=0.125)
+    function = value_and_grad(base_loss, clip_norm=0.125)
     eager = function(Scaler(POLICY), params(), batch())
     compiled = jax.jit(function)(Scaler(POLICY), params(), batch())
     assert jax.tree.structure(eager) == jax.tree.structure(compiled)
@@ -42,7 +42,7 @@ def test_a_bad_gradient_makes_all_of_them_zero_and_lowers_the_scale(spike: float
 
 
 def test_a_bad_loss_skips_the_step_and_leaves_the_scale_alone() -> None:
-    value, grads, scaler, result = value_and_grad(lambda w, x: true_loss(w, x) * NAN)(Scaler(POLICY), params(), batch())
+    value, grads, scaler, result = value_and_grad(lambda w, x: base_loss(w, x) * NAN)(Scaler(POLICY), params(), batch())
     assert np.isnan(value)
     assert result.status() is Status.NONFINITE_LOSS
     assert float(scaler.loss_scale) == 1024.0
@@ -51,7 +51,7 @@ def test_a_bad_loss_skips_the_step_and_leaves_the_scale_alone() -> None:
 
 def test_fp16_compute_gives_float32_gradients_near_those_of_float32() -> None:
     _, grads, _, result = jax.jit(value_and_grad(loss_of))(Scaler(POLICY), params(), batch())
-    expected = jax.grad(true_loss)(params(), batch())
+    expected = jax.grad(base_loss)(params(), batch())
     assert result.status() is Status.APPLIED
     for name, grad in grads.items():
         assert grad.dtype == jnp.float32
@@ -128,7 +128,7 @@ def test_aux_comes_with_the_value() -> None:
 
 
 def test_the_scaler_can_be_donated_by_its_name() -> None:
-    step = jax.jit(value_and_grad(true_loss), donate_argnames="scaler")
+    step = jax.jit(value_and_grad(base_loss), donate_argnames="scaler")
     scaler = Scaler(POLICY)
     step(scaler, params(), batch())
     assert scaler.loss_scale.is_deleted()
@@ -223,16 +223,16 @@ def test_a_gradient_of_zero_has_a_derivative_though_it_is_clipped() -> None:
     assert float(jax.grad(slope)(jnp.float32(0))) == 2.0
 
 
-def test_what_is_known_of_one_step_is_refused_of_many() -> None:
+def test_methods_of_one_step_are_refused_on_stacked_results() -> None:
     results = jax.vmap(lambda grad: Scaler(EXACT).step(grad)[2])(jnp.array([1.0, INF]))
     for ask in (lambda: results.skipped(), lambda: results.status(), lambda: results.culprits()):
-        with pytest.raises(ValueError, match=r"one step at a time.*the shape \(2,\).*Take one: `jax\.tree\.map"):
+        with pytest.raises(ValueError, match=r"result of one step\..*the shape \(2,\).*Take one: `jax\.tree\.map"):
             ask()
     assert jax.tree.map(lambda leaf: leaf[1], results).culprits() == [Culprit("grads", "inf")]
 
 
 def test_examples_can_be_mapped_over() -> None:
-    gradients = jax.jit(jax.vmap(value_and_grad(true_loss), in_axes=(None, None, 0)))
+    gradients = jax.jit(jax.vmap(value_and_grad(base_loss), in_axes=(None, None, 0)))
     _, grads, _, result = gradients(Scaler(EXACT), params(), batch()[:, None])
     assert grads["out"].shape == (8, 8, 2)
     assert result.applied.shape == (8,)
@@ -249,7 +249,7 @@ def test_select_chooses_what_to_keep() -> None:
     ("fun", "message"),
     [
         (lambda w: jnp.sum(w).astype(jnp.int32), r"A loss must be a floating-point number\. Received: int32"),
-        (lambda w: jnp.sum(w).astype(jnp.float16), r"A loss must be float32 or wider.*Received: float16\. Cast what"),
+        (lambda w: jnp.sum(w).astype(jnp.float16), r"A loss must be float32 or wider.*Received: float16\. Cast the"),
         (lambda w: jnp.sum(w).astype(jnp.bfloat16), r"A loss must be float32 or wider.*Received: bfloat16"),
         (lambda w: w, r"`fun` must return a loss without dimensions\. Received: shape \(2,\)\. Take the mean"),
         (lambda w: (jnp.sum(w), w), r"A loss must be one number\. Received: tuple.*pass `has_aux=True`"),
@@ -281,7 +281,7 @@ def test_a_leaf_that_is_no_array_is_named() -> None:
 
 def test_the_scaler_comes_first() -> None:
     with pytest.raises(TypeError, match=r"The first argument must be a `Scaler`.*Received: dict"):
-        value_and_grad(true_loss)(params(), batch())  # pyright: ignore[reportArgumentType]
+        value_and_grad(base_loss)(params(), batch())  # pyright: ignore[reportArgumentType]
 
 
 def test_an_argument_that_is_not_there_is_refused() -> None:
@@ -314,15 +314,15 @@ def test_an_axis_that_is_not_mapped_is_refused() -> None:
 
 def test_bad_settings_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match=r"`retries` must not be negative\. Received: retries=-1"):
-        value_and_grad(true_loss, retries=-1)
+        value_and_grad(base_loss, retries=-1)
     with pytest.raises(TypeError, match=r"`retries` must be an integer\. Received: retries=True"):
-        value_and_grad(true_loss, retries=True)
+        value_and_grad(base_loss, retries=True)
     with pytest.raises(ValueError, match=r"`clip_norm` must be greater than 0\. Received: clip_norm=0"):
-        value_and_grad(true_loss, clip_norm=0)
+        value_and_grad(base_loss, clip_norm=0)
 
 
 def test_a_policy_of_another_kind_compiles_a_program_of_its_own() -> None:
-    function = jax.jit(value_and_grad(true_loss))
+    function = jax.jit(value_and_grad(base_loss))
     for policy in (POLICY, Dynamic(init_scale=2.0), POLICY):
         assert float(function(Scaler(policy), params(), batch())[3].scale) == policy.init_scale
     assert programs(function) == 2

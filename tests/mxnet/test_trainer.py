@@ -43,7 +43,7 @@ def test_the_factor_of_the_optimizer_is_its_own_again_after_the_step() -> None:
 @pytest.mark.parametrize(
     ("slope", "culprit"), [(INF, Culprit("weight", "inf", 1)), (NAN, Culprit("weight", "nan", 2))], ids=["inf", "nan"]
 )
-def test_an_overflow_leaves_the_weights_and_moves_the_scale_at_once(slope: Any, culprit: Culprit) -> None:
+def test_an_overflow_leaves_the_weights_and_lowers_the_scale_at_once(slope: Any, culprit: Culprit) -> None:
     trainer = make_trainer(make_parameter())
     scaler = init_trainer(trainer)
     backward(trainer, slope)

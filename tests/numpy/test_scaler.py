@@ -191,7 +191,7 @@ def test_histogram_is_given_the_share_above_its_edge() -> None:
 
 def test_a_policy_that_does_not_say_its_edge_is_refused() -> None:
     edgeless: Any = SimpleNamespace(needs=frozenset({"upper_share"}), start=Dynamic().start, next=Dynamic().next)
-    with pytest.raises(TypeError, match="A policy that needs `upper_share` must say above which edge"):
+    with pytest.raises(TypeError, match="A policy that needs `upper_share` must have an `edge_magnitude`"):
         LossScaler(edgeless)
 
 
@@ -216,7 +216,7 @@ def test_metrics_are_numbers_and_nan_where_there_is_none_yet() -> None:
     assert metrics == {"scale": 4.0, "applied": 0.0, "skipped": 0.0, "skip_rate": 0.0}
 
 
-def test_metrics_count_steps_and_measure_the_room_left() -> None:
+def test_metrics_count_steps_and_measure_the_headroom() -> None:
     scaler = LossScaler(Static(4.0))
     for value in (1.0, 1.0, math.inf, 65504 / 8):
         scaler.step([f32(value)], norm=True)

@@ -112,7 +112,7 @@ def update(scaler: Any, overflow: bool) -> None:
     ],
     ids=lambda policy: type(policy).__name__,
 )
-def test_a_real_grad_scaler_loads_the_export_and_both_go_on_alike(policy: Any) -> None:
+def test_a_real_grad_scaler_loads_the_export_and_both_continue_equally(policy: Any) -> None:
     flags = np.random.default_rng(7).random(90) < 0.25
     state = run(policy, list(flags[:40]))
     scaler = scaler_of_torch(export_state("torch", policy, state))
@@ -123,7 +123,7 @@ def test_a_real_grad_scaler_loads_the_export_and_both_go_on_alike(policy: Any) -
     assert scaler.get_scale() == float(state.scale)
 
 
-def test_what_a_real_grad_scaler_saves_is_imported_and_both_go_on_alike() -> None:
+def test_what_a_real_grad_scaler_saves_is_imported_and_both_continue_equally() -> None:
     scaler = scaler_of_torch(export_state("torch", policy := preset("torch", growth_interval=3), policy.start()))
     flags = np.random.default_rng(8).random(90) < 0.25
     for overflow in flags[:40]:

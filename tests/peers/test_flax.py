@@ -1,4 +1,4 @@
-"""flax' `DynamicScale`."""
+"""flax's `DynamicScale`."""
 
 import math
 from typing import Any
@@ -65,7 +65,7 @@ def test_dynamic_goes_on_in_flax_as_before() -> None:
 
 def test_export_refuses_hysteresis_and_static_scales() -> None:
     policy = Dynamic(hysteresis=2)
-    with pytest.raises(ValueError, match="flax' DynamicScale has hysteresis=1 and no setting for it"):
+    with pytest.raises(ValueError, match="flax's DynamicScale has hysteresis=1 and no setting for it"):
         export_state("flax", policy, policy.start())
     with pytest.raises(TypeError, match="Received: Static"):
         export_state("flax", Static(8.0), Static(8.0).start())

@@ -90,7 +90,7 @@ def test_dynamic_is_exported_with_its_counters_and_settings() -> None:
     "policy", [Dynamic(growth_factor=4.0), Dynamic(hysteresis=2), Dynamic(max_scale=2.0**20), Dynamic(min_scale=2.0)]
 )
 def test_export_refuses_a_rule_that_keras_has_no_setting_for(policy: Dynamic) -> None:
-    with pytest.raises(ValueError, match=r"Keras' LossScaleOptimizer has .* and no setting for it"):
+    with pytest.raises(ValueError, match=r"Keras's LossScaleOptimizer has .* and no setting for it"):
         export_state("keras", policy, policy.start())
 
 

@@ -51,14 +51,14 @@ def test_policy_and_state_are_the_same_after_a_dict(
 
 @pytest.mark.parametrize("kind", [None, ["Dynamic"], "ScaleState"])
 def test_a_kind_that_is_no_policy_is_refused(kind: Any) -> None:
-    with pytest.raises(ValueError, match=r"A saved policy says its kind\. Received: kind="):
+    with pytest.raises(ValueError, match=r"A saved policy has a `kind`\. Received: kind="):
         policy_from_dict({"kind": kind})
 
 
 @pytest.mark.parametrize(("system", "variant", "config"), CASES)
 @given(streams=st.lists(STREAM, min_size=2, max_size=4))
 @settings(max_examples=20)
-def test_vector_of_states_moves_as_each_does_alone(
+def test_vector_of_states_changes_as_each_does_alone(
     system: str, variant: str | None, config: dict[str, Any], streams: list[list[tuple[bool, float]]]
 ) -> None:
     policy: Any = preset(system, variant, **config)
@@ -88,7 +88,7 @@ def test_replay_gives_the_scales_of_stepping(system: str, variant: str | None, c
 
 
 @pytest.mark.parametrize(("system", "variant", "config"), CASES)
-def test_torch_moves_the_scale_as_numpy_does(system: str, variant: str | None, config: dict[str, Any]) -> None:
+def test_torch_changes_the_scale_as_numpy_does(system: str, variant: str | None, config: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch")
     policy: Any = preset(system, variant, **config)
     there, theirs = place(policy, torch.from_numpy), place(policy.start(), torch.from_numpy)

@@ -29,7 +29,7 @@ def assert_state(actual: HistogramState, **expected: Any) -> None:
     assert {name: getattr(actual, name).item() for name in whole} == whole
 
 
-def test_it_starts_at_its_init_scale_with_the_wait_of_a_period() -> None:
+def test_it_starts_at_its_init_scale_with_a_retry_interval_of_a_period() -> None:
     assert_state(Histogram(init_scale=8, period=5).start(), scale=8.0, retry_interval=5)
 
 
@@ -71,7 +71,7 @@ def test_a_scale_that_fails_again_is_left_alone_for_twice_as_long() -> None:
     assert after(policy, *[QUIET] * 4, start=again).scale == 8
 
 
-def test_the_wait_never_exceeds_the_longest() -> None:
+def test_the_retry_interval_never_exceeds_the_longest() -> None:
     policy = Histogram(init_scale=8, period=2, longest_wait=6)
     state = after(policy, LOUD)
     for _ in range(4):
@@ -93,11 +93,11 @@ def test_a_scale_that_failed_and_then_lasts_is_forgiven() -> None:
     assert_state(lasted, scale=16.0, failed_scale=0.0, retry_interval=2, applied=12)
 
 
-def test_a_fall_below_the_scale_that_failed_does_not_lengthen_the_wait() -> None:
+def test_a_fall_below_the_scale_that_failed_keeps_the_retry_interval() -> None:
     assert after(Histogram(period=2), LOUD, LOUD, LOUD, OVERFLOW).retry_interval == 2
 
 
-def test_a_share_that_is_no_number_moves_nothing() -> None:
+def test_a_share_that_is_nan_changes_nothing() -> None:
     state = after(Histogram(init_scale=8, period=1), Seen(upper_share=np.float32(math.nan)))
     assert_state(state, scale=8.0, retry_interval=1, applied=1)
 

@@ -202,7 +202,7 @@ def test_a_policy_cannot_be_changed_once_built() -> None:
         Dynamic().init_scale = 2.0  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_static_never_moves_and_counts_what_happens() -> None:
+def test_static_never_changes_its_scale_and_counts_steps() -> None:
     assert_state(after(Static(1024), "ccoc"), scale=1024.0, applied=3, skipped=1)
 
 
@@ -220,7 +220,7 @@ def test_policies_say_what_they_read() -> None:
     assert NoScaling.needs == frozenset()
 
 
-def test_the_verdict_blames_no_scale_for_a_bad_loss() -> None:
+def test_a_non_finite_loss_is_neither_clean_nor_an_overflow() -> None:
     assert [tuple(map(bool, verdict(seen, np))) for seen in (CLEAN, OVERFLOW, BAD_LOSS, BAD_LOSS_ALONE)] == [
         (True, False),
         (False, True),
@@ -229,7 +229,7 @@ def test_the_verdict_blames_no_scale_for_a_bad_loss() -> None:
     ]
 
 
-def test_counting_changes_the_counters_and_what_it_is_told_to() -> None:
+def test_counting_changes_the_counters_and_the_given_fields() -> None:
     state = counted(after(Dynamic(init_scale=8), "oc"), np.bool_(False), np, scale=np.float32(1))
     assert_state(state, scale=1.0, credits=0, clean_steps=1, applied=1, skipped=2, consecutive_skips=1)
 

@@ -156,7 +156,7 @@ def test_a_state_with_no_leaf_at_its_default_comes_back_from_its_dict(kind: type
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), story=events, finite=st.booleans(), amax=magnitudes, share=magnitudes)
 @settings(max_examples=30, deadline=None)
-def test_a_non_finite_loss_moves_nothing_but_the_counters(
+def test_a_non_finite_loss_changes_nothing_but_the_counters(
     kind: type, data: st.DataObject, story: list[Any], finite: bool, amax: float, share: float
 ) -> None:
     policy = data.draw(policies(kind))
@@ -187,7 +187,7 @@ def test_no_magnitude_of_a_step_that_overflowed_is_read(
 @pytest.mark.parametrize("placed", [True, False])
 @given(data=st.data(), story=events)
 @settings(max_examples=20, deadline=None)
-def test_torch_takes_the_same_steps_to_the_bit(kind: type, placed: bool, data: st.DataObject, story: list[Any]) -> None:
+def test_torch_takes_the_same_steps(kind: type, placed: bool, data: st.DataObject, story: list[Any]) -> None:
     import torch
 
     policy = data.draw(policies(kind))
@@ -242,7 +242,7 @@ def test_the_widest_format_at_the_highest_scale_overflows_nothing(kind: type) ->
 
 @pytest.mark.parametrize("kind", [Headroom, LogMax])
 @pytest.mark.parametrize("format", [BF16, FP32])
-def test_in_a_wide_format_the_scale_leaves_room_for_the_squares_of_many_gradients(kind: type, format: Format) -> None:
+def test_in_a_wide_format_the_squares_of_many_gradients_do_not_overflow(kind: type, format: Format) -> None:
     steps = walk(kind(format=format), [(True, 1, 1.0, 0.0)] * 200)
     squares = np.float32(2.0**30) * np.square(np.float32(steps[-1].scale))
     assert np.isfinite(squares)

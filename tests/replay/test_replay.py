@@ -304,7 +304,7 @@ def test_no_scaling_never_skips() -> None:
     assert run.states()[0].applied == 3
 
 
-def test_a_summary_tells_the_run_in_numbers() -> None:
+def test_a_summary_has_the_run_in_numbers() -> None:
     policy = Dynamic(init_scale=4, growth_interval=1, min_scale=2, max_scale=8)
     run = replay(policy, found_inf=[0, 0, 1, 1, 1, 1, 0])
     assert run.scales.tolist() == [8, 8, 4, 2, 2, 2, 4]

@@ -28,10 +28,8 @@ class Culprit:
 def culprits_of(names: Sequence[str], sizes: Sequence[float], counts: Sequence[int | None] = ()) -> list[Culprit]:
     """Returns the parameters whose gradients were not finite, in their order.
 
-    Args:
-        names: what the parameters are called.
-        sizes: one number for each gradient, inf or NaN where it holds one; none at all if nothing was checked.
-        counts: elements of each gradient that are not finite, where they were counted.
+    `sizes` has one number for each gradient, inf or NaN where it holds one, or is empty if nothing was checked.
+    `counts` may be empty too.
     """
     known = [*counts, *[None] * (len(names) - len(counts))]
     return [
@@ -43,5 +41,5 @@ def culprits_of(names: Sequence[str], sizes: Sequence[float], counts: Sequence[i
 
 @np.errstate(over="ignore", invalid="ignore")  # what is not finite is what is counted
 def count_nonfinite(array: np.ndarray[Any, Any], factor: float, dtype: Any = np.float32) -> int:
-    """Returns how many elements are not finite, or are not once they are multiplied by `factor` and kept in `dtype`."""
+    """Returns how many elements are not finite before or after they are multiplied by `factor` and cast to `dtype`."""
     return sum(int(np.count_nonzero(~np.isfinite((chunk * factor).astype(dtype)))) for chunk in chunks(array))

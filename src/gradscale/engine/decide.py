@@ -13,7 +13,7 @@ CLIP_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the step shall do, decided once for every device, rank and optimizer that shares the scale.
+    """The decision of a step, made once for every device, rank and optimizer that shares the scale.
 
     Attributes:
         state: the scale's state for the next step.
@@ -49,8 +49,10 @@ def decide(
             By default `state.scale`, which is not the scale of the next step.
     """
     applied = xp.logical_and(seen.finite, seen.loss_finite)
+    # Always True, in the framework's own type and shape: `NoScaling` applies every step, whatever was measured.
     if not policy.needs:
         applied = xp.logical_or(applied, xp.logical_not(applied))
+    # One factor for both, so that gradients are read and written once.
     unscale = 1.0 / (state.scale if divisor is None else divisor)
     factor = unscale if clip_norm is None else unscale * _clip_coefficient(seen.norm, clip_norm, xp)
     return Outcome(policy.next(state, seen, xp), applied, xp.where(applied, factor, 0.0))
@@ -66,6 +68,6 @@ def check_clip(name: str, bound: float | None) -> None:
 
 
 def _clip_coefficient(norm: Array, clip_norm: float, xp: Namespace) -> Array:
-    """Returns what brings `norm` down to `clip_norm`, or 1 where it is below already."""
-    # A number of numpy's own, such as a float64, would widen the factor; a Python number takes the type of the norm.
+    """Returns the factor that reduces `norm` to `clip_norm`, or 1 where it is not larger."""
+    # A numpy float64 would widen the factor; a Python number takes the type of the norm.
     return smaller(float(clip_norm) / (norm + CLIP_EPSILON), 1.0, xp)

@@ -29,6 +29,7 @@ class Scalars:
     @staticmethod
     def where(condition: Array, x: Array, y: Array, /) -> Array:
         """Returns `x` or `y`. A Python number takes the type of the other, as it would in an array."""
+        # Rules write `where(grows, 0, clean_steps)`: the 0 must become an int32 scalar, or the state would change type.
         chosen, other = (x, y) if condition else (y, x)
         is_plain = hasattr(other, "dtype") and not hasattr(chosen, "dtype")
         return other.dtype.type(chosen) if is_plain else chosen
@@ -66,10 +67,8 @@ SCALARS: Any = Scalars()
 def decide_on_host(
     policy: Policy, state: ScaleState, seen: Seen, clip_norm: float | None, divisor: float | None = None
 ) -> Outcome:
-    """Returns what `decide` does, as numpy scalars.
-
-    The rule runs on vectors of one element: of a float32 scalar times a Python number, numpy 1 makes float64.
-    """
+    """Returns what `decide` does, as numpy scalars."""
+    # Vectors of one element: in numpy 1, a float32 scalar times a Python number is float64, but an array stays float32.
     divisors = None if divisor is None else np.atleast_1d(np.float32(divisor))
     outcome = decide(policy, _vector(state), _vector(seen), np, clip_norm, divisors)
     return Outcome(_scalar(outcome.state), outcome.applied[0], outcome.factor[0])

@@ -107,19 +107,13 @@ class HostScaler(ABC):
         overflowed: bool = False,
         **fields: Any,
     ) -> tuple[Outcome, R]:
-        """Returns what the step shall do, and its result. Changes nothing: an update that fails must leave no trace.
+        """Returns the decision of the step, and its result of the class `kind`. Changes nothing: the update may fail.
 
-        Args:
-            kind: the adapter's type of result.
-            measurement: what was found in the gradients.
-            loss_finite: whether every loss since the last step was finite.
-            divisor: what the gradients must be divided by; by default the scale.
-            clip_norm: bound on the norm; `measurement.norm` must then be known.
-            overflowed: whether gradients that were not measured here were not finite.
-            fields: further fields of the result.
+        Gradients are divided by `divisor`, by default the scale. `overflowed` reports gradients that are not in the
+        measurement. `fields` are further fields of the result.
         """
         divisor = self.loss_scale if divisor is None else divisor
-        # The rules of some systems let the scale reach 0. No gradient is finite there, and the step is skipped.
+        # The rules of some systems let the scale reach 0. No gradient divided by 0 is finite: the step is skipped.
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             seen = measurement.seen(np.float32(divisor), np.bool_(loss_finite), np, np.bool_(overflowed))
         # Rules are bit-exact in float32. A float64 gradient may be larger than that holds, and still be finite.

@@ -12,7 +12,7 @@ from gradscale.record import Array
 
 
 class Measurement(NamedTuple):
-    """What one read of the gradients found, before they are divided by anything.
+    """What one read of the gradients found, before they are unscaled.
 
     Attributes:
         sizes: one number per gradient, such as its norm or its largest magnitude; inf or NaN where the gradient holds
@@ -21,8 +21,8 @@ class Measurement(NamedTuple):
         amax: largest magnitude of any gradient; None where it was not read.
         norm: Euclidean norm over all gradients; None where it was not read.
         upper_share: share of gradient elements above the edge that a policy watches; None where it was not counted.
-        half_amax: largest magnitude of the gradients that are divided in FP16, whose range they then may leave; None
-            where there are none.
+        half_amax: largest magnitude of the gradients that are unscaled in FP16, where they may overflow; None where
+            there are none.
     """
 
     sizes: Array | None
@@ -33,10 +33,11 @@ class Measurement(NamedTuple):
     half_amax: Array | None = None
 
     def finite(self, divisor: Array, xp: Namespace) -> Array:
-        """Returns whether every gradient is finite, now and once it is divided by `divisor`, in its own type too.
+        """Returns whether every gradient is finite, before and after it is divided by `divisor`.
 
         A norm that was asked for and is not finite counts as an overflow.
         """
+        # A scale below 1 makes gradients larger. In float32 that shows in `total`, in FP16 only in `half_amax`.
         finite = xp.isfinite(self.total / divisor)
         if self.norm is not None and self.norm is not self.total:
             # Squares overflow before the gradients do, and nothing can be clipped by an infinite norm.
@@ -46,12 +47,10 @@ class Measurement(NamedTuple):
     def seen(self, divisor: Array, loss_finite: Array, xp: Namespace, overflowed: Array | None = None) -> Seen:
         """Returns the facts that the decision is made from, unscaled.
 
-        After an overflow `amax` and `norm` are inf: the finite elements say nothing about those that are not, and a
-        rule that took a number here would learn a peak that never was. What was not read keeps `Seen`'s default, which
-        no policy that did not ask for it looks at.
+        What was not read keeps `Seen`'s default, which no policy reads that did not ask for it.
 
         Args:
-            divisor: what the gradients are to be divided by: the scale that made them, or 1 if they are unscaled.
+            divisor: what the gradients are divided by: the scale that made them, or 1 if they are unscaled.
             loss_finite: whether every loss was finite.
             xp: the namespace of the arrays.
             overflowed: whether gradients that are not measured here were not finite.
@@ -59,6 +58,8 @@ class Measurement(NamedTuple):
         finite = self.finite(divisor, xp)
         if overflowed is not None:
             finite = xp.logical_and(finite, xp.logical_not(overflowed))
+        # Inf after an overflow: the finite elements say nothing about the others, and a rule that took their maximum
+        # would learn a peak that is too low.
         sizes = {"amax": self.amax, "norm": self.norm}
         known = {name: xp.where(finite, size / divisor, np.inf) for name, size in sizes.items() if size is not None}
         if self.upper_share is not None:
@@ -78,7 +79,7 @@ UNKNOWN_RATIO = 1.0
 
 
 def reads_amax(step: int) -> bool:
-    """Returns whether the step with this number, from 0 on, reads the largest magnitude beside the norm."""
+    """Returns whether the step with this number, counted from 0, reads the largest magnitude as well as the norm."""
     return step < AMAX_EVERY or step % AMAX_EVERY == 0
 
 
@@ -86,7 +87,7 @@ def with_amax(seen: Seen, ratio: Array, xp: Namespace, *, measured: bool) -> tup
     """Returns `seen` with the largest magnitude, measured or estimated from the norm, and the ratio for later steps.
 
     Reading both sizes at every step would cost a second pass over the gradients. Their ratio changes slowly, and is
-    never above 1. A step that cannot tell it (overflow, or gradients that are all zero) keeps the one before.
+    never above 1. A step in which it is not known (overflow, or gradients that are all zero) keeps the one before.
 
     Args:
         seen: with the norm; with `amax` too if it was measured.

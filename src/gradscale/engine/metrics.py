@@ -15,14 +15,10 @@ METRICS = ("scale", "applied", "skipped", "skip_rate", "grad_norm", "headroom_bi
 def metrics_of(state: ScaleState, grad_norm: Array | None, amax: Array | None, xp: Any) -> dict[str, Any]:
     """Returns scale, counts, skip rate, gradient norm and headroom, in arrays of `xp`; NaN where one is not known.
 
-    `headroom_bits` is how often the scale could double before the largest gradient overflows FP16.
-
-    Args:
-        state: the state of the scale.
-        grad_norm: norm of the last step, unscaled, if it was measured.
-        amax: largest magnitude of the last step, unscaled, if it was measured.
-        xp: the array module: `numpy` or `jax.numpy`.
+    `headroom_bits` is how often the scale could double before the largest gradient overflows FP16. `grad_norm` and
+    `amax` are those of the last step, unscaled, where they were measured.
     """
+    # `log2` may be off in its last bits: fine for a dashboard, where a rule could not use it.
     unknown = state.scale * 0 + math.nan
     peak = unknown if amax is None else amax * state.scale
     known = xp.logical_and(peak > 0, xp.isfinite(peak))

@@ -1,4 +1,4 @@
-"""The plan of a step, made before anything is measured: what to read of the gradients, and for whom."""
+"""The plan of a step, made before anything is measured: what to read of the gradients."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -14,7 +14,7 @@ class Plan:
         checks: whether anything is read at all. `NoScaling` checks nothing.
         amax: whether the policy needs the largest magnitude.
         norm: whether the norm was asked for, by the caller or to clip.
-        edge: magnitude, scaled, above which the policy wants elements to be counted; None where it does not.
+        edge: scaled magnitude above which elements are counted for the policy; None where it does not need them.
     """
 
     checks: bool
@@ -24,13 +24,7 @@ class Plan:
 
     @classmethod
     def of(cls, policy: Policy, *, norm: bool = False, clip_norm: float | None = None) -> Self:
-        """Returns the plan for a step under `policy`.
-
-        Args:
-            policy: names what it reads in its `needs`.
-            norm: whether the caller wants the norm.
-            clip_norm: bound on the norm, which must be known to clip by it.
-        """
+        """Returns the plan for a step under `policy`: its `needs`, and the norm if it is asked for or clipped."""
         edge = float(policy.edge_magnitude) if "upper_share" in policy.needs else None  # type: ignore[attr-defined]
         return cls(
             checks=bool(policy.needs), amax="amax" in policy.needs, norm=norm or clip_norm is not None, edge=edge

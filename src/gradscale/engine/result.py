@@ -80,5 +80,5 @@ class StepResult:
 
     @property
     def parameters(self) -> int:
-        """How many gradients the result knows of."""
+        """How many gradients the result has names for."""
         return len(self.names)

@@ -47,6 +47,7 @@ def read_saved(mapping: Mapping[str, Any]) -> Saved:
     _check_parts(mapping)
     policy = policy_from_dict(mapping["policy"])
     check_policy(policy)
+    # The class of the state comes from the policy, not from the file: a state of another policy is refused.
     state = cast(type[ScaleState], type(policy.start())).from_dict(mapping["state"])
     check_state(policy, state)
     low, high = getattr(policy, "min_scale", 0.0), getattr(policy, "max_scale", np.inf)
@@ -94,7 +95,7 @@ def _ratio(value: Any) -> float:
 
 
 def policy_from_dict(mapping: Mapping[str, Any]) -> Policy:
-    """Returns the policy that `to_dict` wrote, of whichever kind it says it is.
+    """Returns the policy that `to_dict` wrote, of the class that its `kind` names.
 
     >>> from gradscale.policies.static import Static
     >>> policy_from_dict(Static(1024.0).to_dict())
@@ -106,17 +107,18 @@ def policy_from_dict(mapping: Mapping[str, Any]) -> Policy:
     """
     if not isinstance(mapping, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"A saved policy is a mapping. Received: {type(mapping).__name__}.")
+    # Among loaded classes only: a file cannot have a module imported.
     kinds = {kind.__name__: kind for kind in _policies(Record)}
     wanted = mapping.get("kind")
     if not isinstance(wanted, str) or wanted not in kinds:
-        raise ValueError(f"A saved policy says its kind. Received: kind={wanted!r}. Known: {', '.join(sorted(kinds))}.")
+        raise ValueError(f"A saved policy has a `kind`. Received: kind={wanted!r}. Known: {', '.join(sorted(kinds))}.")
     return kinds[wanted].from_dict(mapping)  # pyright: ignore[reportReturnType]
 
 
 def _policies(base: type[Record]) -> Iterator[type[Record]]:
     """Yields every loaded policy class below `base`."""
     for kind in base.__subclasses__():
-        # `dataclass(slots=True)` makes a second class and leaves the first one behind.
+        # `dataclass(slots=True)` makes a second class, and the first stays in `__subclasses__` until it is collected.
         is_final = getattr(sys.modules[kind.__module__], kind.__name__, None) is kind
         if is_final and hasattr(kind, "next"):
             yield kind

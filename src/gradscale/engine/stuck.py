@@ -1,4 +1,4 @@
-"""The check for a run that skips every step, and the error that says what was wrong and where to look."""
+"""The check for a run that skips every step, and the error that names the likely cause."""
 
 import sys
 import warnings
@@ -10,7 +10,7 @@ from gradscale.engine.result import Status, StepResult
 from gradscale.policies.checks import check_count
 
 MAX_CONSECUTIVE_SKIPS = 50
-"""Skips in a row, with no lower scale left to try, after which a run is stuck, unless said otherwise."""
+"""Default of the skips in a row, with no lower scale left to try, after which a run is stuck."""
 
 
 class ScaleStuck(RuntimeError):
@@ -37,7 +37,7 @@ OnStuck = Literal["raise", "warn"] | Callable[[ScaleStuck], None]
 
 
 class StuckCheck:
-    """Notices a run whose every step is skipped: no lower scale is left to try, or the loss is not finite.
+    """Detects a run whose every step is skipped: no lower scale is left to try, or the loss is not finite.
 
     Args:
         max_consecutive_skips: skipped steps in a row before a run is stuck.
@@ -55,15 +55,12 @@ class StuckCheck:
     def check(self, consecutive_skips: int, stuck: bool, loss_finite: bool, last: StepResult) -> None:
         """Raises, warns or calls if the run is stuck. Synchronizes with the device only if it is.
 
-        Args:
-            consecutive_skips: steps skipped since the last applied one.
-            stuck: whether the last overflow asked for a lower scale where there was none.
-            loss_finite: whether the loss of the last step was finite.
-            last: the result of the last step.
+        `consecutive_skips` and `stuck` are those of the state; `loss_finite` and `last` are of the last step.
 
         Raises:
             ScaleStuck: the run is stuck, and `on_stuck` is `"raise"`.
         """
+        # Skips alone are not enough: from a high initial scale a run may skip many steps and still find its scale.
         if consecutive_skips < self.max_consecutive_skips:
             self._reported = False
         elif last.attempted and (stuck or not loss_finite):
@@ -89,7 +86,8 @@ def diagnosis(skips: int, last: StepResult) -> ScaleStuck:
 
 
 def _callers_level() -> int:
-    """Returns the `stacklevel` at which a warning names the line of the user's that called the library."""
+    """Returns the `stacklevel` at which a warning points at the user's line that called the library."""
+    # Not a constant: the number of frames in between differs from one adapter to the next.
     frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     level = 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gradscale."):
@@ -98,12 +96,9 @@ def _callers_level() -> int:
 
 
 def likely_cause(status: Status, culprits: Sequence[Culprit], parameters: int) -> str:
-    """Returns why a run may be stuck, from its last step: a sentence that says where to look.
+    """Returns why a run may be stuck, as a sentence, from its last step.
 
-    Args:
-        status: the status of the step.
-        culprits: the parameters whose gradients were not finite.
-        parameters: how many parameters had gradients; 0 where it was not recorded, as in Keras's `fit`.
+    `parameters` is how many parameters had gradients; 0 where it was not recorded, as in Keras's `fit`.
     """
     if status is Status.NONFINITE_LOSS:
         return "the loss itself is inf or NaN, so no scale can help; look at the forward pass and the input batch."

@@ -1,4 +1,4 @@
-"""Agree, the second stage: what was measured becomes the same on every device that shares the scale."""
+"""Agree, the second stage: one measurement for all devices that share the scale."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -13,20 +13,15 @@ from gradscale.engine.plan import Plan
 from gradscale.jax.measure import LocalSizes
 
 AxisNames = str | Sequence[str] | None
-"""Names of mapped axes; None stands for those of `shard_map` and `pmap`, which JAX knows."""
+"""Names of mapped axes; None means all axes of `shard_map` and `pmap`."""
 
 
 def agree(local: LocalSizes, loss_finite: Array, plan: Plan, axes: Sequence[str]) -> tuple[Measurement, Array]:
     """Returns what all devices together measured, and whether the loss was finite on all of them.
 
-    Two small all-reduces where parameters are spread over devices, one where they are not, none without axes.
-
-    Args:
-        local: what this device measured.
-        loss_finite: whether the loss was finite on this device.
-        plan: what was read.
-        axes: the mapped axes to agree over.
+    Two small all-reduces where parameters are sharded, one where they are not, none without axes.
     """
+    # Packed into one vector: the latency of a collective does not depend on a few numbers more.
     shares = [] if local.upper_share is None else [local.upper_share]
     numbers = [*local.magnitudes, *_summed(local.squares, axes), *shares, (~loss_finite).astype(jnp.float32)]
     packed = _worst(jnp.stack(jnp.broadcast_arrays(*numbers)), axes)
@@ -40,9 +35,9 @@ def agree(local: LocalSizes, loss_finite: Array, plan: Plan, axes: Sequence[str]
 
 def _measurement(magnitudes: Array, squares: Array, plan: Plan) -> Measurement:
     """Returns what the sizes of single gradients say of all of them."""
-    # From a root, a little more, so that its rounding cannot make it less than the largest magnitude.
+    # A norm stands in for the largest magnitude. Slightly more, so that rounding cannot make it less.
     sizes = magnitudes if magnitudes.size else jnp.sqrt(squares) * 1.0001
-    # Without NaN, which XLA's maximum may lose.
+    # NaN becomes inf first: XLA's maximum may lose a NaN.
     largest = total = jnp.max(jnp.where(jnp.isfinite(sizes), sizes, jnp.inf), initial=0.0)
     if magnitudes.size and squares.size:
         # Squares that overflow would make the norm inf, and clipping by it would make all gradients zero.
@@ -63,12 +58,13 @@ def _root(total: Array) -> Array:
 def mapped_axes(axis_names: AxisNames) -> tuple[str, ...]:
     """Returns the axes to agree over.
 
-    Under plain `jit` there are none, and none are needed: arrays that are spread over devices are one array there.
-    An axis of `vmap` is not found: by default its scales are independent.
+    Under plain `jit` there are none, and none are needed: a sharded array is one array there. An axis of `vmap` is not
+    found: by default its scales are independent.
 
     Raises:
         ValueError: an axis is not mapped here.
     """
+    # All of them by default: with `check_vma=False` and no agreement, the scales of devices would diverge silently.
     found = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if axis_names is None:
         return found
@@ -79,13 +75,15 @@ def mapped_axes(axis_names: AxisNames) -> tuple[str, ...]:
 
 
 def varying_axes(kind: Any) -> frozenset[str]:
-    """Returns the axes along which JAX knows an array of the type `kind` to differ: none with `check_vma=False`."""
+    """Returns the varying axes of an array of the type `kind`; none with `check_vma=False`."""
     manual = getattr(kind, "manual_axis_type", None)
     return frozenset() if manual is None else frozenset(manual.varying)
 
 
 def zeros(kind: Any) -> Array:
-    """Returns zeros of a type, spread over devices and different along mapped axes alike, as far as JAX knows."""
+    """Returns zeros of a type, with its sharding and its varying axes."""
+    # A branch of `cond` and the carry of a loop must have the same varying axes as their counterpart. A constant has
+    # none, so `pcast` adds them.
     plain = jnp.zeros_like(kind)
     axes = tuple(sorted(varying_axes(kind) - varying_axes(jax.typeof(plain))))
     return lax.pcast(plain, axes, to="varying") if axes else plain
@@ -97,23 +95,22 @@ def anywhere(flag: Array, axes: Sequence[str]) -> Array:
 
 
 def _worst(values: Array, axes: Sequence[str]) -> Array:
-    """Returns the largest of each value over all devices, NaN above all: one small all-reduce.
-
-    A maximum need not carry a NaN along, so that NaN travels as a number of its own.
-    """
+    """Returns the largest of each value over all devices, NaN above all: one small all-reduce."""
     if not axes:
         return values
+    # A maximum may lose a NaN, so NaN is sent as a number of its own.
     is_nan = jnp.isnan(values)
     packed = lax.pmax(jnp.stack([jnp.where(is_nan, jnp.inf, values), is_nan.astype(values.dtype)]), tuple(axes))
     return jnp.where(packed[1] > 0, jnp.nan, packed[0])
 
 
 def _summed(squares: Sequence[Array], axes: Iterable[str]) -> list[Array]:
-    """Returns each value added up over the axes along which it differs, as JAX knows it.
+    """Returns each value summed over its varying axes.
 
-    Those are the squares of gradients whose parameters are spread over devices. Where JAX does not know, as with
-    `check_vma=False` and `pmap`, nothing is added up: gradients are the same on all devices there, once reduced.
+    Those are the squares of gradients whose parameters are sharded. With `check_vma=False` and `pmap` JAX tracks no
+    varying axes and nothing is summed: reduced gradients are the same on all devices there.
     """
+    # One `psum` for each set of axes: stacked values share their varying axes, so others must not be among them.
     together = [tuple(sorted(varying_axes(jax.typeof(square)) & set(axes))) for square in squares]
     sums = list(squares)
     for names in sorted(set(together) - {()}):

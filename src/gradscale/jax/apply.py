@@ -33,17 +33,17 @@ def apply(
     """Returns the parameters and the optimizer state after the step, or both as they were if it is skipped.
 
     The update of the optimizer and its addition to the parameters are behind one gate, so a skipped step also leaves
-    moments, schedules and counters alone. Leaves that are no floating-point numbers stay as they are, with weight decay
-    too. Does not synchronize with the device.
+    moments, schedules and counters unchanged. Integer leaves are never changed, not even by weight decay. Does not
+    synchronize with the device.
 
     Args:
-        tx: an optax transformation; not one of `scaled`, which has a gate of its own.
+        tx: an optax transformation; not one of `scaled`, which has its own gate.
         grads: unscaled gradients, as `value_and_grad` returns them.
         opt_state: its state. Make it with `init` where parameters are narrower than float32.
         params: the parameters.
-        result: what `value_and_grad` returned beside the gradients.
+        result: the result that `value_and_grad` returned with the gradients.
         gate: `"cond"` runs the optimizer only if the step is applied; `"where"` always runs it and selects, which
-            copies its state but has no branch. Measure on your device which is faster. Outside of `jit` it is always
+            copies its state but has no branch. Measure on your device which is faster. Outside `jit` it is always
             `"where"`.
         **extra: further arguments for `tx.update`, such as `value=loss`.
 
@@ -67,7 +67,8 @@ def gated(result: StepResult, change: Callable[[], T], keep: Callable[[], T], ga
     """Returns what `change` returns if the step is applied, else what `keep` does. Does not synchronize."""
     if not result.gated:
         return change()
-    # Outside of `jit`, JAX would compile a branch anew at every call.
+    # Outside `jit`, JAX would compile the branches again at every call. Inside, `where` would add a copy of every
+    # array: 15 of full size with Adam, where `cond` with donated arguments has 5.
     if gate == "cond" and isinstance(result.applied, Tracer):
         return lax.cond(result.applied, change, keep)
     return result.select(change(), keep())
@@ -87,9 +88,7 @@ def init(tx: optax.GradientTransformation, params: Any) -> Any:
 def update(
     tx: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, extra: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Returns the updates that `tx` makes of unscaled gradients, and its next state, of the same type as before.
-
-    Integer leaves get an update of zero: weight decay would change them.
+    """Returns the updates of `tx` for unscaled gradients, and its next state, of the same type as before.
 
     Raises:
         TypeError: the state would change its type, as moments of FP16 parameters do.
@@ -97,6 +96,7 @@ def update(
     """
     _check_same_tree(grads, params)
     updates, after = optax.with_extra_args_support(tx).update(grads, opt_state, without_keys(params), **extra)
+    # optax updates every leaf, and weight decay would change an integer: its update is replaced by zero.
     parts = split(updates if params is None else params, "params")
     pairs = zip(jax.tree.leaves(updates), parts.leaves, strict=True)
     kept = [leaf for leaf, like in pairs if is_differentiable(like)]
@@ -113,14 +113,14 @@ def check_accumulation(opt_state: Any, clip_norm: float | None) -> None:
     """Raises if gradients would be clipped one micro-batch at a time."""
     if clip_norm is not None and holds(optax.MultiStepsState, opt_state):
         raise ValueError(
-            "`clip_norm` would clip each micro-batch on its own, not the gradients that `optax.MultiSteps` adds up. "
+            "`clip_norm` would clip each micro-batch alone, not the gradients that `optax.MultiSteps` accumulates. "
             f"Received: clip_norm={clip_norm!r}. Clip inside: "
             "`optax.MultiSteps(optax.chain(optax.clip_by_global_norm(bound), tx), every_k_schedule=k)`."
         )
 
 
 def _apply_updates(params: Any, updates: Any) -> Any:
-    """Returns parameters with updates added; leaves that are no floating-point numbers as they were."""
+    """Returns parameters with updates added; integer leaves as they were."""
     parts = split(params, "params")
     added: Any = optax.apply_updates(parts.differentiable, split(updates, "updates").differentiable)
     return parts.filled(added)
@@ -144,14 +144,15 @@ def _check(opt_state: Any, result: StepResult, gate: str) -> None:
 
 
 def _check_same_tree(grads: Any, params: Any) -> None:
-    """Raises if parameters are given and the gradients are not theirs; `optax.lookahead` has those of the fast ones."""
+    """Raises if parameters are given and the gradients have another structure or other shapes."""
     if params is None:
         return
+    # `optax.lookahead` keeps two copies of the parameters, and takes gradients of the fast one.
     expected = params.fast if isinstance(params, optax.LookaheadParams) else params
     own, theirs = jax.tree.structure(grads), jax.tree.structure(expected)
     if own != theirs:
         raise ValueError(
-            "Gradients must be a pytree of the same structure as the parameters they are of. "
+            "Gradients must be a pytree of the same structure as the parameters. "
             f"Received: gradients {own} and parameters {theirs}. Give what was differentiated as `params`."
         )
     for gradient, param in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
@@ -163,7 +164,8 @@ def _check_same_tree(grads: Any, params: Any) -> None:
 
 
 def _same_type(before: Any, after: Any) -> Any:
-    """Returns `after` if it has the type of `before`; moments of integers, all zero, are cast back to it."""
+    """Returns `after` if it has the type of `before`; raises otherwise, as the step would be compiled again."""
+    # Moments of integer leaves are all zero, and can be cast back.
     old, new = jnp.asarray(before), jnp.asarray(after)
     if old.dtype == new.dtype:
         return after

@@ -1,7 +1,7 @@
 """Which types parameters are kept in, arithmetic is done in, and results are returned in.
 
-Parameters stay float32 and are cast inside the function that is differentiated. Their gradients then come out as
-float32 too, so the optimizer works on master weights without a second copy of them.
+Parameters stay float32 and are cast inside the function that is differentiated. Their gradients are then float32
+too, so the optimizer works on master weights without a second copy of them.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ LONG_KEYS = {"params": "p", "compute": "c", "output": "o"}
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Policy:
-    """Casts the floating-point arrays of a pytree to the type that its place asks for. All else is left as it is.
+    """Casts the floating-point arrays of a pytree for storage, arithmetic or output. All else is left as it is.
 
     A static value: it can be closed over, compared, and passed through `jax.jit`.
 
@@ -88,8 +88,8 @@ class Cast:
     """A module, or a function, that computes in one type and returns in another. A pytree if the module is one.
 
     Its own parameters and all arguments are cast to `compute_dtype` at each call, and the result to `output_dtype`.
-    What the module changes in itself while it is called, such as the statistics of an nnx BatchNorm, is changed in the
-    cast copy and lost: give such layers their own `dtype`.
+    State that the module updates during a call, such as the statistics of an nnx BatchNorm, is updated in the cast
+    copy and lost: give such layers their own `dtype`.
 
     Attributes:
         module: what is called.
@@ -104,7 +104,7 @@ class Cast:
     policy: Policy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the module makes of the arguments, in `output_dtype`."""
+        """Returns the result of the module, in `output_dtype`."""
         module, args, kwargs = self.policy.cast_to_compute((self.module, args, kwargs))
         return self.policy.cast_to_output(module(*args, **kwargs))
 
@@ -169,7 +169,7 @@ def cast_to_half(tree: T) -> T:
 
 
 def cast_floating(tree: T, dtype: Any) -> T:
-    """Returns `tree` with its floating-point arrays in `dtype`. Python numbers stay: they take the type of others."""
+    """Returns `tree` with its floating-point arrays in `dtype`. Python numbers stay: JAX types them weakly."""
 
     def cast(leaf: Any) -> Any:
         is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)

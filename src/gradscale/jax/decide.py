@@ -20,20 +20,14 @@ def decide(
 ) -> tuple[Seen, engine.Outcome]:
     """Returns the facts of the step, unscaled, and the decision that follows from them.
 
-    If the last attempt overflowed too, the rule goes on from the state before the first, and so backs off once:
-    gradients that are NaN at any scale would bring the scale down to its minimum otherwise.
-
-    Args:
-        policy: the rule.
-        before: the state before the first attempt.
-        used: the state whose scale made the gradients; `before` itself where nothing was run again.
-        measurement: what all devices measured.
-        loss_finite: whether the loss was finite on all of them.
-        clip_norm: bound on the norm of all gradients together, unscaled.
+    `before` is the state before the first attempt, `used` the one whose scale made the gradients: `before` itself where
+    nothing was run again.
     """
     seen = measurement.seen(used.scale, loss_finite, jnp)
     if measurement.amax is not None:
         seen = replace(seen, amax=_as_float32(seen.amax))
+    # If the last attempt overflowed too, the rule continues from the state before the first, and backs off once.
+    # Gradients that are NaN at any scale would otherwise lower the scale to its minimum in a few steps.
     state = before if used is before else jax.tree.map(lambda *pair: jnp.where(seen.finite, *pair), used, before)
     return seen, engine.decide(policy, state, seen, jnp, clip_norm, used.scale)
 

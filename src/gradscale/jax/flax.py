@@ -23,7 +23,7 @@ __all__ = ["DynamicScale", "DynamicScaleResult"]
 
 
 class DynamicScaleResult(NamedTuple):
-    """What the function that `DynamicScale.value_and_grad` returns gives back.
+    """The result of the function that `DynamicScale.value_and_grad` returns.
 
     Attributes:
         dynamic_scale: the scale for the next step.
@@ -41,9 +41,9 @@ class DynamicScaleResult(NamedTuple):
 class DynamicScale(struct.PyTreeNode):
     """A loss scale that grows after a run of clean steps and backs off when a gradient is inf or NaN.
 
-    What is fixed: under `jax.vmap`, the scale that comes out can be used for the next step; `agree_axis` makes
-    devices that average nothing decide together; the loss is returned as it was, and not divided back from a product
-    that may be infinite; and a default scale in a compiled step compiles once.
+    Fixed here: under `jax.vmap`, the returned scale can be used for the next step; with `agree_axis`, devices that do
+    not average their gradients agree; the loss is not divided back from a product that may be infinite; and a
+    step with a default scale compiles once.
 
     Attributes:
         growth_factor: what the scale is multiplied by when it grows.
@@ -76,15 +76,15 @@ class DynamicScale(struct.PyTreeNode):
         axis_name: AxisNames = None,
         agree_axis: AxisNames = None,
     ) -> Callable[..., DynamicScaleResult]:
-        """Returns a function of the arguments of `fun` that gives a `DynamicScaleResult`.
+        """Returns a function of the arguments of `fun` that returns a `DynamicScaleResult`.
 
         Args:
             fun: returns a loss, a scalar; with `has_aux`, a loss and anything else.
             argnums: which arguments to differentiate by.
-            has_aux: whether `fun` returns something beside the loss.
+            has_aux: whether `fun` returns (loss, aux).
             axis_name: axes that the gradients are averaged over, which also makes all devices along them agree.
-            agree_axis: axes along which the devices, or the rows of a `jax.vmap`, shall agree whether all of them are
-                finite, while each keeps gradients of its own.
+            agree_axis: axes along which the devices, or the rows of a `jax.vmap`, agree whether all of them are finite,
+                while each keeps its own gradients.
         """
         scale = _smallest(self.scale, jnp.float32)
 
@@ -98,8 +98,10 @@ class DynamicScale(struct.PyTreeNode):
 
         def step(*args: Any) -> DynamicScaleResult:
             (scaled_loss, returned), grads = differentiated(*args)
+            # The loss itself, from aux. flax divides the scaled loss by the scale, which is inf if the product was.
             loss, *others = returned if has_aux else (returned,)
             loss = jnp.asarray(loss, scaled_loss.dtype)
+            # Divided in float32 before `pmean`, in flax's order: an FP16 sum of scaled gradients could overflow.
             grads = jax.tree_util.tree_map(lambda grad: jnp.asarray(grad, jnp.float32) / scale, grads)
             grads = grads if axis_name is None else lax.pmean(grads, axis_name)
             finite = _agreed(all_finite(grads), agree_axis)
@@ -123,12 +125,13 @@ class DynamicScale(struct.PyTreeNode):
 def _smallest(leaf: Any, dtype: Any) -> jax.Array:
     """Returns the smallest number of a leaf, as a scalar.
 
-    Rows that began with the same scale and count, and stepped alone, together hold what they would have come to had
-    they stepped as one: whichever overflowed has the lower scale, and the count 0.
+    Rows with the same initial scale and count that were updated independently give the state of a joint update this
+    way: a row that overflowed has the lower scale, and the count 0.
     """
     return jnp.asarray(leaf, dtype).min()
 
 
 def _agreed(finite: jax.Array, axis: AxisNames) -> jax.Array:
     """Returns whether `finite` holds all along the axes."""
+    # As integers: a flag has no minimum.
     return finite if axis is None else lax.pmin(finite.astype(jnp.int32), axis).astype(bool)

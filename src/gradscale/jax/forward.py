@@ -1,4 +1,4 @@
-"""The forward pass of any function of pytrees, and the backward pass to start from a scale."""
+"""The forward pass of any function of pytrees, and its backward pass from a scaled cotangent."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ class Signature:
 
     Attributes:
         argnums: positions of the arguments to differentiate.
-        has_aux: whether it returns something beside the loss.
+        has_aux: whether it returns (loss, aux).
     """
 
     argnums: int | tuple[int, ...]
@@ -40,7 +40,7 @@ class Signature:
         return cls(tuple(map(int, argnums)) if isinstance(argnums, Sequence) else int(argnums), has_aux)
 
     def chosen(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the positions to differentiate, from 0 on.
+        """Returns the positions to differentiate, none of them negative.
 
         Raises:
             ValueError: there is no such argument, or one comes twice.
@@ -68,7 +68,7 @@ class Forward:
 
     Attributes:
         loss: what it returned, unscaled.
-        aux: what it returned beside the loss; None if nothing.
+        aux: the auxiliary output; None without one.
         params: the arguments it was differentiated by.
         pullback: takes the cotangent of the loss to the gradients.
     """
@@ -80,17 +80,18 @@ class Forward:
 
     def gradients(self, scale: Array, mean_axes: Sequence[str]) -> tuple[Array, ...]:
         """Runs the backward pass from `scale` and returns the scaled gradients, averaged over `mean_axes`."""
-        # Of the loss's own type in every respect: a bare scale would not differ along mapped axes where the loss does.
+        # `ones_like` gives the cotangent the loss's type and varying axes, which `shard_map` with `check_vma=True`
+        # requires of it. A bare scale has none.
         (gradients,) = self.pullback((jnp.ones_like(self.loss) * scale).astype(self.loss.dtype))
         return lax.pmean(gradients, tuple(mean_axes)) if mean_axes else gradients
 
     def check_mean(self, mean_axes: Sequence[str]) -> None:
-        """Raises if JAX has added up the gradients already: their mean would be their sum."""
+        """Raises if JAX has summed the gradients already: their mean would be their sum."""
         known = varying_axes(jax.typeof(self.loss)) & set(mean_axes)
         if known and not all(known <= varying_axes(jax.typeof(leaf)) for leaf in self.params.differentiable):
             raise ValueError(
                 "`mean_axes` is for `pmap` and for `shard_map` with `check_vma=False`, where each device has gradients "
-                f"of its own. Here JAX adds them up over {sorted(known)} itself. Take the mean of the loss inside "
+                f"of its own. Here JAX sums them over {sorted(known)} itself. Take the mean of the loss inside "
                 "`fun` instead, with `jax.lax.pmean`."
             )
 
@@ -98,16 +99,14 @@ class Forward:
 def forward(
     fun: Callable[..., Any], signature: Signature, policy: Policy, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Forward:
-    """Runs `fun` and returns what its backward pass needs, which can be run any number of times.
-
-    All arguments are flattened, and rebuilt inside the differentiated function: variables of flax nnx may only be
-    changed where they were made, and `nnx.merge` uses those it is given. Whole modules of flax nnx that are not
-    differentiated are passed as they are: flax then refuses a change, which would be lost with a copy.
-    """
+    """Runs `fun` and returns its backward pass, which can be run any number of times."""
     params = split(signature.arguments(args), "the arguments to differentiate")
     chosen = signature.chosen(args)
     for position in chosen:
         _check_modules(args[position])
+    # All arguments are flattened, and rebuilt inside the differentiated function: flax nnx allows a variable to be
+    # changed only at the trace level where it was made, and `nnx.merge` uses the variables it is given. Whole nnx
+    # modules that are not differentiated are passed as they are: flax then refuses a change, which a copy would lose.
     rest = [None if position in chosen else arg for position, arg in enumerate(args)]
     others, structure = jax.tree.flatten((rest, kwargs), is_leaf=_is_module)
 
@@ -130,20 +129,20 @@ def checked_loss(loss: Any, policy: Policy) -> Array:
             f"Received: {type(loss).__name__}. If it holds a loss and something else, pass `has_aux=True`."
         )
     value = jnp.asarray(loss)
-    # JAX takes an integer loss without an error, and all gradients are zero.
+    # JAX accepts an integer loss without an error, and all gradients are zero.
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"A loss must be a floating-point number. Received: {value.dtype.name}.")
     if value.dtype.itemsize < 4 and policy.needs:
         raise TypeError(
             f"A loss must be float32 or wider, as a scale like 65536 does not fit a narrower type. "
-            f"Received: {value.dtype.name}. Cast what the model puts out, before the loss is taken of it: "
+            f"Received: {value.dtype.name}. Cast the model's outputs before the loss is computed: "
             "`outputs.astype('float32')`."
         )
     return value
 
 
 def _loss_and_aux(returned: Any, has_aux: bool, policy: Policy) -> tuple[Array, Any]:
-    """Returns the loss, checked, and what came beside it."""
+    """Returns the loss, checked, and the auxiliary output."""
     if has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
         raise TypeError(f"With `has_aux=True`, `fun` must return (loss, aux). Received: {type(returned).__name__}.")
     loss, aux = returned if has_aux else (returned, None)
@@ -163,6 +162,7 @@ def _is_integer(value: object) -> bool:
 
 def _is_module(node: Any) -> bool:
     """Returns whether `node` is an object of flax nnx that may change in a call: a module, or `Rngs`."""
+    # Not imported for this check: without flax loaded there can be no such object.
     nnx: Any = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(node, nnx.Pytree)
 
@@ -170,7 +170,7 @@ def _is_module(node: Any) -> bool:
 def _check_modules(argument: Any) -> None:
     """Raises if `argument`, to be differentiated, is or holds a module of flax nnx with more than parameters.
 
-    It is copied by `forward`. The statistics it gathers would be lost, and an optimizer would train them.
+    `forward` copies it: updates of its statistics would be lost, and an optimizer would train them.
     """
     for node in jax.tree.leaves(argument, is_leaf=_is_module):
         if _is_module(node):
@@ -183,7 +183,7 @@ def _check_module(module: Any) -> None:
     kinds = {type(node).__name__ for node in jax.tree.leaves(rest, is_leaf=lambda node: isinstance(node, nnx.Variable))}
     if kinds:
         raise TypeError(
-            "A module of flax nnx to differentiate must hold parameters only, as what it changes in itself is lost. "
+            "A module of flax nnx to differentiate must hold parameters only, as updates of its other state are lost. "
             f"Received: a {type(module).__name__} with {sorted(kinds)}. Take it apart, `structure, params, rest = "
             "nnx.split(model, nnx.Param, ...)`, differentiate by `params`, and call `nnx.merge` inside `fun`."
         )

@@ -61,7 +61,7 @@ class NoOpLossScale:
 
 
 class _Scales:
-    """What both kinds of scale do with it."""
+    """Multiplies and divides pytrees by `loss_scale`."""
 
     loss_scale: Any
 
@@ -77,7 +77,7 @@ class _Scales:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class StaticLossScale(_Scales):
-    """Scales by a constant. A pytree without leaves: another constant is another program.
+    """Scales by a constant. A pytree without leaves: another constant compiles another program.
 
     Attributes:
         loss_scale: the constant: a number, or an array of one.
@@ -154,7 +154,8 @@ class DynamicLossScale(_Scales):
 
     @classmethod
     def tree_unflatten(cls, static: tuple[int, float, float], leaves: tuple[Any, Any]) -> "DynamicLossScale":
-        """Returns the scale that was flattened. JAX puts all sorts of leaves in, so nothing is checked."""
+        """Returns the scale that was flattened."""
+        # Past `__post_init__`: JAX unflattens with tracers, shapes and `object()` for leaves, which no check accepts.
         made = object.__new__(cls)
         for own, value in zip(fields(cls), (*leaves, *static), strict=True):
             object.__setattr__(made, own.name, value)
@@ -165,7 +166,8 @@ class DynamicLossScale(_Scales):
         return dynamic_loss_scale(1.0, period=self.period, factor=self.factor, min_loss_scale=self.min_loss_scale)
 
     def _state(self) -> LadderState:
-        """Returns the leaves as the rule knows them. A counter past the period wraps around, and grows nothing."""
+        """Returns the leaves as a state of the rule."""
+        # jmp grows at `counter == period - 1` and wraps by a modulo, so a counter past the period does not grow.
         counter = jnp.asarray(self.counter)
         return LadderState(
             scale=jnp.asarray(self.loss_scale, getattr(self.loss_scale, "dtype", jnp.float32)),
@@ -188,8 +190,8 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 
     Args:
         pred: a boolean scalar, such as `all_finite` returns.
-        a: the one.
-        b: the other.
+        a: the pytree for True.
+        b: the pytree for False.
     """
     if pred.ndim or pred.dtype != jnp.bool_:
         raise AssertionError(f"expected boolean scalar. Received: `pred` of shape {pred.shape} and type {pred.dtype}.")
@@ -201,7 +203,7 @@ def _times(tree: T, factor: Any) -> T:
 
 
 def _constant(name: str, value: Any) -> Any:
-    """Returns a Python number: what is static must be compared and hashed."""
+    """Returns a Python number: JAX compares and hashes the static part of a pytree."""
     if isinstance(value, Tracer):
         raise TypeError(
             f"`{name}` is static and must be a number or a concrete array. Received: {value}. "

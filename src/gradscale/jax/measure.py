@@ -12,7 +12,7 @@ from gradscale.kernels.jax import peak, share_above, square, total
 class LocalSizes(NamedTuple):
     """What one device measured, still scaled: a number for each gradient, and none where the plan names none.
 
-    They are lists, not vectors: JAX knows of each number by itself along which axes it differs between devices.
+    Lists, not vectors: each number has varying axes of its own, and a vector has those of all its elements.
 
     Attributes:
         magnitudes: largest magnitude of each gradient if the policy needs it, else the sum of its magnitudes.
@@ -29,12 +29,10 @@ def measure(gradients: Sequence[Array], plan: Plan) -> LocalSizes:
     """Returns the sizes of the gradients on this device. Reads them once for each size that the plan names.
 
     Whether all of them are finite follows from any size and takes no read of its own. Finite gradients count as an
-    overflow where their sum is one: from 1.8e19 on where the norm is read.
-
-    Args:
-        gradients: floating-point or complex arrays, scaled.
-        plan: what to read.
+    overflow where their sum is one: from 1.8e19, the root of the largest float32, where the norm is read.
     """
+    # Not `all(isfinite)`: a read of its own takes 5.1 ms for 32 MiB on a CPU, the magnitudes take 2.9 and give both.
+    # Not one variadic reduce for both sizes either, which took 10.9 ms where two reads took 4.6.
     size = peak if plan.amax else total
     reads_magnitudes = plan.amax or (plan.checks and not plan.norm)
     return LocalSizes(

@@ -31,7 +31,7 @@ class StepResult(engine.StepResult):
     clip_norm: float | None = None
 
     def select(self, new: T, old: T) -> T:
-        """Returns `new` if the step was applied, else `old`: for running averages, batch statistics and the like.
+        """Returns `new` if the step was applied, else `old`: for batch statistics and other state outside `apply`.
 
         Copies both. Does not synchronize with the device.
         """
@@ -51,11 +51,11 @@ class StepResult(engine.StepResult):
         return super().culprits()
 
     def _check_single(self) -> None:
-        """Raises if this is many results at once."""
+        """Raises if this is a stack of results."""
         shape = jnp.shape(self.applied)
         if shape:
             raise ValueError(
-                "This is known of one step at a time. Received: results stacked in the shape "
+                "Call this on the result of one step. Received: results stacked in the shape "
                 f"{shape}, by `scan`, `vmap` or `pmap`. Take one: `jax.tree.map(lambda leaf: leaf[0], results)`."
             )
 

@@ -16,7 +16,7 @@ Pull = Callable[[Array], Sequence[Array]]
 
 
 class _Carry(NamedTuple):
-    """What the loop carries: the next state to try, whether to try it, the attempts made, and the last of them."""
+    """The loop's carry: the next state to try, whether to try it, the attempts made, and the last of them."""
 
     state: Any
     again: Array
@@ -28,9 +28,9 @@ def attempts(step: Step, state: Any, pull: Pull, loss_finite: Array, retries: in
     """Returns the first attempt that does not overflow, or the last that is allowed, and how many came before it.
 
     A retry backs off once, whatever the hysteresis says. There is none under `Static`, at the lowest scale, or for a
-    loss that is not finite. That is agreed on before the loop: a device that left it alone would leave the others in an
-    all-reduce. The first attempt runs inside the loop too, so that the backward pass is compiled once.
+    loss that is not finite.
     """
+    # Agreed on before the loop: a device that left it alone would leave the others blocked in an all-reduce.
     loss_finite = ~anywhere(~loss_finite, step.axes)
 
     def body(carry: _Carry) -> _Carry:
@@ -40,7 +40,8 @@ def attempts(step: Step, state: Any, pull: Pull, loss_finite: Array, retries: in
         again = overflowed & (carry.tried < retries) & (lowered.scale < carry.state.scale)
         return _Carry(lowered, again, carry.tried + 1, last)
 
-    # A loop must start with something: an attempt of zeros, of the type of all attempts. Nothing is run for it.
+    # The first attempt runs inside the loop too, so that the backward pass is compiled once: a peeled one had 28
+    # matrix products in the HLO instead of 17. The carry starts as zeros of the type of an attempt; nothing is run.
     kinds = jax.eval_shape(lambda: step.attempt(state, pull(state.scale), loss_finite))
     first = _Carry(state, jnp.bool_(True), jnp.int32(0), jax.tree.map(zeros, kinds))
     end = lax.while_loop(lambda carry: carry.again, body, first)

@@ -14,9 +14,9 @@ from gradscale.record import numbers, with_values
 def register_with_flax(kind: type) -> None:
     """Registers how flax writes and reads scalers of the class `kind`, if the program has loaded flax.
 
-    Importing it only for this would take longer than importing JAX. `flax.serialization.to_bytes` refuses a class that
-    is not registered.
+    `flax.serialization.to_bytes` refuses a class that is not registered.
     """
+    # Importing flax only for this would take longer than importing JAX.
     flax: Any = sys.modules.get("flax.serialization")
     if flax is not None:
         flax.register_serialization_state(kind, to_state_dict, from_state_dict, override=True)

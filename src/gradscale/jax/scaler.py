@@ -27,11 +27,10 @@ from gradscale.record import with_values
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, init=False)
 class Scaler:
-    """A scale and the rule that changes it. A value: `value_and_grad` and `step` return the next one.
+    """A scale and the rule that changes it. Immutable: `value_and_grad` and `step` return the next one.
 
-    It is a pytree. The state's numbers are its leaves, each an array of its own, so that they can be donated; the
-    policy is static. So it goes through `jit`, `vmap`, `scan`, `shard_map` and checkpoints like any other state of a
-    training loop.
+    It is a pytree: the numbers of the state are its leaves, and the policy is static. It can be passed through `jit`,
+    `vmap`, `scan`, `shard_map` and checkpoints like any other state of a training loop, and donated.
 
     >>> from gradscale import Dynamic
     >>> scaler = Scaler(Dynamic(init_scale=1024.0))
@@ -68,7 +67,7 @@ class Scaler:
 
     @property
     def loss_scale(self) -> Array:
-        """What the next loss is to be multiplied by: a float32 array on the device."""
+        """What the next loss is multiplied by: a float32 array on the device."""
         return self.state.scale
 
     def scale(self, loss: Any) -> Any:
@@ -89,8 +88,8 @@ class Scaler:
     ) -> tuple[Any, "Scaler", StepResult]:
         """Returns scaled gradients unscaled and clipped, the scaler of the next step, and the result.
 
-        What `value_and_grad` does once it has the gradients. They come back in float32 or wider; as zeros if one of
-        them, or the loss, was inf or NaN. Does not synchronize with the device.
+        The second half of `value_and_grad`. Gradients are returned in float32 or wider; as zeros if one of them, or
+        the loss, was inf or NaN. Does not synchronize with the device.
 
         Args:
             grads: a pytree of gradients of a loss that was multiplied by the scale.
@@ -120,9 +119,8 @@ class Scaler:
         synchronize with the device.
 
         Args:
-            result: what the last step returned beside this scaler. Norm and headroom are known only from a result,
-                and where they were measured: the norm with `clip_norm` or `norm=True`, the headroom with a policy that
-                follows the largest magnitude.
+            result: the result of the last step. Without it, and where they were not measured, norm and headroom are
+                NaN: the norm needs `clip_norm` or `norm=True`, the headroom a policy that needs the largest magnitude.
         """
         grad_norm, amax = (None, None) if result is None else (result.grad_norm, result.amax)
         return metrics_of(self.state, grad_norm, amax, jnp)
@@ -130,10 +128,10 @@ class Scaler:
     def check(self, result: StepResult, max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS) -> None:
         """Raises if the run is stuck: step after step was skipped, and no lower scale is left to try.
 
-        A compiled step cannot raise. Call this outside of it, now and then: it synchronizes with the device.
+        A compiled step cannot raise. Call this outside it, every few hundred steps: it synchronizes with the device.
 
         Args:
-            result: what the last step returned beside this scaler.
+            result: the result of the last step.
             max_consecutive_skips: skipped steps in a row before the run is stuck.
 
         Raises:
@@ -158,7 +156,8 @@ class Scaler:
         return cls(saved.policy, saved.state)
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
-        """Takes what pickle wrote, perhaps into a process that has made no scaler yet and whose JAX knows no states."""
+        """Sets what pickle wrote."""
+        # The constructor registers the state as a pytree, and a new process may not have called it yet.
         register(type(attributes["state"]))
         self.__dict__.update(attributes)
 
@@ -168,7 +167,7 @@ class Scaler:
 
     @classmethod
     def tree_unflatten(cls, policy: Policy, children: tuple[Any]) -> Self:
-        """Returns a scaler of what JAX puts into it, arrays or not, unchecked. JAX calls this."""
+        """Returns a scaler of any leaves, arrays or not, unchecked. JAX calls this."""
         return with_values(object.__new__(cls), {"policy": policy, "state": children[0]})
 
 

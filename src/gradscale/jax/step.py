@@ -53,7 +53,7 @@ class Step:
 
     @classmethod
     def of(cls, policy: Policy, clip_norm: float | None, norm: bool, axis_names: AxisNames) -> Self:
-        """Returns the step for what the caller asked for. Call it where the step runs: only there axes are known."""
+        """Returns the step for the caller's arguments. Call it where the step is traced: axes are known only there."""
         return cls(policy, Plan.of(policy, norm=norm, clip_norm=clip_norm), clip_norm, mapped_axes(axis_names))
 
     def attempt(self, state: Any, gradients: Sequence[Array], loss_finite: Array) -> Attempt:
@@ -66,11 +66,7 @@ class Step:
     ) -> tuple[list[Array], Any, StepResult]:
         """Returns the gradients to apply, the next state, and the result of the step.
 
-        Args:
-            before: the state before the first attempt.
-            last: the last attempt.
-            names: what the gradients are called.
-            retries: how many attempts came before it.
+        `before` is the state before the first attempt, and `retries` how many attempts came before the last.
         """
         seen, outcome = decide(self.policy, before, last.state, last.measurement, last.loss_finite, self.clip_norm)
         attempted = bool(last.gradients)

@@ -35,8 +35,8 @@ def scaled(
     """Returns a transformation that takes scaled gradients: it unscales, checks and clips them for `tx`, or skips.
 
     Multiply the loss by `loss_scale(opt_state)`. A skipped step gives updates of zero and leaves the state of `tx` as
-    it was, so no schedule advances. `update` takes the unscaled loss as `loss=`, if a loss that is not finite shall not
-    count as an overflow.
+    it was, so no schedule advances. `update` takes the unscaled loss as `loss=`: a loss that is not finite then does
+    not count as an overflow.
 
     It must be the outermost: what comes before sees scaled gradients, what comes after runs on a skip too. Chains,
     `MultiSteps`, `masked`, `inject_hyperparams` and schedules go inside. `loss_scale` refuses a state in which it is
@@ -72,6 +72,7 @@ def scaled(
             return update(tx, grads, state.inner, params, extra)
 
         def keep() -> tuple[Any, Any]:
+            # Zeros of the type of the updates, which need not be that of the gradients. Traced, not run.
             kinds, _ = jax.eval_shape(change)
             return jax.tree.map(zeros, kinds), state.inner
 
@@ -82,11 +83,12 @@ def scaled(
 
 
 def loss_scale(opt_state: Any) -> Array:
-    """Returns what the loss is to be multiplied by, from a state of `scaled`. Does not synchronize.
+    """Returns the scale to multiply the loss by, from a state of `scaled`. Does not synchronize.
 
     Raises:
         ValueError: the state is not one of `scaled`, or `scaled` is inside another transformation.
     """
+    # By class: `optax.tree_get` returns None here, and would also find a `scaled` that is not the outermost.
     if isinstance(opt_state, ScaledState):
         return opt_state.scaler.loss_scale
     if holds(ScaledState, opt_state):

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A pytree taken apart: the leaves that have gradients, and the rest.
+    """A flattened pytree: the leaves that have gradients, and the rest.
 
     Attributes:
         differentiable: floating-point and complex leaves.
@@ -36,10 +36,8 @@ class Split:
         return self.structure.unflatten([next(given) if is_differentiable(leaf) else leaf for leaf in self.leaves])
 
     def gradients(self, values: Sequence[Any]) -> Any:
-        """Returns the pytree with `values` for its differentiable leaves, and zeros for everything else.
-
-        An optimizer then leaves an integer as it is. None would change the structure.
-        """
+        """Returns the pytree with `values` for its differentiable leaves, and zeros for everything else."""
+        # Not None, which changes the structure, nor float0, of which optax's adam cannot compute moments.
         given = iter(values)
         return self.structure.unflatten(
             [next(given) if is_differentiable(leaf) else _zero_gradient(leaf) for leaf in self.leaves]
@@ -47,11 +45,7 @@ class Split:
 
 
 def split(tree: Any, what: str) -> Split:
-    """Returns `tree` taken apart.
-
-    Args:
-        tree: a pytree of arrays and numbers. None is a leaf that is not there.
-        what: what to call it in an error.
+    """Returns `tree` flattened. Errors call it `what`.
 
     Raises:
         TypeError: a leaf is neither an array nor a number.
@@ -74,16 +68,14 @@ def is_differentiable(leaf: Any) -> bool:
 
 
 def without_keys(tree: Any) -> Any:
-    """Returns `tree` with zeros in the place of random keys, with which an optimizer could not work."""
+    """Returns `tree` with zeros instead of random keys, on which an optimizer cannot compute."""
     return jax.tree.map(lambda leaf: _zero_gradient(leaf) if _is_key(leaf) else leaf, tree)
 
 
 def as_pytree(record: R) -> R:
-    """Returns a copy of `record` that JAX takes as a pytree, with an array of its own in every field.
-
-    They are strong types from the start: Python numbers would compile a step a second time. And they are not shared:
-    two fields with the same zero in them could not be donated.
-    """
+    """Returns a copy of `record` that is a pytree, with an array of its own in every field."""
+    # Strongly typed arrays: a step returns these, and Python or numpy numbers at the first call would compile it a
+    # second time. Not shared between fields: one zero in two counters cannot be donated twice.
     register(type(record))
     return place(record, jnp.array)
 
@@ -99,7 +91,7 @@ def _dtype(leaf: Any) -> Any:
 
 
 def _zero_gradient(leaf: Any) -> Any:
-    """Returns a gradient of zero for a leaf that has none; of integers where an optimizer could not work with it."""
+    """Returns a gradient of zero for a leaf that has none; int32 where an optimizer cannot compute with its type."""
     is_bare = _dtype(leaf) == jax.dtypes.float0  # what `jax.grad(allow_int=True)` gives
     return jnp.zeros(leaf.shape, jnp.int32) if is_bare or _is_key(leaf) else jnp.zeros_like(leaf)
 
@@ -113,7 +105,7 @@ def _check_leaf(name: str, leaf: Any, what: str) -> None:
     if not isinstance(leaf, int | float | complex | np.generic) and not hasattr(leaf, "dtype"):
         raise TypeError(
             f"Every leaf of {what} must be an array or a number. Received: {name!r} of type {type(leaf).__name__}. "
-            "Take it out first, for example with `equinox.partition(model, equinox.is_inexact_array)`."
+            "Remove it first, for example with `equinox.partition(model, equinox.is_inexact_array)`."
         )
 
 

@@ -35,12 +35,11 @@ def value_and_grad(
 
     `(scaler, *args, **kwargs) -> value, grads, scaler, result`. The value is the unscaled loss, or (loss, aux). The
     gradients are unscaled too, in float32 or wider, and clipped. If one was inf or NaN, or the loss was, they are all
-    zeros, and `result.applied` is False; `apply` then leaves everything as it is. The scaler is the one for the next
-    step.
+    zeros, and `result.applied` is False; `apply` then changes nothing. The scaler is the one for the next step.
 
     Gradients are read once for each size that is needed, largest magnitude or norm; either shows whether they are
-    finite. Leaves that are no floating-point numbers get zeros. The function can be differentiated again unless it
-    retries. Does not synchronize with the device.
+    finite. Integer leaves get zeros. The function can be differentiated again unless it retries. Does not synchronize
+    with the device.
 
     >>> import jax
     >>> loss = lambda w, x: jax.numpy.sum(w * x)
@@ -55,7 +54,7 @@ def value_and_grad(
         clip_norm: bound on the norm of all gradients together, unscaled.
         norm: measure the norm for the result even if nothing is clipped.
         retries: how often to run the backward pass again, at a lower scale each time, when it overflows. The forward
-            pass is run once. It keeps what the backward pass needs alive for longer.
+            pass is run once, and its residuals stay in memory until the last attempt.
         axis_names: mapped axes to agree over: what one device finds counts for all of them. By default all axes of
             `shard_map` and `pmap`.
         mean_axes: mapped axes to average the gradients over before they are measured, under `pmap` and with

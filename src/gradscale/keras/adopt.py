@@ -13,15 +13,15 @@ from gradscale.policies.contract import Policy, ScaleState
 
 
 def adopt(model: Any, policy: Policy | Literal["auto"] | None = None) -> LossScaleOptimizer:
-    """Replaces the model's own loss scaling by gradscale's, and returns the optimizer that the model now has.
+    """Replaces the model's own loss scaling by gradscale's, and returns the model's new optimizer.
 
-    Scale, clean steps and the inner optimizer with all its state are kept. For a model that `keras.saving.load_model`
-    has read, or that was compiled under `mixed_float16`, which wraps every optimizer in Keras's own class. A model that
-    has ours already keeps it.
+    Scale, clean steps and the inner optimizer with all its state are kept. For a model from `keras.saving.load_model`,
+    or one that was compiled under `mixed_float16`, which wraps every optimizer in Keras's own class. A model that has
+    gradscale's optimizer keeps it.
 
     Args:
         model: a compiled model.
-        policy: the rule for the scale from now on; by default Keras's own, with the settings it had.
+        policy: the new rule for the scale; by default Keras's own, with its settings.
 
     Raises:
         TypeError: the model has no loss scaling. Compile it with `LossScaleOptimizer(optimizer)`.
@@ -36,6 +36,7 @@ def adopt(model: Any, policy: Policy | Literal["auto"] | None = None) -> LossSca
         )
     after = _replacement(before, policy)
     model.optimizer = after
+    # Not `model.compile` again, which would need the user's other arguments and reset the metrics.
     model.train_function = None  # it was compiled with the old optimizer
     if hasattr(model, "_compile_config"):
         model._compile_config.config["optimizer"] = after  # what `model.save` writes
@@ -58,6 +59,7 @@ def read_tf_checkpoint(path: str | Path) -> tuple[Policy, ScaleState]:
     import tensorflow as tf
 
     reader = tf.train.load_checkpoint(str(path))
+    # tf-keras's names: optimizer/loss_scale/current_loss_scale and good_steps. Its .keras and .h5 files hold neither.
     names = [name for name in reader.get_variable_to_shape_map() if "loss_scale/" in name]
     return import_state("tf-keras", {name: reader.get_tensor(name) for name in names})
 
@@ -80,7 +82,7 @@ def _replacement(before: Any, policy: Policy | Literal["auto"] | None) -> LossSc
 
 
 def _counts(before: Any) -> dict[str, Any]:
-    """Returns the counters of ours, which are kept; Keras's own has none."""
+    """Returns the counters of gradscale's class, which are kept; Keras's own has none."""
     if not isinstance(before, LossScaleOptimizer):
         return {}
     state = before.state

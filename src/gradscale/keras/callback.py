@@ -46,10 +46,10 @@ class ScaleMonitor(keras.callbacks.Callback):
     such as Keras's `TensorBoard` and `CSVLogger`. A batch shows the last reading.
 
     A reading synchronizes with the device, and on JAX makes Keras copy its whole state back into the model. Between
-    readings nothing synchronizes, and Keras shows its progress from another thread.
+    readings nothing synchronizes.
 
     Attributes:
-        rows: the readings, in order, of all calls of `fit`; one at the begin and at every end of an epoch.
+        rows: the readings, in order, of all calls of `fit`; one at the start and one at the end of every epoch.
     """
 
     async_safe = True
@@ -67,16 +67,16 @@ class ScaleMonitor(keras.callbacks.Callback):
 
         Args:
             every: batches between two readings.
-            log_dir: folder to write TensorBoard's files to, a point for each reading. Needs TensorFlow, on whichever
-                backend Keras runs.
+            log_dir: folder to write TensorBoard's files to, a point for each reading. Needs TensorFlow, on any
+                backend of Keras.
             max_consecutive_skips: skipped steps in a row after which a reading finds the run stuck, if no lower scale
                 is left to try or the loss that `fit` reports is not finite.
-            on_stuck: what to do then: raise `ScaleStuck`, or once until a step is applied: `"warn"`, or call a function
-                with the error.
+            on_stuck: `"raise"` a `ScaleStuck`; or, once until a step is applied, `"warn"` or call a function with the
+                error.
 
         Raises:
             ImportError: `log_dir` was given, and there is no TensorFlow.
-            TypeError: `every` or `max_consecutive_skips` is no integer.
+            TypeError: `every` or `max_consecutive_skips` is not an integer.
             ValueError: one of them is less than 1, or `on_stuck` is none of its options.
         """
         super().__init__()
@@ -120,6 +120,7 @@ class ScaleMonitor(keras.callbacks.Callback):
             ScaleStuck: the run is stuck, and `on_stuck` is `"raise"`.
         """
         del batch, logs
+        # Not in `on_train_batch_end`, which Keras may call from another thread while the next step runs.
         if self._batches and self._batches % self._every == 0:
             self._check_stuck(self._read())
         self._batches += 1
@@ -143,7 +144,7 @@ class ScaleMonitor(keras.callbacks.Callback):
     def _read(self) -> ScaleState:
         state = _optimizer_of(self.model).state
         skipped, step = int(state.skipped), int(state.applied) + int(state.skipped)
-        if self.rows and step == self.rows[-1].step:
+        if self.rows and step == self.rows[-1].step:  # nothing new, as at the start of a second `fit`
             return state
         finite = not self.rows or skipped == self.rows[-1].skipped
         self.rows.append(ScaleRow(step, float(state.scale), skipped, finite))
@@ -152,14 +153,15 @@ class ScaleMonitor(keras.callbacks.Callback):
         return state
 
     def _check_stuck(self, state: ScaleState) -> None:
-        # `fit` keeps no result of a step. Its state says all that is known.
+        # `fit` keeps no result of a step, so this one has what the state knows: no culprits, no sizes.
         last = StepResult(applied=False, scale=state.scale, next_scale=state.scale, loss_finite=self._loss_finite)
         self._stuck.check(int(state.consecutive_skips), bool(state.stuck), self._loss_finite, last)
 
     def _show(self, logs: dict[str, Any] | None) -> None:
         if logs is None:
             return
-        # The mean over the epoch so far. The optimizer itself is not given the loss by `fit`.
+        # `fit` does not pass the loss to the optimizer. This is the mean over the epoch so far, which one bad batch
+        # makes non-finite until the epoch ends.
         self._loss_finite = math.isfinite(logs.get("loss", 0.0))
         logs |= {name: getattr(self.rows[-1], name) for name in LOGGED}
 
@@ -194,6 +196,6 @@ def _optimizer_of(model: Any) -> LossScaleOptimizer:
         raise TypeError(
             "`ScaleMonitor` reads a `gradscale.keras.LossScaleOptimizer`. "
             f"Received a model compiled with {type(optimizer).__module__}.{type(optimizer).__name__}. "
-            "Compile the model with one; where Keras has put its own there, `gradscale.keras.adopt(model)` replaces it."
+            "Compile the model with one; `gradscale.keras.adopt(model)` replaces Keras's own class."
         )
     return optimizer

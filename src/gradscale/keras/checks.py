@@ -19,10 +19,10 @@ DYNAMIC_GROWTH_STEPS = 2000
 def chosen_policy(initial_scale: float, dynamic_growth_steps: int, policy: Policy | Literal["auto"] | None) -> Policy:
     """Returns the rule: `policy`, or Keras's own where there is none, which doubles and halves.
 
-    Keras's rule goes on to infinity and to zero, and stays there. Here it stays between 2**-126 and 2**126.
+    Keras's scale can reach infinity or zero, and then never changes. Here it stays between 2**-126 and 2**126.
 
     Raises:
-        TypeError: `policy` is no policy, or one of Keras's arguments is no number.
+        TypeError: `policy` is not a policy, or one of Keras's arguments is not a number.
         ValueError: both were given, or one of Keras's arguments is out of range.
     """
     if policy is None:
@@ -34,6 +34,7 @@ def chosen_policy(initial_scale: float, dynamic_growth_steps: int, policy: Polic
             min_scale=LOWEST_SCALE,
             max_scale=HIGHEST_SCALE,
         )
+    # Compared with the defaults: a caller who passes exactly these with a policy loses nothing.
     if (initial_scale, dynamic_growth_steps) != (INITIAL_SCALE, DYNAMIC_GROWTH_STEPS):
         raise ValueError(
             "`policy` replaces `initial_scale` and `dynamic_growth_steps`. Received all at once: "
@@ -44,7 +45,7 @@ def chosen_policy(initial_scale: float, dynamic_growth_steps: int, policy: Polic
 
 
 def with_policy(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that `get_config` wrote, with the policy made of its dict where there is one."""
+    """Returns the arguments that `get_config` wrote, with the policy read from its dict where there is one."""
     arguments = dict(config)
     if isinstance(arguments.get("policy"), Mapping):
         arguments["policy"] = policy_from_dict(arguments["policy"])
@@ -71,7 +72,7 @@ def check_dynamic(dynamic: bool) -> None:
     if not dynamic:
         raise ValueError(
             "A scale that never changes is a policy. Received: dynamic=False. "
-            "Pass `policy=Static(1024.0)`, or do without this class and set `loss_scale_factor` on the inner optimizer."
+            "Pass `policy=Static(1024.0)`, or use the inner optimizer alone with its `loss_scale_factor`."
         )
 
 
@@ -94,7 +95,7 @@ def check_built(what: str, built: bool) -> None:
 
 
 def check_passed_in(what: str, instead: str, is_constant: bool) -> None:
-    """Raises where a compiled function would keep today's scale for ever, or write to a variable that it cannot."""
+    """Raises where a compiled function would keep the present scale for good, or assign a variable that it cannot."""
     if is_constant:
         raise ValueError(
             "In a function that JAX compiles, the scale must be passed in with the optimizer's variables: one that is "
@@ -106,7 +107,7 @@ def check_stateless(optimizer: Any, optimizer_variables: Sequence[Any], trainabl
     """Raises unless values are given for all variables, on a backend with pure functions."""
     if keras.config.backend() == "tensorflow":
         raise ValueError(
-            "TensorFlow's variables are changed in place, so a step is no pure function there. "
+            "TensorFlow's variables are updated in place, so a step is not a pure function there. "
             "Received: a call of `stateless_apply_if_finite`. Use `apply_if_finite`."
         )
     check_built("stateless_apply_if_finite", optimizer.built)

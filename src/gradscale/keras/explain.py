@@ -70,7 +70,8 @@ def _layers(model: Any) -> list[Any]:
 
 
 def _flattened(layer: Any) -> Iterator[Any]:
-    """Yields a layer and all of its sublayers in order. Keras' own `_flatten_layers` reverses the order."""
+    """Yields a layer and all of its sublayers in order."""
+    # Not Keras's own `_flatten_layers`, which reverses the order.
     yield layer
     for sublayer in layer._layers:
         yield from _flattened(sublayer)
@@ -118,7 +119,8 @@ def _unnumbered(path: str) -> str:
 
 
 def _path(model: Any, layer: Any) -> str:
-    """Returns the path of a layer in the model; its name where it has no weights, since Keras sets no path then."""
+    """Returns the path of a layer in the model."""
+    # Keras sets no path on a layer without weights.
     return (layer.path or layer.name).removeprefix(f"{model.name}/")
 
 

@@ -55,7 +55,7 @@ def _keras_own(optimizer: Any) -> str | None:
     if not isinstance(optimizer, KerasLossScaleOptimizer) or isinstance(optimizer, LossScaleOptimizer):
         return None
     return (
-        "The scaler is Keras' own: its scale has no bounds, it does not report skipped steps, and under "
+        "The scaler is Keras's own: its scale has no bounds, it does not report skipped steps, and under "
         "MirroredStrategy an overflow on one replica reaches the weights. `gradscale.keras.adopt(model)` replaces it, "
         "and keeps its scale."
     )

@@ -46,7 +46,7 @@ def measure(optimizer: Any, gradients: Gradients, loss: Any, *, norm: bool, kind
     grads, variables = zip(*present, strict=True)
     plan = replace(
         plan,
-        amax=plan.amax or kinds,  # a result has the largest magnitude, too
+        amax=plan.amax or kinds,  # the result of a custom loop has it
         kinds=kinds,
         scale=optimizer.dynamic_scale.value,
         overwrites=_where([overwrites(variable) for variable in variables]),
@@ -60,5 +60,6 @@ def _where(flags: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _is_half(variable: Any) -> bool:
-    """Returns whether the inner optimizer sees the unscaled gradient in FP16, whose range it may leave."""
+    """Returns whether the inner optimizer sees the unscaled gradient in FP16, where it may overflow."""
+    # Keras casts a gradient to the dtype of its variable. Divided by a scale below 1, a finite one may become inf.
     return keras.backend.standardize_dtype(variable.dtype) == FP16.dtype_name and not overwrites(variable)

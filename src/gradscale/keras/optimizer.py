@@ -63,8 +63,8 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
             **kwargs: what Keras's own class takes, to read old files.
 
         Raises:
-            TypeError: `inner_optimizer` is no optimizer, or `policy` no policy.
-            ValueError: `inner_optimizer` scales the loss itself, `policy` was given beside Keras's arguments, one of
+            TypeError: `inner_optimizer` is not an optimizer, or `policy` is not a policy.
+            ValueError: `inner_optimizer` scales the loss itself, `policy` was given with Keras's arguments, one of
                 these is out of range, or `dynamic=False` was given.
         """
         check_inner(inner_optimizer)
@@ -75,6 +75,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         self._policy = rule
         self._layout = layout
         self._has_own_rule = policy is not None
+        # Keras's attribute: the scale that training starts from.
         if self._has_own_rule:
             self.initial_scale = float(layout.start.scale)
 
@@ -109,7 +110,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         """Returns `loss` times the scale, in float32 or wider.
 
         Args:
-            loss: the loss.
+            loss: the unscaled loss.
             optimizer_variables: values of the optimizer's variables where they are arguments of a pure function, as on
                 JAX; by default the scale is read from the variable.
 
@@ -124,7 +125,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         return keras.ops.multiply(loss, self.dynamic_scale)
 
     def unscale_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Returns unscaled gradients, in float32 or wider: to look at. `apply_if_finite` takes them scaled.
+        """Returns unscaled gradients, in float32 or wider, for inspection. `apply_if_finite` takes them scaled.
 
         Args:
             grads: scaled gradients of the variables that the optimizer was built with; None where there is none.
@@ -135,12 +136,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         return unscaled(grads, self._trainable_variables, 1.0 / self.dynamic_scale.value)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Updates the variables if all gradients are finite, and updates the scale. Keras calls this.
-
-        Args:
-            grads: scaled gradients; None for a variable without one.
-            trainable_variables: their variables; by default those that the optimizer was built with.
-        """
+        """Updates the variables if all gradients are finite, and updates the scale. Keras calls this."""
         gradients = self._gradients(grads, trainable_variables)
         if gradients.grads:
             run_step(self, gradients, None, norm=False, kinds=False)
@@ -174,13 +170,8 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Returns the values of the model's and of the optimizer's variables after `apply`. Keras calls this on JAX.
-
-        Args:
-            optimizer_variables: values of the optimizer's variables.
-            grads: scaled gradients; None for a variable without one.
-            trainable_variables: values of the variables that the optimizer was built with.
-        """
+        """Returns the values of the model's and of the optimizer's variables after `apply`. Keras calls this on JAX."""
+        # Past Keras's own class, which has its check and its rule here: the base class calls `apply`.
         return super(KerasLossScaleOptimizer, self).stateless_apply(optimizer_variables, grads, trainable_variables)
 
     def stateless_apply_if_finite(
@@ -215,9 +206,10 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Makes the variables of the scale, then those of the inner optimizer. Keras calls this."""
+        # Before the inner optimizer's, in Keras's order: a checkpoint knows variables by index only.
         for variable in self._layout.variables:
             setattr(self, variable.name, variable.added_to(self))
-        if not self.inner_optimizer.built:  # the one of an adopted model keeps its state
+        if not self.inner_optimizer.built:  # that of an adopted model keeps its state
             self.inner_optimizer.build(var_list)
         super(KerasLossScaleOptimizer, self).build(var_list)
 
@@ -251,17 +243,20 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
 
     def write_state(self, state: ScaleState, vector: Callable[[Sequence[Array], str], Any]) -> None:
         """Assigns the variables a state, as `vector` packs leaves of a type."""
+        # By an optimizer's `assign`, which Keras asks for instead of `variable.assign`: it is backend-specific.
         for variable, value in zip(self._state_variables, self._layout.values(state, vector), strict=True):
             self.inner_optimizer.assign(variable, value)
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Loads saved variables: those of this class, or those of Keras's own. Keras calls this."""
         super().load_own_variables(self._layout.completed(store, len(self.variables)))
+        # The file may hold a scale that this policy cannot have, such as Keras's infinity.
         if self.built:
             self.load_state(fitted(self.state, self._policy))
 
     def get_config(self) -> dict[str, Any]:
         """Returns Keras's four settings, or name, inner optimizer and policy where one was given."""
+        # Without a policy exactly Keras's four keys, which its own class accepts too.
         config = super().get_config()
         if not self._has_own_rule:
             return config

@@ -1,4 +1,4 @@
-"""Keras' dtype policy, paired with the scaling policy and the optimizer that it needs."""
+"""Keras's dtype policy, paired with the scaling policy and the optimizer that it needs."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -47,13 +47,13 @@ class Precision:
 
 
 def set(name: Any, policy: Policy | Literal["auto"] = "auto") -> Precision:
-    """Sets Keras' dtype policy for all layers that are built afterwards, and returns it with its scaling policy.
+    """Sets Keras's dtype policy for all layers that are made afterwards, and returns it with its scaling policy.
 
         chosen = precision.set("mixed_float16")
         model = make_model()
         model.compile(optimizer=chosen.optimizer("adam"), loss="mse")
 
-    The same lines train in `"mixed_bfloat16"` and `"float32"`, where nothing is scaled, at no cost.
+    The same lines train in `"mixed_bfloat16"` and `"float32"`, where the optimizer is returned unchanged.
 
     Args:
         name: a dtype policy of Keras, or its name.
@@ -64,7 +64,7 @@ def set(name: Any, policy: Policy | Literal["auto"] = "auto") -> Precision:
 
 
 def current(policy: Policy | Literal["auto"] = "auto") -> Precision:
-    """Returns Keras' current dtype policy with its scaling policy.
+    """Returns Keras's current dtype policy with its scaling policy.
 
     Args:
         policy: the scaling policy for FP16; ignored for other dtypes.

@@ -19,11 +19,11 @@ TENSORS = tuple(field.name for field in fields(result.StepResult) if field.name 
 
 
 class StepResult(result.StepResult):
-    """The result of one step. It may be returned from a `tf.function` and from a function that `jax.jit` compiles.
+    """The result of one step. A `tf.function` and a function under `jax.jit` may return it.
 
     The attributes are those of every other adapter. `grad_norm` is the norm before the inner optimizer clips, `names`
     are paths of variables, and no step is run again or has its elements counted. `skipped`, `status` and `culprits`
-    synchronize with the device, so call them outside of compiled functions. From `strategy.run` return the tensors one
+    synchronize with the device, so call them outside compiled functions. From `strategy.run` return the tensors one
     by one; they are the same on all replicas.
     """
 
@@ -70,11 +70,9 @@ def result_without_gradients(scale: Array) -> StepResult:
 
 
 def metrics_on_host(state: ScaleState, last: result.StepResult | None) -> dict[str, float]:
-    """Returns the metrics of an optimizer as Python numbers. Synchronizes with the device.
+    """Returns the metrics of an optimizer, and of the last result if there is one, as Python numbers.
 
-    Args:
-        state: the state of the scale, on the host.
-        last: the result of the last step, where there is one.
+    Synchronizes with the device of the result.
     """
     sizes = (None, None) if last is None else (last.grad_norm, last.amax)
     norm, amax = (None if size is None else np.float32(_on_host(size)) for size in sizes)

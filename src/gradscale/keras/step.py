@@ -29,14 +29,7 @@ class Step(NamedTuple):
 def run_step(optimizer: Any, gradients: Gradients, loss: Any, *, norm: bool, kinds: bool) -> Step:
     """Runs the inner optimizer if the gradients are finite, and updates the scale.
 
-    Nothing has changed if the inner optimizer raises. Synchronizes with the device on torch only.
-
-    Args:
-        optimizer: the optimizer, built.
-        gradients: scaled gradients and their variables.
-        loss: the unscaled loss, or None where it is not known.
-        norm: whether to measure the norm.
-        kinds: whether to find out which gradients hold a NaN.
+    With `kinds`, also measures which gradients hold a NaN. Synchronizes with the device on torch only.
     """
     policy, inner = optimizer.policy, optimizer.inner_optimizer
 
@@ -44,17 +37,21 @@ def run_step(optimizer: Any, gradients: Gradients, loss: Any, *, norm: bool, kin
         state = optimizer.read_state(BACKEND.leaves)
         seen = Seen() if observation is None else observation.seen(state.scale, BACKEND.XP)
         outcome = decide(policy, state, seen, BACKEND.XP)
+        # `NoScaling` skips nothing. Without a gate it has no `cond`, through which every variable would pass.
         if policy.needs:
             changing = [*optimizer.trainable_variables, *inner.variables]
             BACKEND.gate(outcome.applied, lambda: update(outcome.factor), changing, inner.assign)
         else:
             update(outcome.factor)
+        # After the update: if the inner optimizer raises, the state of the scale is unchanged.
         optimizer.write_state(outcome.state, BACKEND.vector)
         return Step(state.scale, observation, seen, outcome)
 
     def update(grads: Sequence[Any], variables: Sequence[Any], factor: Array) -> None:
         inner.apply(unscaled(grads, variables, factor), variables)
 
+    # On each replica, before `merge_call`: MirroredStrategy reduces gradients inside the inner optimizer, after the
+    # decision. A check of one replica's gradients would let another's inf into the weights, as Keras's class does.
     observation = measure(optimizer, gradients, loss, norm=norm, kinds=kinds)
     agreed = None if observation is None else BACKEND.agree(observation)
     return BACKEND.merge_call(finish, agreed, update, gradients.grads, gradients.variables)

@@ -1,4 +1,4 @@
-"""The state of a policy as Keras variables: Keras's own two first, and the rest packed, as every variable costs time.
+"""The state of a policy as Keras variables: Keras's own two first, and the rest packed into two vectors.
 
 Also reads the variables of a saved optimizer: of this class with any policy, or of Keras's own, which has fewer.
 """
@@ -29,7 +29,7 @@ SCALE_INDEX = FIRST + list(KERAS_NAMES).index("dynamic_scale")
 """Index of the scale among the optimizer's variables."""
 
 COUNTERS = ("applied", "skipped", "consecutive_skips")
-"""Fields that are kept when another policy takes over. The rest of a state means nothing to another policy."""
+"""Fields that are kept when the policy changes. The other fields of a state have no meaning for another policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class StateVariable:
     start: np.ndarray[Any, Any]
 
     def added_to(self, optimizer: Any) -> Any:
-        """Returns the Keras variable, which `optimizer` has from now on."""
+        """Adds the variable to `optimizer` and returns it."""
         # Keras keeps the counter in the integers of the backend, int64 on some, and so does its checkpoint.
         dtype = "int" if self.name == "step_counter" else self.dtype
         return optimizer.add_variable(
@@ -63,7 +63,8 @@ class StateVariable:
         )
 
     def with_counters(self, counters: Any) -> Any:
-        """Returns the start with saved counters in it. A counter has the same index in all files."""
+        """Returns the start with saved counters in it."""
+        # The counters are fields of the common base state, so they have the same index under every policy.
         values = self.start.copy()
         indices = [index for index, field in enumerate(self.fields) if field in COUNTERS]
         if len(counters):
@@ -72,7 +73,7 @@ class StateVariable:
 
 
 class StateLayout:
-    """How the states of a policy are spread over variables.
+    """How the fields of a state are assigned to variables.
 
     On JAX every variable is an array that goes in and out of the compiled step: with six arrays for the state a step
     took 1.03 times as long as with Keras's own class, with two 1.00.
@@ -94,27 +95,26 @@ class StateLayout:
         found: dict[str, Any] = {}
         for variable, value in zip(self.variables, values, strict=True):
             found |= dict(zip(variable.fields, leaves(value, variable.dtype), strict=True))
+        # A flag is packed with the integers, and is unpacked as one.
         flags = [field.name for field in fields(self.start) if field.metadata["dtype"] == "bool"]
         return with_values(self.start, found | {name: found[name] != 0 for name in flags})
 
     def values(self, state: ScaleState, vector: Callable[[Sequence[Array], str], Any]) -> list[Any]:
-        """Returns what the variables are to be assigned, as `vector` packs leaves of a type."""
+        """Returns the values to assign to the variables, as `vector` packs leaves of a type."""
         vectors = [vector([getattr(state, name) for name in one.fields], one.dtype) for one in self.variables]
         return [each[0] if one.name in KERAS_NAMES else each for one, each in zip(self.variables, vectors, strict=True)]
 
     def completed(self, store: Mapping[str, Any], count: int) -> Mapping[str, Any]:
         """Returns saved variables by index, with those of the scale's state as this layout has them.
 
-        Keras's own class saves fewer of them, and another policy others. The scale and the counters are kept; what the
-        policy remembers beside them starts again.
-
-        Args:
-            store: variables by index.
-            count: how many variables the optimizer has.
+        Keras's own class saves fewer of them, and another policy others. The scale and the counters are kept; the other
+        fields start again. `count` is how many variables the optimizer has.
         """
         shared = FIRST + len(KERAS_NAMES)
         packed = self.variables[len(KERAS_NAMES) :]
         values = [store[str(index)] for index in range(len(store.keys()))]
+        # A file has no names. With the same inner optimizer, the difference in length is how many packed variables the
+        # file has. Anything but vectors in their place means another inner optimizer, and Keras reports that itself.
         first_inner = shared + len(values) - (count - len(packed))
         saved = values[shared : max(first_inner, shared)]
         other_inner = not shared <= first_inner <= shared + len(PACKED) or any(np.ndim(value) != 1 for value in saved)
@@ -125,7 +125,7 @@ class StateLayout:
 
 
 def fitted(state: ScaleState, policy: Policy) -> ScaleState:
-    """Returns a saved state with a scale that the policy can have: its settings win over those of the file.
+    """Returns a saved state with a scale that the policy can have: its settings take precedence over the file's.
 
     Warns where the saved scale cannot be used: Keras's own rule may have saved infinity or zero.
     """
@@ -134,7 +134,7 @@ def fitted(state: ScaleState, policy: Policy) -> ScaleState:
         return replace(state, scale=start)
     if not LOWEST_SCALE <= state.scale <= HIGHEST_SCALE:
         warnings.warn(
-            f"The saved scale is {float(state.scale)}, from which no training recovers. "
+            f"The saved scale is {float(state.scale)}, at which every step is skipped. "
             f"It starts again at {float(start)}.",
             stacklevel=3,
         )

@@ -29,7 +29,7 @@ class Observation(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """Whether every gradient is finite, now and once it is divided."""
+        """Whether every gradient is finite, before and after it is divided."""
         return bool(np.isfinite(self.measurement.total))
 
 
@@ -37,13 +37,8 @@ class Observation(NamedTuple):
 def observe(gradients: Gradients, plan: Plan, *, divisor: float, rescale: float) -> Observation:
     """Returns what is found in the gradients of all contexts. Synchronizes with the device, unless nothing is read.
 
-    Gradients that are not finite are copied to the host, where their elements are counted.
-
-    Args:
-        gradients: the gradients on each context.
-        plan: what to read.
-        divisor: what the gradients are to be divided by.
-        rescale: what the optimizer will multiply them by besides.
+    Gradients that are not finite are copied to the host, where their elements are counted. The gradients will be
+    divided by `divisor` and multiplied by `rescale`.
     """
     names = tuple(dict.fromkeys(gradient.name for context in gradients for gradient in context))
     if not names or not (plan.checks or plan.norm):
@@ -64,48 +59,38 @@ def observe(gradients: Gradients, plan: Plan, *, divisor: float, rescale: float)
 
 @np.errstate(divide="ignore", over="ignore", invalid="ignore")
 def agree(measured: Sequence[ContextMeasurement], plan: Plan, *, divisor: float, rescale: float) -> Measurement:
-    """Returns what all contexts amount to together: one gradient that is not finite, on any of them, is enough.
+    """Returns one measurement for all contexts: it is not finite if a gradient on any of them is not.
 
     Norms are those of the gradients that the optimizer uses, and include `rescale`. The largest magnitude does not: it
-    is that of the backward pass, which must fit the format. Contexts share their gradients, or are updated one by one
-    without a key-value store. So the largest norm of a context counts, not the norm over all.
-
-    Args:
-        measured: what was found on each context.
-        plan: what was read.
-        divisor: what the gradients are to be divided by.
-        rescale: what the optimizer will multiply them by besides: one over the size of a batch, usually.
+    is that of the backward pass, which must fit the format.
     """
-    rescale = abs(rescale)  # some set it to -1 to maximize; -inf would be lost among the sizes
+    rescale = abs(rescale)  # some set it to -1 to maximize; `np.max` would not find a -inf
     sizes = np.concatenate([one.sizes for one in measured]) * rescale
-    divided = (sizes * np.divide(1.0, divisor)).astype(np.float32)  # the optimizer computes in float32
+    # The optimizer computes in float32, where a finite gradient may overflow when it is divided by a scale below 1.
+    divided = (sizes * np.divide(1.0, divisor)).astype(np.float32)
     sizes = np.where(np.isfinite(divided), sizes, divided)
     return Measurement(
         sizes=sizes,
         total=np.max(sizes),
         amax=np.float64(max(one.amax for one in measured)) if plan.amax else None,
+        # Not the norm over all contexts: a key-value store has given them the same gradients, and without one each is
+        # updated by its own.
         norm=np.max([np.linalg.norm(one.sizes) * rescale for one in measured]),
         upper_share=None if plan.edge is None else np.float32(max(one.above for one in measured)),
     )
 
 
 class Workers:
-    """The workers that share a trainer's key-value store. It sums their gradients; this is for their flags.
-
-    Args:
-        trainer: the trainer of this worker.
-    """
+    """The workers that share a trainer's key-value store. It sums their gradients; this reduces their flags."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._known_to: Any = None
+        self._initialized_store: Any = None
 
     def all(self, *flags: bool) -> list[bool]:
-        """Returns for each flag whether it is True on every worker. Every worker must call it. Waits for the others.
-
-        The workers of a trainer that sums gradients in a way of its own cannot be reached from here. They would not see
-        a flag of this one, so it must not decide: the answer is True, and gradients that are not finite decide.
-        """
+        """Returns for each flag whether it is True on every worker. A collective: every worker must call it."""
+        # A trainer with its own all-reduce, such as Horovod's, has no store to reduce flags with. A flag that only this
+        # worker sees would make the workers diverge, so it is ignored, and the summed gradients decide.
         if type(self._trainer)._allreduce_grads is not gluon.Trainer._allreduce_grads:
             return [True] * len(flags)
         store = self._trainer._kvstore
@@ -113,21 +98,22 @@ class Workers:
             return list(flags)
         key = len(self._trainer._params)  # the keys before are the parameters
         count = nd.array([0 if flag else 1 for flag in flags])
-        if self._known_to is not store:
+        # A store accepts a key only once it was broadcast, and a trainer makes a new store when it is reset.
+        if self._initialized_store is not store:
             store.broadcast(key, nd.zeros(len(flags)), out=nd.zeros(len(flags)))
-            self._known_to = store
+            self._initialized_store = store
         store.pushpull(key, count, out=count)
         return (count.asnumpy() == 0).tolist()
 
 
 def init_params_and_wait(init_params: Callable[[], None]) -> None:
-    """Copies the parameters to the key-value store, and waits until this worker has received them.
+    """Copies the parameters to the key-value store, and blocks until this worker has received them.
 
-    Stands in for `Trainer._init_params`. MXNet continues at once and sums gradients under the same keys, so that a slow
-    worker may receive that sum as its weights. No sum is complete without its gradients, so it is enough if every
-    worker waits for its own weights.
+    Replaces `Trainer._init_params`.
     """
     init_params()
+    # MXNet itself continues at once and sums gradients under the same keys, so that a slow worker may receive that sum
+    # as its weights. No sum is complete without its gradients, so it is enough that every worker blocks here.
     nd.waitall()
 
 

@@ -1,4 +1,4 @@
-"""Apply: the optimizer multiplies gradients by `rescale_grad` anyway, and the factor of the step joins it."""
+"""Apply: the factor of the step is part of `rescale_grad`, by which the optimizer multiplies gradients anyway."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +11,7 @@ PART = 2.0**-60
 
 
 def apply(gradients: Gradients, optimizer: Any, factor: float, update: Callable[[], None]) -> None:
-    """Updates the weights with gradients times `factor`. Does not read or write the gradients itself.
-
-    Args:
-        gradients: all that are applied.
-        optimizer: its `rescale_grad` is multiplied by the factor for this update.
-        factor: unscaling and clipping in one number.
-        update: the trainer's own update.
-    """
+    """Updates the weights with gradients times `factor`, by the trainer's own `update`. Makes no pass of its own."""
     own = optimizer.rescale_grad
     optimizer.rescale_grad = _normal(gradients, own * factor)
     try:
@@ -28,10 +21,9 @@ def apply(gradients: Gradients, optimizer: Any, factor: float, update: Callable[
 
 
 def _normal(gradients: Gradients, factor: float) -> float:
-    """Returns a factor that MXNet takes. It refuses numbers below 2**-126: then the gradients are multiplied by a part.
-
-    That happens only where a scale near 2**126, a large batch or a hard clip come together.
-    """
+    """Returns a factor that MXNet accepts, and multiplies the gradients by the rest if there is one."""
+    # MXNet refuses an argument below 2**-126. Only a scale near 2**126 with a large batch or a small `clip_norm` gives
+    # one.
     if not 0 < abs(factor) < LOWEST_SCALE:
         return factor
     multiply(gradients, PART)

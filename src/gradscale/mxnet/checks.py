@@ -28,6 +28,7 @@ def check_trainer(trainer: Any) -> None:
 
 def check_update_place(trainer: Any) -> None:
     """Raises if the key-value store updates the weights: it would do so while it sums the gradients, unchecked."""
+    # With two contexts this is MXNet's default, under which its own amp writes an inf into the weights of both.
     params = trainer._kvstore_params
     kind = params["kvstore"] if isinstance(params["kvstore"], str | None) else params["kvstore"].type
     if params["update_on_kvstore"] or trainer._update_on_kvstore:
@@ -41,7 +42,7 @@ def check_update_place(trainer: Any) -> None:
 
 
 def check_compression(trainer: Any) -> None:
-    """Raises if gradients are compressed when they are summed: an inf would become the threshold, and not be found."""
+    """Raises if gradients are compressed when they are summed: an inf becomes the threshold, and is not found."""
     if trainer._compression_params:
         raise ValueError(
             "Gradients must not be compressed, as that hides an overflow: inf becomes the threshold. "

@@ -52,7 +52,7 @@ def fresh(gradients: Gradients) -> Gradients:
 
 
 def mark_stale(gradients: Gradients) -> None:
-    """Marks the gradients as used, as an update does: those of a skipped step must not be taken for new ones."""
+    """Marks the gradients as used, as an update does: the next step must not apply those of a skipped one."""
     for context in gradients:
         for gradient in context:
             gradient.weight._fresh_grad = False
@@ -60,7 +60,7 @@ def mark_stale(gradients: Gradients) -> None:
 
 def multiply(gradients: Gradients, factor: float) -> None:
     """Multiplies all gradients in place, in float32 or wider: a factor like 2**-25 is zero in float16."""
-    with autograd.pause():  # which keeps it out of the graph if MXNet is recording
+    with autograd.pause():  # keeps it out of the graph if MXNet is recording
         for context in gradients:
             for gradient in context:
                 array = gradient.array.as_nd_ndarray()
@@ -69,5 +69,6 @@ def multiply(gradients: Gradients, factor: float) -> None:
 
 
 def is_half(array: Any) -> bool:
-    """Returns whether a parameter or an array of MXNet's is kept in float16. (Its `dtype` is a name or a class.)"""
+    """Returns whether a parameter or an array of MXNet's is kept in float16."""
+    # Its `dtype` is a string or a numpy class, depending on how it was set.
     return np.dtype(array.dtype) == np.float16

@@ -19,6 +19,7 @@ class Losses:
     def add(self, loss: Any) -> None:
         """Checks one more loss. Does not synchronize with the device."""
         with autograd.pause():
+            # Kept on the device and multiplied there. Reading it here would block until the forward pass is done.
             flag = nd.multi_all_finite(loss.as_nd_ndarray(), num_arrays=1)
             before = self._flags.get(loss.context)
             self._flags[loss.context] = flag if before is None else before * flag

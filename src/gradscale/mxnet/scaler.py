@@ -19,7 +19,7 @@ from gradscale.policies.contract import ScaleState
 
 
 class Decision(NamedTuple):
-    """What a step shall do, before it is done: an update that fails must leave no trace.
+    """The decision of a step. Nothing is stored before the update has succeeded.
 
     Attributes:
         result: the result that the step will have.
@@ -57,13 +57,14 @@ class LossScaler(HostScaler):
 
     @property
     def needs_loss(self) -> bool:
-        """Whether gradients that come now cannot have been scaled: `scale` was not called since the last step."""
+        """Whether `scale` was not called since the last step, so that gradients cannot have been scaled."""
         return bool(self._policy.needs) and not self._losses.given
 
     def scale(self, loss: Any) -> Any:
         """Returns `loss` times the scale. A loss that is not finite skips the next step. Does not synchronize.
 
-        Gradients that `unscale` has divided, and no step has used, are scaled again: those of this loss may be added.
+        Gradients that `unscale` has divided, and no step has used, are scaled again, so that those of this loss can be
+        added.
         """
         check_loss(loss, self._policy)
         self._undo_unscale()
@@ -72,7 +73,7 @@ class LossScaler(HostScaler):
         return loss * self.loss_scale
 
     def unscale(self, gradients: Gradients) -> None:
-        """Divides gradients by the scale, in place. What is measured before counts in the step that follows.
+        """Measures gradients, then divides them by the scale in place. The next step uses this measurement too.
 
         Raises:
             RuntimeError: they were divided already.
@@ -82,7 +83,7 @@ class LossScaler(HostScaler):
         observation = self._observe(gradients, self.loss_scale, 1.0)
         with np.errstate(divide="ignore"):  # a scale of 0, which MXNet's own rule may reach, skips the step
             multiply(gradients, float(np.divide(1.0, self.loss_scale)))
-        if self._before_unscale is None:  # else it is of a batch that overflowed and was dropped, which still counts
+        if self._before_unscale is None:  # an earlier one is kept only if it overflowed, and still counts
             self._before_unscale = observation
         self._unscaled = gradients
 
@@ -95,13 +96,10 @@ class LossScaler(HostScaler):
         return self._before_unscale is None or self._before_unscale.finite
 
     def decide(self, gradients: Gradients, rescale: float, *, losses_finite: bool, unscaled_finite: bool) -> Decision:
-        """Returns what the step shall do. Changes nothing: `remember` does, once the step is done.
+        """Returns the decision of the step. Changes nothing: `remember` does, once the step is done.
 
-        Args:
-            gradients: all that are to be applied.
-            rescale: what the optimizer multiplies gradients by: one over the size of the batch, usually.
-            losses_finite: whether all losses since the last step were finite, on all workers.
-            unscaled_finite: whether all gradients that `unscale` measured were finite, on all workers.
+        `rescale` is what the optimizer multiplies gradients by, usually one over the size of the batch. The two flags
+        are those of all workers.
         """
         if not any(gradients):
             return Decision(self._no_grads(StepResult), self._state)
@@ -131,6 +129,7 @@ class LossScaler(HostScaler):
 
     def save(self, path: str | Path) -> None:
         """Writes `state_dict` to a JSON file, all of it or nothing."""
+        # JSON, not the pickle that `Trainer.save_states` writes. `os.replace` is atomic.
         part = Path(f"{path}.part")
         part.write_text(json.dumps(self.state_dict(), indent=2, allow_nan=False) + "\n")
         os.replace(part, path)
@@ -151,7 +150,7 @@ class LossScaler(HostScaler):
         return observe(gradients, Plan.of(self._policy, clip_norm=self.clip_norm), divisor=divisor, rescale=rescale)
 
     def _undo_unscale(self) -> None:
-        """Multiplies by the scale what `unscale` has divided, if no step followed. Keeps an overflow that it found."""
+        """Multiplies by the scale what `unscale` has divided, if no step followed. An overflow is not forgotten."""
         multiply(self._unscaled, self.loss_scale)
         self._unscaled = ()
         if self.unscaled_finite():
@@ -165,11 +164,9 @@ class LossScaler(HostScaler):
 
 @np.errstate(divide="ignore", over="ignore", invalid="ignore")
 def _after_unscale(now: Observation, before: Observation, scale: float) -> Observation:
-    """Returns what is known of gradients that were measured, divided by the scale, and perhaps edited.
-
-    The policy is given the magnitudes of before, as no edit changes what must fit the format. The norm is that of now.
-    An overflow of before is reported even if it was edited away.
-    """
+    """Returns one observation for gradients that were measured, divided by the scale, and possibly edited."""
+    # An overflow before the edit counts even if the edit removed it. Magnitudes are those before it, as they must fit
+    # the format; the norm is that after it, as the edited gradients are applied.
     named = now if before.finite else before
     amax = before.measurement.amax
     measurement = now.measurement._replace(

@@ -18,7 +18,7 @@ from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
 
 MXNETS_RULE = Dynamic(min_scale=LOWEST_SCALE, max_scale=2.0**24)
-"""The rule of MXNet's amp, without its lag of a step, and with a floor: its own reaches zero, and stays there."""
+"""The rule of MXNet's amp without its lag of a step, and with a floor: MXNet's can reach zero, and stays there."""
 
 
 def init_trainer(
@@ -29,10 +29,10 @@ def init_trainer(
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
     on_stuck: OnStuck = "raise",
 ) -> LossScaler:
-    """Returns the scaler that from now on decides in `trainer.step` and `trainer.update` whether weights are updated.
+    """Adds loss scaling to `trainer`, whose `step` and `update` then skip an overflow, and returns the scaler.
 
     Call it right after the trainer is made. The trainer will update the weights itself: with several contexts, MXNet
-    would leave that to the key-value store, which writes an overflow into them before it can be found.
+    would let the key-value store update them, before an overflow can be found.
 
     Args:
         trainer: a `gluon.Trainer`.
@@ -57,9 +57,11 @@ def init_trainer(
     check_compression(trainer)
     check_optimizer(trainer, scaler.policy)
     check_masters(trainer, scaler.policy)
+    # MXNet reads this when it makes the store, at the first step or save. With several contexts the default is True.
     trainer._kvstore_params["update_on_kvstore"] = False
     trainer._gradscale = scaler
     trainer._init_params = partial(init_params_and_wait, trainer._init_params)
+    # `_update`, not `step`: `step` and `update` both call it, and `step` only after the gradients have been summed.
     trainer._update = partial(_update_if_finite, trainer, Workers(trainer), trainer._update)
     return scaler
 
@@ -95,7 +97,7 @@ def scale_loss(loss: Any, trainer: Any) -> Iterator[Any]:
     if not autograd.is_recording():
         raise RuntimeError(
             "`scale_loss` multiplies the loss, which MXNet must record to compute its gradients. "
-            "Call it inside of `with autograd.record():`, as it is not now."
+            "Call it inside `with autograd.record():`."
         )
     yield [scaler.scale(one) for one in loss] if isinstance(loss, list | tuple) else scaler.scale(loss)
 
@@ -117,14 +119,14 @@ def unscale(trainer: Any) -> None:
 def _update_if_finite(
     trainer: Any, workers: Workers, update: Callable[[bool], None], ignore_stale_grad: bool = False
 ) -> None:
-    """Updates the weights, unless a gradient is inf or NaN on any context. Stands in for `Trainer._update`.
+    """Updates the weights, unless a gradient is inf or NaN on any context. Replaces `Trainer._update`.
 
     MXNet calls it when the gradients of all contexts have been summed.
     """
     gradients = collect(trainer)
     to_apply = fresh(gradients)
     if not ignore_stale_grad and sum(map(len, to_apply)) < sum(map(len, gradients)):
-        return update(ignore_stale_grad)  # which warns about the stale gradient, and updates nothing
+        return update(ignore_stale_grad)  # raises about the stale gradient, as without gradscale
     scaler, optimizer = scaler_of(trainer), trainer._optimizer
     check_masters(trainer, scaler.policy)  # parameters may have been cast since `init_trainer`
     if any(to_apply):
@@ -141,7 +143,7 @@ def _update_if_finite(
 
 
 def _check_scaled(scaler: LossScaler, caller: str) -> None:
-    """Raises if no loss was scaled since the last step: gradients that were not scaled would be divided as well."""
+    """Raises if no loss was scaled since the last step: unscaled gradients would be divided too."""
     if scaler.needs_loss:
         raise RuntimeError(
             f"`{caller}` needs gradients of a scaled loss. Received: gradients, but no call of `scale_loss` since the "

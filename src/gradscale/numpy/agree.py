@@ -11,7 +11,7 @@ from gradscale.numpy.measure import ArrayMeasurement
 
 
 def agree(measured: Sequence[ArrayMeasurement], plan: Plan) -> Measurement:
-    """Returns what the arrays of a step amount to together: one that is not finite is enough."""
+    """Returns one measurement for all arrays of a step: it is not finite if one of them is not."""
     sizes = np.array([one.amax for one in measured])
     amax = np.max(sizes)
     share = sum(one.above for one in measured) / max(1, sum(one.size for one in measured))

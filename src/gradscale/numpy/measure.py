@@ -15,10 +15,10 @@ class ArrayMeasurement(NamedTuple):
     """What one read of one gradient found, still scaled.
 
     Attributes:
-        amax: largest magnitude. Inf or NaN where an element is, now or once it is divided.
+        amax: largest magnitude; inf or NaN where an element is, before or after it is divided.
         norm: Euclidean norm; 0 where it was not asked for.
-        nonfinite: elements that are inf or NaN, now or once they are divided.
-        above: elements above the edge that a policy watches, inf and NaN among them.
+        nonfinite: elements that are inf or NaN, before or after they are divided.
+        above: elements above the policy's edge, inf and NaN among them.
         size: elements.
     """
 
@@ -37,11 +37,6 @@ def measure(array: FloatArray, divisor: float, plan: Plan) -> ArrayMeasurement:
 
     The read goes chunk by chunk in float64, so that no temporary grows with the array and no square overflows. A
     complex array counts as its real and imaginary parts.
-
-    Args:
-        array: a gradient, scaled.
-        divisor: what it will be divided by.
-        plan: what to read beside the largest magnitude.
     """
     amax, norm, above = 0.0, 0.0, 0
     for chunk in chunks(array):

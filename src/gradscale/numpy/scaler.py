@@ -84,7 +84,7 @@ class LossScaler(HostScaler):
         result.factor = float(outcome.factor)
         unscaled = apply(grads, result.factor) if result.applied else None
         self._remember(outcome.state, result)
-        # The scaler's own copy has none: gradients are as large as the model, and the caller's to keep.
+        # `scaler.last` has no gradients: they would stay in memory until the next step.
         return replace(result, grads=unscaled)
 
     def _reset(self) -> None:

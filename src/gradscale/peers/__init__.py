@@ -153,7 +153,7 @@ def _peer(system: str) -> Peer:
 
 
 def _as_mapping(saved: Any) -> Mapping[str, Any]:
-    """Returns what was saved as a mapping: bytes unpickled, a bare scaler or a list under the key it is kept by."""
+    """Returns what was saved as a mapping: bytes unpickled, a bare scaler or a list under the key of its checkpoint."""
     if isinstance(saved, bytes | bytearray | memoryview):
         saved = unpickled(bytes(cast("bytes", saved)))
     if isinstance(saved, Mapping):

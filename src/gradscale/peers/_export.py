@@ -27,16 +27,10 @@ _NAMES = {
 
 
 def ladder_for(system: str, policy: Policy, rule: Ladder, settings: Collection[str]) -> Ladder:
-    """Returns `policy` as a ladder, once `system` is known to be able to follow it.
+    """Returns `policy` as a ladder; raises unless `system` can follow it.
 
-    A system without a setting for bounds takes a `Dynamic` with its default bounds, and puts its own, or none, in their
-    place. Bounds that were chosen are not dropped.
-
-    Args:
-        system: whose state is to be written.
-        policy: the policy of the state.
-        rule: a ladder that the system follows; has the values it has no setting for.
-        settings: fields of the ladder that the system has a setting for.
+    `rule` is a ladder that the system follows, with the values it has no setting for. `settings` are the fields of a
+    ladder that it has a setting for.
 
     Raises:
         TypeError: `policy` does not grow and back off by steps.
@@ -66,6 +60,7 @@ def _as_ladder(system: str, policy: Policy, rule: Ladder, settings: Collection[s
             f"{system} can continue from `Dynamic` or from a preset that grows and backs off by steps. "
             f"Received: {type(policy).__name__}."
         )
+    # Default bounds are replaced by the system's own, or by none. Bounds that the user chose are not dropped.
     default = Dynamic()
     own_floor = policy.min_scale == default.min_scale and "floor" not in settings
     own_ceiling = policy.max_scale == default.max_scale and "ceiling" not in settings
@@ -82,7 +77,8 @@ def _as_ladder(system: str, policy: Policy, rule: Ladder, settings: Collection[s
 
 
 def _facts(ladder: Ladder) -> dict[str, Any]:
-    """Returns what decides how the ladder moves; without hysteresis there is nothing to refill."""
+    """Returns what determines the scales of the ladder."""
+    # Without hysteresis there is nothing to refill, so rules that differ in `refill` alone are the same.
     facts = {field: getattr(ladder, field) for field in _NAMES}
     facts["backoff_factor"] = ladder.backoff
     facts["refill"] = ladder.refill if ladder.hysteresis > 1 else "growth"

@@ -29,6 +29,7 @@ def read_iterations(saved: Saved, floor: float, late: int = 0) -> Imported:
 
 def _clean_steps(saved: Saved, window: int, late: int) -> int:
     """Returns the clean steps since the last overflow or growth; negative while they do not count yet."""
+    # `cur_iter` is increased after the update, so an overflow in the last step gives a difference of 1, not 0.
     since_overflow = saved.count("cur_iter") - saved.count("last_overflow_iter", lowest=-1) - 1
     counted = check_order(saved, "last_overflow_iter", "cur_iter", since_overflow) - late
     return counted % window if counted >= 0 else counted
@@ -45,6 +46,7 @@ def write_iterations(
     ladder = ladder_for(system, policy, rule, (*COMMON_SETTINGS, *settings))
     factor = shared_factor(system, ladder)
     since_overflow = values.count("clean_steps", lowest=-ladder.late) + ladder.late
+    # An imported state counts no steps before the import, but its clean steps. `cur_iter` must not be below them.
     cur_iter = max(steps, since_overflow)
     return {
         "dynamic_loss_scale": True,

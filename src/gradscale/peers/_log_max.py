@@ -17,10 +17,10 @@ from gradscale.policies.contract import ScaleState, Seen, counted
 from gradscale.record import Array, Record, leaf
 
 _LOG2_TOP = 16.0
-"""Where the model's upper end is to be: 2**16, just above the largest FP16 number. A literal in OpenSeq2Seq."""
+"""log2 of the target for the model's upper end: 2**16, just above FP16's maximum. A literal in OpenSeq2Seq."""
 
 LOG2_E = float(np.float32(1) / np.float32(math.log(2)))
-"""What TensorFlow multiplies by where a program divides by the logarithm of 2."""
+"""1 / log(2) in float32: TensorFlow's graph optimizer replaces a division by a constant by this product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class LogMaxScaler(Record):
     An overflow enters the model as a gradient whose logarithm is 2**log_max (not `log_max`). All-zero gradients enter
     it as minus infinity and make the scale NaN for good, as they do in OpenSeq2Seq.
 
-    The operations and their order are those of the graph that TensorFlow's optimizer makes of OpenSeq2Seq's program. So
-    is the logarithm and the power with numpy: the C library's. Another framework's own may be off in the last bits.
+    The operations and their order are those of OpenSeq2Seq's graph after TensorFlow's graph optimizer. With numpy, the
+    logarithm and the power are the C library's, as in TensorFlow. Other frameworks may differ in the last bits.
 
     Attributes:
         scale_min: the scale never falls below.
@@ -88,6 +88,7 @@ class LogMaxScaler(Record):
     def next(self, state: LogMaxScalerState, seen: Seen, xp: Namespace) -> LogMaxScalerState:
         """Returns the state after one step. `stuck` means that an overflow could not lower the scale."""
         clean = xp.logical_and(xp.logical_and(seen.finite, seen.loss_finite), xp.isfinite(seen.amax))
+        # 2**log_max as in OpenSeq2Seq, although `x` is a logarithm.
         x = xp.where(clean, log2(seen.amax, xp), exp2(self.log_max, xp))
         model = {
             "x_hat": state.x_hat * self.beta1 + x * (1 - self.beta1),
@@ -102,12 +103,14 @@ class LogMaxScaler(Record):
         return counted(state, clean, xp, scale=scale, stuck=stuck, **model)
 
     def _proposed(self, model: dict[str, Array], xp: Any) -> Array:
-        """Returns the scale for the model's upper end. `where` and not a maximum, so that NaN stays NaN."""
+        """Returns the scale for the model's upper end."""
+        # The difference of two means of nearly equal size may round below zero.
         mean = model["x_hat"] / (1.0 - model["b1_correction"])
         slow_mean = model["slow_x_hat"] / (1.0 - model["b2_correction"])
         variance = model["xsquared_hat"] / (1.0 - model["b2_correction"]) - slow_mean * slow_mean
         deviation = xp.sqrt(xp.where(variance < 0, 0.0, variance))
         scale = exp2((_LOG2_TOP - mean) - deviation * self.overflow_std_dev, xp)
+        # Comparisons, not a maximum and a minimum: a NaN must stay NaN, as in OpenSeq2Seq.
         scale = xp.where(scale > self.scale_max, self.scale_max, scale)
         return xp.where(scale < self.scale_min, self.scale_min, scale)
 
@@ -132,10 +135,8 @@ def _on_each(function: Callable[..., float], x: Array) -> Array:
 
 @functools.cache
 def _c_function(name: str, arity: int) -> Callable[..., float]:
-    """Returns a float32 function of the C library, or numpy's float64 function where the library cannot be loaded.
-
-    Rounded to float32, that one differs from the usual C libraries in the last bit for one number in a thousand.
-    """
+    """Returns a float32 function of the C library, or numpy's float64 function where the library cannot be loaded."""
+    # Rounded to float32, numpy's differs from the usual C libraries in the last bit for one number in a thousand.
     try:
         function = getattr(ctypes.CDLL(None), name)
     except (TypeError, OSError, AttributeError):

@@ -30,6 +30,7 @@ class Peer:
     def build(self, variant: str | None, config: Mapping[str, Any]) -> Policy:
         """Returns the policy that `variant` of this system follows with `config`."""
         builder = next(iter(self.variants.values())) if variant is None else self._variant(variant)
+        # Bound first: a TypeError from inside the builder must not be reported as a wrong keyword.
         try:
             inspect.signature(builder).bind(**config)
         except TypeError as error:
@@ -43,8 +44,8 @@ class Peer:
     def _variant(self, wanted: str) -> Callable[..., Policy]:
         """Returns the rule called `wanted`: its whole name, or the last part of it, whatever the case.
 
-        There may be more or fewer parts before the last one than here, but none that only another rule has. Of two
-        rules that differ in a note in parentheses alone, the one with the same note is meant.
+        `wanted` may have more or fewer parts before the last, but none that only another rule has. Of two rules that
+        differ only in a note in parentheses, the one with the same note is returned.
         """
         wanted = str(wanted)
         known = {word for name in self.variants for word in _qualifiers(name)}

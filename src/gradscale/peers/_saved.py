@@ -1,4 +1,4 @@
-"""Reading what other systems saved: one value at a time, each checked, none trusted."""
+"""Reading what other systems saved: one value at a time, each checked."""
 
 import math
 import re
@@ -16,6 +16,7 @@ Imported = tuple[Policy, ScaleState]
 _INT32 = np.iinfo(np.int32)
 _SHORT = reprlib.Repr()
 _SHORT.maxother = 120
+# ":0" ends the name of a tensor in a TF1 graph; the other suffix is that of object-based checkpoints.
 _TENSORFLOW_SUFFIX = re.compile(r"(:0)?(/\.ATTRIBUTES/VARIABLE_VALUE)?$")
 
 
@@ -39,7 +40,7 @@ class Saved:
             raise TypeError(f"{self.what} saves a mapping. Received: {shown(self.values)}.")
 
     def only(self, *keys: str) -> Self:
-        """Returns itself, once its keys are exactly `keys`."""
+        """Returns itself; raises unless its keys are exactly `keys`."""
         received = set(map(str, self.values))
         missing, unknown = sorted(set(keys) - received), sorted(received - set(keys))
         if missing or unknown:
@@ -50,7 +51,7 @@ class Saved:
         return self
 
     def scale(self, key: str) -> float:
-        """Returns a scale: any number from zero up, for several systems run into zero or infinity."""
+        """Returns a scale: any number from zero up, as the scales of several systems reach zero or infinity."""
         value = self.number(key)
         if value < 0:
             raise ValueError(f"`{key}` of {self.what} must not be negative. Received: {value!r}.")
@@ -121,7 +122,7 @@ def _plain(value: Any) -> Any:
         return cast("Any", value)
     try:
         return item()
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError):  # more than one element: the check of the type reports it
         return value
 
 
@@ -140,7 +141,7 @@ def settings_of(holder: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def last_name(key: str) -> str:
-    """Returns the last part of a variable's name, without what TensorFlow puts behind it.
+    """Returns the last part of a variable's name, without TensorFlow's suffix.
 
     >>> last_name("model/loss_scale/good_steps/.ATTRIBUTES/VARIABLE_VALUE")
     'good_steps'
@@ -166,9 +167,9 @@ def picked(what: str, mapping: Mapping[str, Any], required: Sequence[str], setti
 
 
 def without_weights(mapping: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns `mapping` without the arrays and tensors that are called other than `names`.
+    """Returns `mapping` without the arrays and tensors whose name is not one of `names`.
 
-    For systems whose checkpoints have bare names for everything. A plain number stays: it was put there by hand.
+    For systems whose checkpoints have bare names for everything. A plain number stays: a user added it.
     """
     return {key: value for key, value in mapping.items() if last_name(key) in names or not hasattr(value, "shape")}
 
@@ -180,13 +181,13 @@ def given(saved: Saved, *numbers: str, counts: Sequence[str] = ()) -> dict[str, 
 
 
 def started(policy: Any, **leaves: Any) -> Imported:
-    """Returns `policy` and its first state with `leaves` set, each in the type that the state has it in."""
+    """Returns `policy` and its first state with `leaves` set, in the types of that state."""
     start = policy.start()
     return policy, replace(start, **{name: getattr(start, name).dtype.type(value) for name, value in leaves.items()})
 
 
 def check_order(saved: Saved, first: str, then: str, steps: int) -> int:
-    """Returns `steps`, which the counters `first` and `then` are apart; raises if they are in the wrong order."""
+    """Returns `steps`, the difference of the counters `first` and `then`; raises if it is negative."""
     if steps < 0:
         raise ValueError(
             f"`{first}` of {saved.what} must come before `{then}`. Received: "

@@ -1,4 +1,4 @@
-"""Checks of other systems' settings: refused where the system itself refuses them, or could not work with them."""
+"""Checks of other systems' settings: refused where the system itself refuses them, or fails with them."""
 
 import math
 

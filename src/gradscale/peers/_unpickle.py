@@ -1,6 +1,6 @@
-"""Reads the scaler objects pickled inside checkpoints, and runs nothing that they say.
+"""Reads the scaler objects pickled inside checkpoints, without running code from them.
 
-A pickle is a program: it names functions and calls them. This reader answers every name itself. Scalers become
+A pickle is a program: it names functions and calls them. This reader resolves every name itself. Scalers become
 `StandIn` values that only hold attributes, tensors and their storages become `Unread`, and any other name is refused.
 Nothing is imported.
 """
@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self, cast
 from gradscale.peers._saved import shown
 
 LARGEST_PICKLE = 2**28
-"""Bytes of the largest `data.pkl` taken from a zip file; tensors are beside it, so real ones are far smaller."""
+"""Bytes of the largest `data.pkl` read from a zip file. Tensors are in other files, so real ones are smaller."""
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 """First pickle of a file that `torch.save` wrote before torch 1.6; a version and a system come before the object."""
@@ -39,7 +39,8 @@ class StandIn:
         return made
 
     def __setstate__(self, state: Any) -> None:
-        """Keeps the attributes of a pickled object. Defined here, so that a pickle cannot bring its own."""
+        """Keeps the attributes of a pickled object."""
+        # Without this method, pickle would call `setattr` with names from the file.
         if not isinstance(state, dict):
             raise _Refused(
                 f"A pickled scaler keeps its attributes in a dict. Received: {type(state).__name__}. "
@@ -78,6 +79,7 @@ _UNREAD = (
     "torch._utils._rebuild_tensor",
     "torch._utils._rebuild_tensor_v2",
     "torch.storage._load_from_bytes",
+    # torch's `_rebuild_*` functions are called by the pickle, but as `Unread`, whose constructor drops its arguments.
     *(f"torch.{name}" for name in ("float16", "bfloat16", "float32", "float64")),
     *(f"torch.{name}" for name in ("uint8", "int8", "int16", "int32", "int64", "bool")),
     *(
@@ -165,7 +167,7 @@ def _pickle_of_zip(data: bytes) -> bytes:
         if found[0].file_size > LARGEST_PICKLE:
             raise _Refused(
                 f"The `data.pkl` of a checkpoint must not be larger than {LARGEST_PICKLE} bytes. "
-                f"Received: {found[0].file_size}. Tensors belong beside it."
+                f"Received: {found[0].file_size}. Tensors are stored in files of their own."
             )
         return archive.read(found[0])
 

@@ -26,7 +26,7 @@ def amp_loss_scaler(
     min_loss_scale: float | None = None,
     max_loss_scale: float = MAX_LOSS_SCALE,
 ) -> Ladder | Static:
-    """Returns the rule of `amp.LossScaler`: Python floats, always 2 and 1/2, whatever `scale_factor` says.
+    """Returns the rule of `amp.LossScaler`: Python floats, always 2 and 1/2, whatever `scale_factor` is.
 
     A `min_loss_scale` of zero counts as none. A number for `loss_scale` is a static scale.
     """
@@ -43,6 +43,7 @@ def amp_loss_scaler(
 
 
 def _amp_rule(scale: float, window: int, lowest: float | None, highest: float) -> Ladder:
+    # apex tests `if self._min_loss_scale`, so that 0 and None both mean no floor. Its `update_scale` has a literal 2.
     return Ladder(init_scale=scale, growth_interval=window, floor=lowest or 0.0, ceiling=highest, arithmetic="float64")
 
 
@@ -70,8 +71,8 @@ def contrib_fp16_optimizer(
 ) -> Ladder | Static:
     """Returns the rule of `contrib.optimizers.FP16_Optimizer`: dynamic unless a static scale is given.
 
-    The class takes the first two; the next three it sets itself, and saves. `init_scale` is what apex's other classes
-    call `cur_scale` at the start.
+    The class takes the first two; the next three it sets itself, and saves. `init_scale` is the name of `cur_scale` in
+    apex's other classes.
     """
     if dynamic_loss_scale is False or (dynamic_loss_scale is None and static_loss_scale is not None):
         return Static(1.0 if static_loss_scale is None else static_loss_scale)
@@ -88,6 +89,7 @@ def update_scale_hysteresis(
     """Returns the rule of the `update_scale_hysteresis` kernel: torch's, with credits that any clean step restores."""
     check_kernel(init_scale, growth_factor, backoff_factor, growth_interval)
     check_count("hysteresis", hysteresis)
+    # The kernel subtracts a credit at every overflow and never stops at zero.
     return kernel_ladder(
         init_scale,
         growth_factor,
@@ -102,7 +104,7 @@ def update_scale_hysteresis(
 def read(mapping: Mapping[str, Any]) -> Imported:
     """Returns the policy and the state of `amp.state_dict()`, or of the `state_dict()` of either `FP16_Optimizer`.
 
-    amp saves no settings: its defaults are assumed. Of several losses, pass the one that is wanted.
+    amp saves no settings: its defaults are assumed. With several losses, pass the scaler of one.
     """
     if "cur_scale" in mapping:
         return read_iterations(Saved("apex's contrib FP16_Optimizer", mapping), floor=1.0)
@@ -114,7 +116,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
 
 
 def _only_loss(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the scaler of the one loss in amp's dict, which may also be given by itself."""
+    """Returns the only scaler in amp's dict; `mapping` may also be that scaler."""
     losses = [key for key in mapping if str(key).startswith("loss_scaler")]
     if len(losses) > 1:
         raise ValueError(
@@ -125,7 +127,7 @@ def _only_loss(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_object(attributes: Mapping[str, Any]) -> Imported:
-    """Returns the same of a scaler object: `amp.LossScaler`, or one of the older `fp16_utils` ones."""
+    """Returns the policy and the state of a scaler object: `amp.LossScaler`, or one of the older `fp16_utils`."""
     if "_loss_scale" in attributes:
         return _read_amp_object(Saved("apex's amp.LossScaler", attributes))
     dynamic = "scale_window" in attributes

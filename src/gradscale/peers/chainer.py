@@ -13,6 +13,7 @@ from gradscale.record import Array, Record, leaf
 
 _LOWEST = 1.0
 _HIGHEST = 65504.0
+"""Chainer's bounds; the second is FP16's maximum."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from gradscale.policies.static import NoScaling, Static
 
 SCALE_FACTOR = 2.0
 LATE = 1
-"""The first clean step after the start, and after an overflow, does not count: growth takes one more."""
+"""Clean steps that do not count after the start and after an overflow. DeepSpeed grows where
+`(cur_iter - last_overflow_iter) - 1` is a positive multiple of the window, a step later than apex without the `- 1`."""
 
 UNFUSED_MIN = 0.25
 """Floor of the unfused optimizer where the configuration gives none."""
@@ -135,7 +136,8 @@ def _read_object(attributes: Mapping[str, Any]) -> Imported:
 
 
 def _read_optimizer(mapping: Mapping[str, Any]) -> Imported:
-    """Returns the same of the fused or unfused optimizer. Only versions with hysteresis save `cur_hysteresis`."""
+    """Returns the policy and the state of the fused or unfused optimizer."""
+    # Only versions with hysteresis save `cur_hysteresis`. The hysteresis itself is not saved: 2 is the default.
     saved = Saved("DeepSpeed's FP16 optimizer", mapping)
     imported = read_iterations(saved, 1.0, LATE)
     return _resumed(imported, saved, 2, False) if "cur_hysteresis" in mapping else imported

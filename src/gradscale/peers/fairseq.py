@@ -51,7 +51,7 @@ class FairseqScaler(Record):
         scale_window: clean steps before the scale grows.
         tolerance: share of overflows since the last change from which on the scale backs off.
         threshold: a backoff never ends below; None for no floor.
-        min_loss_scale: an overflow that leaves the scale here or below stops the run: the scale stays, and is `stuck`.
+        min_loss_scale: an overflow that leaves the scale here or below stops the run: the scale is kept, and `stuck`.
     """
 
     init_scale: float = 2.0**15
@@ -81,9 +81,11 @@ class FairseqScaler(Record):
         """Returns the state after one step. A non-finite loss counts as an overflow, as it does in fairseq."""
         clean = xp.logical_and(seen.finite, seen.loss_finite)
         overflow = xp.logical_not(clean)
+        # `(_iter - _last_overflow_iter) % scale_window == 0`: the step after an overflow is at distance 1.
         grows = xp.logical_and(clean, (state.clean_steps + 1) % self.scale_window == 0)
         backs_off = xp.logical_and(overflow, self._too_many(state, xp))
         wanted = xp.where(backs_off, self._lowered(state.scale, xp), state.scale)
+        # fairseq restores the previous scale and raises FloatingPointError, before it increases its iteration.
         stops = xp.logical_and(overflow, wanted <= self.min_loss_scale)
         since_rescale = xp.where(xp.logical_or(grows, backs_off), 0, state.since_rescale)
         clean_steps = xp.where(xp.logical_or(grows, overflow), 0, state.clean_steps + 1)
@@ -100,7 +102,8 @@ class FairseqScaler(Record):
         )
 
     def _too_many(self, state: FairseqState, xp: Namespace) -> Array:
-        """Returns whether one more overflow reaches the tolerance. An iteration retried after a stop counts 1000."""
+        """Returns whether one more overflow reaches the tolerance."""
+        # No iteration has passed where one is retried after a stop; fairseq then counts 1000.
         iterations = xp.where(state.since_rescale == 0, 1000, state.since_rescale)
         return (state.overflows_since_rescale + 1) / iterations >= self.tolerance
 
@@ -140,6 +143,7 @@ def _window(world_size: int, model_parallel_size: int, update_freq: int) -> int:
     check_count("distributed_world_size", world_size)
     check_count("model_parallel_size", model_parallel_size)
     check_count("update_freq", update_freq)
+    # fairseq's formula, with its divisions in floating point and one `int` at the end.
     return int(2**14 / max(int(world_size / model_parallel_size), 1) / update_freq)
 
 

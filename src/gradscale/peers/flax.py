@@ -26,7 +26,7 @@ def dynamic_scale(
 ) -> Ladder:
     """Returns the rule of `DynamicScale`: float32, from `minimum_scale` up to the largest float32 number.
 
-    It tests its counter before it counts, and so needs one clean step more than `growth_interval` to grow.
+    It needs one clean step more than `growth_interval` to grow.
     """
     check_positive("growth_factor", growth_factor)
     check_positive("backoff_factor", backoff_factor)
@@ -35,6 +35,7 @@ def dynamic_scale(
     for name, value in (("growth_interval", growth_interval), ("fin_steps", fin_steps)):
         if value:
             check_count(name, value)
+    # flax 0.12.8 tests `fin_steps == growth_interval` before it counts the step: hence the 1.
     return Ladder(
         init_scale=scale,
         growth_factor=growth_factor,
@@ -48,6 +49,7 @@ def dynamic_scale(
 
 
 def _flushed(limit: float) -> float:
+    # XLA flushes a subnormal floor to zero on a CPU, like the scale itself.
     return 0.0 if limit < _FLOAT32.tiny else limit
 
 
@@ -65,7 +67,7 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
 
     That function takes no other keys: the settings are not in it, and must be given to `DynamicScale` again.
     """
-    ladder_for("flax' DynamicScale", policy, dynamic_scale(), (*COMMON_SETTINGS, "floor"))
+    ladder_for("flax's DynamicScale", policy, dynamic_scale(), (*COMMON_SETTINGS, "floor"))
     values = values_of(state)
     return {"fin_steps": values.count("clean_steps"), "scale": values.scale("scale")}
 

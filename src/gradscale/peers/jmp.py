@@ -41,19 +41,22 @@ def jitted_dynamic_loss_scale(
 ) -> Ladder:
     """Returns the rule of `DynamicLossScale` inside `jax.jit`.
 
-    There it loses `min_loss_scale`, which becomes 1, and XLA multiplies by 1 / factor to back off.
+    There `min_loss_scale` becomes 1, and XLA multiplies by 1 / factor to back off.
     """
+    # jmp's `tree_unflatten` does not pass `min_loss_scale` on, so the constructor's default applies.
     check_limit("min_loss_scale", min_loss_scale)
     return compiled(dynamic_loss_scale(loss_scale, counter, period, factor))
 
 
 def wrapped(counter: int, period: int) -> int:
-    """Returns the clean steps that `counter` means. One past the period wraps round without growing the scale."""
+    """Returns the clean steps that `counter` stands for."""
+    # jmp grows at `counter == period - 1` and then takes `(counter + 1) % period`: past the period, a counter wraps
+    # round without growth.
     return counter if counter < period else (counter + 1) % period - 1
 
 
 def unwrapped(clean_steps: int, period: int) -> int:
-    """Returns a counter that means `clean_steps`, which is -1 where the next step must wrap round."""
+    """Returns a counter that stands for `clean_steps`, which is -1 where the next step must wrap round."""
     return clean_steps if clean_steps >= 0 else 2 * period - 1
 
 

@@ -18,11 +18,12 @@ _INDICES = {"2": "step_counter", "3": "dynamic_scale"}
 def loss_scale_optimizer(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> Ladder:
     """Returns the rule of `LossScaleOptimizer`: doubles and halves in float32, with no bound and no guard.
 
-    At the top the scale becomes infinity and at the bottom zero, and there it stays. The bottom is that of Keras' JAX
-    and TensorFlow backends on a CPU, which have no subnormal numbers; other devices halve 23 times more.
+    The scale can reach infinity or zero, and then never changes. It reaches zero below 2**-126, as on Keras's JAX and
+    TensorFlow backends on a CPU, which flush subnormal numbers; other devices halve 23 times more.
     """
     check_float32("initial_scale", initial_scale)
     check_count("dynamic_growth_steps", dynamic_growth_steps)
+    # Keras compares its counter with `dynamic_growth_steps - 1` before it counts the step, so there is no off-by-one.
     return Ladder(init_scale=initial_scale, growth_interval=dynamic_growth_steps, flushes=True)
 
 
@@ -50,7 +51,7 @@ def _by_name(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     """Returns the values of the optimizer's two variables, and its two settings, by name."""
-    ladder = ladder_for("Keras' LossScaleOptimizer", policy, loss_scale_optimizer(), ("growth_interval",))
+    ladder = ladder_for("Keras's LossScaleOptimizer", policy, loss_scale_optimizer(), ("growth_interval",))
     values = values_of(state)
     return {
         "step_counter": values.count("clean_steps"),

@@ -37,7 +37,7 @@ class Ladder(Record):
         growth_interval: clean steps before the scale grows.
         late: clean steps that do not count, at the start and after each overflow.
         overshoot: whether a counter already past `growth_interval` still grows the scale, or only one equal to it.
-        hysteresis: overflows it takes to back off for the first time.
+        hysteresis: overflows before the first backoff.
         refill: what restores the hysteresis credits.
         fewest_credits: where the credits stop counting down.
         floor: a backoff never ends below.
@@ -45,7 +45,7 @@ class Ladder(Record):
         refuses_inf: whether the scale stays as it is where growth would make it infinite.
         init_clean_steps: clean steps counted before the first.
         arithmetic: `"float32"` tensors, Python's `"float64"`, or `"mixed"`: a float32 scale times a double factor.
-        flushes: whether a backoff below the normal float32 numbers ends at zero, as JAX and TensorFlow do it on a CPU.
+        flushes: whether a backoff below the normal float32 numbers ends at zero, as with JAX and TensorFlow on a CPU.
     """
 
     init_scale: float
@@ -89,10 +89,12 @@ class Ladder(Record):
         """
         clean = xp.logical_and(seen.finite, seen.loss_finite)
         overflow = xp.logical_not(clean)
+        # A negative counter is a step that does not count, so a late start needs no state of its own.
         clean_steps = xp.where(clean, state.clean_steps + 1, -self.late)
         reached = clean_steps >= self.growth_interval if self.overshoot else clean_steps == self.growth_interval
         grows = xp.logical_and(clean, reached)
         left = xp.where(overflow, larger(state.credits - 1, self.fewest_credits, xp), state.credits)
+        # The credits before this overflow: the last one is kept by systems that stop at 1, and is spent by the others.
         backs_off = xp.logical_and(overflow, state.credits <= 1)
         lowered = self._lowered(state.scale, xp)
         return counted(
@@ -110,6 +112,7 @@ class Ladder(Record):
         return xp.where(xp.isfinite(grown), grown, scale) if self.refuses_inf else grown
 
     def _lowered(self, scale: Array, xp: Namespace) -> Array:
+        # Both, with one of them 1: x * (1 / 3) and x / 3 differ in the last bit.
         lowered = self._times(scale, self.backoff_factor, xp) / self.backoff_divisor
         if self.flushes:
             lowered = xp.where(lowered < _SMALLEST_NORMAL, 0.0, lowered)
@@ -121,7 +124,8 @@ class Ladder(Record):
         return clean if self.refill == "clean" else xp.logical_or(clean, backs_off)
 
     def _times(self, scale: Array, factor: Array, xp: Namespace) -> Array:
-        """Returns the product as the system rounds it. `"mixed"` needs `xp.asarray`, which keras.ops has not."""
+        """Returns the product as the system rounds it."""
+        # torch's kernel multiplies a float32 scale by a double factor, and rounds the product once, to float32.
         if self.arithmetic != "mixed":
             return scale * factor
         return xp.asarray(xp.asarray(scale, dtype=xp.float64) * factor, dtype=xp.float32)  # pyright: ignore
@@ -140,10 +144,9 @@ def one_factor_ladder(init_scale: float, factor: float, growth_interval: int, **
 
 
 def compiled(rule: Ladder) -> Ladder:
-    """Returns a `one_factor_ladder` as compilers of graphs run it: times 1 / factor in float32 where a program divides.
-
-    It differs from dividing in the last bit, and only for a factor that is not a power of two.
-    """
+    """Returns a `one_factor_ladder` as graph compilers run it: multiplied by 1 / factor in float32, not divided."""
+    # XLA and TensorFlow's graph optimizer replace a division by a constant. The last bit differs, and only for a factor
+    # that is not a power of two.
     reciprocal = float(np.float32(1) / np.float32(rule.backoff_divisor))
     return replace(rule, backoff_factor=reciprocal, backoff_divisor=1.0)
 
@@ -151,10 +154,9 @@ def compiled(rule: Ladder) -> Ladder:
 def kernel_ladder(
     init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int, **settings: Any
 ) -> Ladder:
-    """Returns the rule of `torch._amp_update_scale_`, and of apex's kernel like it: float32 times a double factor.
-
-    A product with a power of two is exact, and needs no double precision.
-    """
+    """Returns the rule of `torch._amp_update_scale_`, and of apex's kernel like it: float32 times a double factor."""
+    # The kernel tests `successful == growth_interval` (no overshoot), and drops a grown scale that is not finite.
+    # A product with a power of two is exact without double precision, which not every device has.
     exact = _is_power_of_two(growth_factor) and _is_power_of_two(backoff_factor)
     return Ladder(
         init_scale=init_scale,

@@ -24,7 +24,7 @@ def dynamic_grad_scaler(
     growth_interval: int = 1000,
     hysteresis: int = 2,
 ) -> Ladder:
-    """Returns the rule of `DynamicGradScaler`: float32, a floor, no ceiling: past the largest float32 it stays inf.
+    """Returns the rule of `DynamicGradScaler`: float32, with a floor and no ceiling, so that the scale can become inf.
 
     Only growth restores the credits, which fall below zero.
     """
@@ -38,6 +38,7 @@ def dynamic_grad_scaler(
     check_growth("growth_factor", growth_factor)
     check_backoff("backoff_factor", backoff_factor)
     check_count("hysteresis", hysteresis)
+    # `hysteresis_tracker -= 1` has no lower bound: once spent, every overflow backs off until the next growth.
     return Ladder(
         init_scale=initial_scale,
         growth_factor=growth_factor,
@@ -50,7 +51,7 @@ def dynamic_grad_scaler(
 
 
 def constant_grad_scaler(initial_scale: float) -> Static:
-    """Returns the scale of `ConstantGradScaler`, which never moves."""
+    """Returns the scale of `ConstantGradScaler`, which never changes."""
     return Static(initial_scale)
 
 
@@ -62,7 +63,7 @@ def optimizer_config(
     hysteresis: int = 2,
 ) -> Ladder | Static:
     """Returns the rule that `OptimizerConfig`, or the command line, asks for: constant if `loss_scale` is given."""
-    if loss_scale:
+    if loss_scale:  # Megatron's own test: 0 is dynamic, like None
         return constant_grad_scaler(loss_scale)
     window = whole("loss_scale_window", loss_scale_window)
     return dynamic_grad_scaler(initial_loss_scale, min_loss_scale, growth_interval=window, hysteresis=hysteresis)

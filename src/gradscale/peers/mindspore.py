@@ -19,10 +19,11 @@ _CELL = ("scale_sense", "current_iterator_step", "last_overflow_iterator_step")
 _SCALER = ("scale_value", "counter")
 _SETTINGS = ("scale_factor", "scale_window")
 _BAD_STEP_MAX = 1000
+"""A literal in MindSpore's `DynamicLossScaleManager`."""
 
 
 def dynamic_update_cell(loss_scale_value: float, scale_factor: float, scale_window: int) -> Ladder:
-    """Returns the rule of `nn.DynamicLossScaleUpdateCell`: float32, down to 1, up to infinity, and stuck there.
+    """Returns the rule of `nn.DynamicLossScaleUpdateCell`: float32, down to 1, up to infinity, where it stays.
 
     It multiplies by the reciprocal of `scale_factor` to back off.
     """
@@ -154,6 +155,7 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     if ladder.refuses_inf:
         counter = unwrapped(clean_steps, window)
         return {"scale_value": values.scale("scale"), "counter": counter, **settings}
+    # The cell counts its iterations from 1.
     step = max(values.count("applied") + values.count("skipped"), clean_steps) + 1
     return {**dict(zip(_CELL, (values.scale("scale"), step, step - clean_steps - 1), strict=True)), **settings}
 

@@ -61,6 +61,7 @@ class MxnetLossScaler(Record):
             ceiling=self.max_loss_scale,
             arithmetic="float64",
         )
+        # MXNet's `has_overflow` copies `_next_loss_scale` to `loss_scale` before it computes the next one.
         decided: ScaleState = ladder.next(state, seen, xp)
         return cast("LaggingState", replace(decided, public_scale=state.scale))
 

@@ -15,7 +15,7 @@ from gradscale.policies.contract import Policy, ScaleState
 _BACKOFF = ("iteration", "last_overflow_iteration", "scale")
 _MODEL = ("x_hat", "slow_x_hat", "xsquared_hat", "b1_correction", "b2_correction")
 _LOG_MAX = ("iteration", "scale", *_MODEL)
-"""The variables of each scaler in the order it creates them, which is all a checkpoint knows them by."""
+"""The variables of each scaler in the order of their creation. A checkpoint has no other names for them."""
 
 _BACKOFF_SETTINGS = ("scale_min", "scale_max", "step_factor", "step_window")
 _LOG_MAX_SETTINGS = ("scale_min", "scale_max", "log_max", "beta1", "beta2", "overflow_std_dev")

@@ -38,7 +38,7 @@ def grad_scaler(
 ) -> Ladder | Static | NoScaling:
     """Returns the rule of `GradScaler` in dynamic graphs: float32, without bounds.
 
-    It takes `decr_every_n_nan_or_inf` overflows in a row to back off, and as many again for the next time.
+    It backs off after `decr_every_n_nan_or_inf` overflows in a row, and then counts again from 0.
     """
     if not enable:
         return NoScaling()
@@ -49,6 +49,7 @@ def grad_scaler(
     check_float32("init_loss_scaling", init_loss_scaling)
     check_count("incr_every_n_steps", incr_every_n_steps)
     check_count("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf)
+    # Paddle counts overflows up, and clears the count at a clean step and at a backoff: credits that both refill.
     return Ladder(
         init_scale=init_loss_scaling,
         growth_factor=incr_ratio,
@@ -60,7 +61,7 @@ def grad_scaler(
 
 
 amp_scaler = partial(grad_scaler, init_loss_scaling=2.0**15, incr_every_n_steps=1000)
-"""The rule of `AmpScaler`: that of `GradScaler` with defaults of its own."""
+"""The rule of `AmpScaler`: that of `GradScaler` with other defaults."""
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
@@ -101,7 +102,7 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     dynamic = not isinstance(policy, Static)
     ladder = Ladder(init_scale=1.0)
     if dynamic:
-        # Without hysteresis there is nothing to refill; with it, Paddle refills as no other system does.
+        # No other system refills as Paddle does. Without hysteresis that makes no difference.
         rule = Ladder(init_scale=1.0, hysteresis=getattr(policy, "hysteresis", 1), refill="clean or backoff")
         ladder = ladder_for("Paddle's GradScaler", policy, rule, (*COMMON_SETTINGS, "hysteresis"))
     values, every = values_of(state), int(ladder.hysteresis)

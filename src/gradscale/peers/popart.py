@@ -19,7 +19,7 @@ _WHAT = "PopART's automatic loss scaling"
 _STATISTICS = "autoLossScaleStats"
 _HIGHEST_IN_FP16 = 2.0**15
 _MAX_IN_FP16 = 65535.0
-"""What PopART takes for the largest FP16 number."""
+"""FP16's maximum as PopART has it. It is 65504."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,19 @@ class PopartState(ScaleState):
 
 @dataclass(frozen=True, slots=True)
 class PopartScaling(Record):
-    """The rule of PopART's automatic loss scaling: halves or doubles at every update, and never rests.
+    """The rule of PopART's automatic loss scaling: halves or doubles the scale at every update.
 
-    The first step updates, and each `update_period`-th after it. More than `threshold` of the gradients above the edge
-    halve the scale; anything less doubles it. PopART skips no step: an overflow is only one more gradient above the
-    edge. Here a step with one is not applied, is counted as skipped, and halves the scale.
+    The first step updates, and each `update_period`-th after it. A share above `threshold` of gradients above the edge
+    halves the scale; any other doubles it. PopART skips no step: an overflow is only one more gradient above the edge.
+    Here a step with one is skipped, and halves the scale.
 
     In float32. PopART's FP16 factor rounds no differently while `loss_scaling` is a power of two.
 
     Attributes:
         loss_scaling: the optimizer's `lossScaling`, and the scale of the first step.
-        threshold: share of the gradients above the edge that is still too small to matter.
+        threshold: share of the gradients that may be above the edge.
         update_period: steps from one update to the next.
-        clips: whether the scale is kept at 2**15 and below, as it is in FP16.
+        clips: whether the scale is bounded to 2**15, as it is in FP16.
         edge: where the edge is, as a share of FP16's largest number.
     """
 
@@ -91,6 +91,7 @@ class PopartScaling(Record):
         """Returns the state after one step. `stuck` means that an update could not lower the scale."""
         clean = xp.logical_and(seen.finite, seen.loss_finite)
         too_high = xp.logical_or(seen.upper_share > self.threshold, xp.logical_not(clean))
+        # From -1, so that the first step has the counter 0 and updates.
         counter = (state.counter + 1) % self.update_period
         updates = counter == 0
         moved = self._clipped(xp.where(too_high, state.update_factor * 0.5, state.update_factor * 2.0), xp)
@@ -122,15 +123,8 @@ def automatic_loss_scaling(
 ) -> PopartScaling | Static | NoScaling:
     """Returns the rule that `SessionOptions.automaticLossScalingSettings` and the optimizer's `lossScaling` set up.
 
-    Args:
-        enabled: whether the scale moves at all; PopART's default is that it does not.
-        binEdgeLocation: the edge, as a share of FP16's maximum.
-        thresholdUpperCountProportion: share of the gradients above the edge that halves the scale.
-        toTrackTensors: which gradients are counted. Makes no difference here.
-        updatePeriod: steps from one update to the next.
-        gradientTensorTrackingMethod: which gradients are counted. Makes no difference here.
-        lossScaling: the optimizer's loss scale, from which the first step starts.
-        clipOutput: whether the loss scale is in FP16, and therefore kept at 2**15 and below.
+    Unlike in PopART, `enabled` is True by default. `toTrackTensors` and `gradientTensorTrackingMethod` select which
+    gradients PopART counts, and are ignored. `clipOutput`: the loss scale is in FP16, and bounded to 2**15.
     """
     del toTrackTensors, gradientTensorTrackingMethod
     if not enabled:

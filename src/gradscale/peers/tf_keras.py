@@ -1,4 +1,4 @@
-"""tf-keras `mixed_precision.LossScaleOptimizer`, and the TF1 loss scales it grew out of."""
+"""tf-keras `mixed_precision.LossScaleOptimizer`, and the loss scales of TF1."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -48,6 +48,7 @@ def dynamic_loss_scale(
     check_float32("initial_loss_scale", initial_loss_scale)
     check_positive("multiplier", multiplier)
     interval = whole("increment_period", increment_period)
+    # TF1 tests `num_good_steps + 1 >= increment_period`, and assigns a grown scale only if it is finite.
     settings = {"overshoot": True, "floor": 1.0, "refuses_inf": True}
     return one_factor_ladder(float(initial_loss_scale), float(multiplier), interval, **settings)
 

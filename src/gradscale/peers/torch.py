@@ -27,7 +27,7 @@ def grad_scaler(
 ) -> Ladder | NoScaling:
     """Returns the rule of `GradScaler`: a float32 scale without bounds, times factors in double precision.
 
-    The scale does not grow to infinity. Backoff may reach zero, and stays there. `device` makes no difference.
+    The scale does not grow to infinity, but can back off to zero and stay there. `device` is ignored.
     """
     del device
     if not enabled:
@@ -51,6 +51,7 @@ def sharded_grad_scaler(
     if device != "cpu" or not enabled:
         return grad_scaler(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
     check_kernel(init_scale, growth_factor, backoff_factor, growth_interval)
+    # No `refuses_inf`: the check for infinity is in the kernel, which Python's version on the CPU does not call.
     return Ladder(
         init_scale=init_scale,
         growth_factor=growth_factor,
@@ -75,7 +76,7 @@ def _read_scaler(mapping: Mapping[str, Any]) -> Imported:
         return started(NoScaling())
     saved = Saved("torch's GradScaler", mapping).only(*_KEYS)
     scale, growth, backoff = saved.scale32("scale"), saved.factor("growth_factor"), saved.factor("backoff_factor")
-    if growth == backoff == 1:
+    if growth == backoff == 1:  # as `write` stores a static scale
         return started(Static(float(scale)))
     policy = kernel_ladder(float(scale), growth, backoff, saved.count("growth_interval", lowest=1))
     return started(policy, clean_steps=saved.count("_growth_tracker"))

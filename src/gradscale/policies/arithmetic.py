@@ -1,4 +1,4 @@
-"""The few operations that rules are made of, bit-exact on every framework and CPU.
+"""The operations that rules consist of, bit-exact on every framework and CPU.
 
 `log2`, `exp2`, powers and square roots differ in their last bits from one framework to the next (JAX on CPU gets
 `exp2(k)` wrong for most integers k; torch's float32 `sqrt` is MKL's, which on some CPUs rounds one number in six
@@ -52,7 +52,8 @@ def pow2_floor(x: Array, xp: Namespace) -> Array:
     >>> float(pow2_floor(np.float32(65535), np)), float(pow2_floor(np.float32(0.3), np))
     (32768.0, 0.25)
     """
-    power = x * 0 + 2.0**_LOWEST_EXPONENT
+    # Not 2**floor(log2(x)): floor(log2) is off by one for 23 of the 254 powers of two on JAX.
+    power = x * 0 + 2.0**_LOWEST_EXPONENT  # `x * 0`, not a constant: the device, type and shape of `x`
     for exponent in _EXPONENTS:
         higher = power * 2.0**exponent
         power = xp.where(x >= higher, higher, power)
@@ -68,6 +69,7 @@ def two_to(bits: Array, like: Array, xp: Namespace) -> Array:
     >>> float(two_to(2.0, np.float32(1), np))
     4.0
     """
+    # Up to 2**15, an error in the last place is far below 0.5.
     return xp.floor(2.0 ** (like * 0 + bits) + 0.5)
 
 
@@ -78,9 +80,7 @@ def log2_linear(x: Array, xp: Namespace) -> Array:
     >>> float(log2_linear(np.float32(0.25), np)), float(log2_linear(np.float32(6), np))
     (-2.0, 2.5)
 
-    Args:
-        x: from 2**-126 up to, but not including, 2**127.
-        xp: the framework's array module.
+    Takes `x` from 2**-126 up to, but not including, 2**127.
     """
     power = x * 0 + 2.0**_LOWEST_EXPONENT
     exponent = x * 0 + _LOWEST_EXPONENT
@@ -88,6 +88,7 @@ def log2_linear(x: Array, xp: Namespace) -> Array:
         fits = x >= power * 2.0**step
         power = xp.where(fits, power * 2.0**step, power)
         exponent = xp.where(fits, exponent + step, exponent)
+    # Dividing by a power of two is exact, and so is subtracting 1 from a number between 1 and 2 (Sterbenz).
     return exponent + (x / power - 1.0)
 
 
@@ -98,9 +99,7 @@ def exp2_linear(y: Array, xp: Namespace) -> Array:
     >>> float(exp2_linear(np.float32(-2), np)), float(exp2_linear(np.float32(2.5), np))
     (0.25, 6.0)
 
-    Args:
-        y: from -126 to 126.
-        xp: the framework's array module.
+    Takes `y` from -126 to 126.
     """
     whole = xp.floor(y)
     remaining = whole - _LOWEST_EXPONENT
@@ -121,6 +120,8 @@ def root(x: Array) -> Array:
     >>> round(float(root(np.float32(2))), 6), float(root(np.float32(1)))
     (1.414214, 1.0)
     """
+    # (x + 1) / 2 is never below the root, the arithmetic mean of x and 1 being at least the geometric one. A fixed
+    # number of steps, as a test for convergence would synchronize with the device.
     guess = (x + 1.0) * 0.5
     for _ in range(6):
         guess = (guess + x / guess) * 0.5

@@ -11,6 +11,7 @@ HIGHEST_SCALE = 2.0**126
 """Bounds of every scale. Both ends and their reciprocals are normal float32 numbers, which no device flushes to 0."""
 
 MOST_BITS = 15
+"""Bound of a setting in bits: `two_to` is exact up to here."""
 
 
 def check_number(name: str, value: float) -> None:
@@ -27,6 +28,7 @@ def as_single(name: str, value: float) -> float:
     """
     check_number(name, value)
     with np.errstate(over="ignore"):
+        # The bounds keep a Python integer that does not fit float64 from raising OverflowError.
         return float(np.float32(max(min(value, 2.0**128), -(2.0**128))))
 
 
@@ -49,7 +51,7 @@ def check_count(name: str, value: int) -> None:
 
 
 def check_counts(policy: Any, *names: str) -> None:
-    """Raises unless the settings are integers from 1 to the largest int32; makes Python's own of them."""
+    """Raises unless the settings are integers from 1 to the largest int32; converts them to Python's int."""
     for name in names:
         check_count(name, getattr(policy, name))
         object.__setattr__(policy, name, int(getattr(policy, name)))
@@ -68,6 +70,7 @@ def check_bounds(policy: Any) -> None:
             "`init_scale` must lie between `min_scale` and `max_scale`. Received: "
             f"min_scale={policy.min_scale!r}, init_scale={policy.init_scale!r}, max_scale={policy.max_scale!r}."
         )
+    # `np.float32` rounds to nearest, so one step back is enough.
     low = np.float32(policy.min_scale)
     high = np.float32(policy.max_scale)
     low = np.nextafter(low, np.float32(np.inf)) if float(low) < policy.min_scale else low
@@ -92,9 +95,9 @@ def check_format(policy: Any) -> None:
 
 
 def check_bits(policy: Any, *names: str) -> None:
-    """Raises unless the settings are whole numbers from 0 to 15; makes floats of them.
+    """Raises unless the settings are whole numbers from 0 to 15; converts them to floats.
 
-    Whole, because only then is 2**bits the same on every framework, and scales are.
+    Only for whole numbers is 2**bits, and with it the scale, the same on every framework.
     """
     for name in names:
         bits = as_single(name, getattr(policy, name))

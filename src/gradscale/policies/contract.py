@@ -36,12 +36,12 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class ScaleState(Record):
-    """Everything a scale remembers between two steps. A value: a step makes a new one.
+    """Everything a scale remembers between two steps. Immutable: a step returns a new one.
 
     Attributes:
         scale: what the loss is multiplied by, and the gradients divided by.
         clean_steps: clean steps in a row that count towards the next growth.
-        credits: overflows it takes until one lowers the scale.
+        credits: overflows until one lowers the scale.
         applied: steps applied so far.
         skipped: steps skipped so far, for any reason.
         consecutive_skips: steps skipped since the last applied one.
@@ -96,6 +96,7 @@ def counted(state: S, applied: Array, xp: Namespace, **changes: Array) -> S:
 
 def verdict(seen: Seen, xp: Namespace) -> tuple[Array, Array]:
     """Returns (clean, overflow). Both are False when the loss was not finite: then the scale is not the cause."""
+    # torch.amp cannot make this distinction, and lowers the scale for a NaN in the forward pass too.
     clean = xp.logical_and(seen.finite, seen.loss_finite)
     overflow = xp.logical_and(xp.logical_not(seen.finite), seen.loss_finite)
     return clean, overflow
@@ -104,12 +105,9 @@ def verdict(seen: Seen, xp: Namespace) -> tuple[Array, Array]:
 def backed_off(policy: Policy, state: S, overflow: Seen, xp: Namespace) -> S:
     """Returns `state` after one backoff, whatever the hysteresis, with its counters unchanged: to run a step again.
 
-    Args:
-        policy: the rule.
-        state: the state whose scale overflowed.
-        overflow: a `Seen` with finite=False and loss_finite=True, in the framework's own arrays.
-        xp: the framework's array module.
+    `overflow` is a `Seen` with finite=False and loss_finite=True, in the framework's own arrays.
     """
+    # One credit left, so that this overflow backs off: a retry at the same scale would overflow again.
     lowered = policy.next(replace(state, credits=state.credits * 0 + 1), overflow, xp)
     return replace(
         lowered,
@@ -126,6 +124,6 @@ def check_policy(policy: Any) -> None:
         raise TypeError(f"`policy` must be a policy, such as `Dynamic()`. Received: policy={policy!r}.")
     if "upper_share" in policy.needs and not hasattr(policy, "edge_magnitude"):
         raise TypeError(
-            "A policy that needs `upper_share` must say above which edge, as `Histogram.edge_magnitude` does. "
+            "A policy that needs `upper_share` must have an `edge_magnitude`, as `Histogram` has. "
             f"Received: policy={policy!r}."
         )

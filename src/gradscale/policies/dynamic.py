@@ -21,7 +21,7 @@ class Dynamic(Record):
         growth_factor: what the scale is multiplied by when it grows.
         backoff_factor: what the scale is multiplied by when it backs off.
         growth_interval: clean steps in a row before the scale grows.
-        hysteresis: overflows it takes to back off for the first time. Further ones back off at once, until a refill.
+        hysteresis: overflows before the first backoff. Further ones back off at once, until a refill.
         refill: what restores the hysteresis credits: the next `"growth"`, or any `"clean"` step.
         min_scale: the scale never falls below.
         max_scale: the scale never rises above.
@@ -80,9 +80,11 @@ class Dynamic(Record):
         """
         clean, overflow = verdict(seen, xp)
         clean_steps = xp.where(clean, state.clean_steps + 1, xp.where(overflow, 0, state.clean_steps))
+        # `>=`, not `==`: a counter that was saved under a longer interval may be past this one already.
         grows = xp.logical_and(clean, clean_steps >= self.growth_interval)
         left = xp.where(overflow, larger(state.credits - 1, 0, xp), state.credits)
         backs_off = xp.logical_and(overflow, left <= 0)
+        # A Python `if` on a setting, which is static; a value is never branched on.
         refills = grows if self.refill == "growth" else clean
         return counted(
             state,

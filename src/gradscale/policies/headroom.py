@@ -1,4 +1,4 @@
-"""The scale that leaves room above a leaky peak of the gradients."""
+"""The scale that leaves headroom above a leaky peak of the gradients."""
 
 from dataclasses import dataclass
 
@@ -45,9 +45,9 @@ class Headroom(PeakPolicy):
     Attributes:
         format: the format that the gradients must fit.
         init_scale: scale of the first step.
-        margin_bits: room above the peak, in whole bits from 0 to 15. One more bit means fewer overflows, and a scale
-            one binade lower.
-        leak: share of the peak forgotten at a step. 0.002 is a bit in 350 steps. Forgetting is 4, 16 and 64 times
+        margin_bits: headroom above the peak, in whole bits from 0 to 15. One more bit means fewer overflows, and a
+            scale one binade lower.
+        leak: share by which the peak decays at a step. 0.002 is a bit in 350 steps. Decay is 4, 16 and 64 times
             faster once the peak is more than 8, 10 and 14 bits above the gradients.
         recovery: share by which a ceiling that an overflow lowered rises at a clean step.
         climb_bits: a scale that rises far stops this many whole bits (0 to 15) below its target and doubles from there,
@@ -89,6 +89,7 @@ class Headroom(PeakPolicy):
         Does not synchronize with the device.
         """
         observed = observe(state, seen, xp)
+        # Up to 64 times the leak may exceed 1; the peak must not become negative.
         kept = larger(1.0 - self.leak * decay_speed(observed.previous_peak, observed.amax, xp), 0.0, xp)
         peak = larger(observed.amax, observed.previous_peak * kept, xp)
         limit = self._limit(state.scale, xp)

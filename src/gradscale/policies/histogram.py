@@ -12,7 +12,7 @@ from gradscale.policies.contract import ScaleState, Seen, counted, verdict
 from gradscale.record import Array, Record, leaf
 
 LONGEST_WAIT = 2**30
-"""Largest `longest_wait`: the double of it is still an int32."""
+"""Largest `longest_wait`: `retry_interval * 2` still fits int32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class HistogramState(ScaleState):
 class Histogram(Record):
     """Keeps the share of gradients above an edge small, so that the scale falls before a step overflows.
 
-    It watches one number, `seen.upper_share`: the share of all gradient elements whose *scaled* magnitude is above
+    It follows one number, `seen.upper_share`: the share of all gradient elements whose *scaled* magnitude is above
     `edge * format.max`, which is `edge_magnitude`. A share above `threshold` halves the scale; `period` clean steps in
-    a row below it double the scale. An overflow is at least `1 / edge` above the edge, and lowers the scale by that, to
-    a power of two.
+    a row below it double the scale. An overflow is at least `1 / edge` above the edge, and lowers the scale by that
+    factor, rounded to a power of two.
 
-    The idea is PopART's, whose own rule is `gradscale.preset("popart")`. That one moves at every period, so it goes up
-    and down for ever. Here, a scale that fails a second time is not tried for twice as long as before, up to
+    The idea is PopART's, whose own rule is `gradscale.preset("popart")`. That one changes at every period, and so
+    oscillates. Here, the interval before a scale that failed is tried again doubles each time it fails again, up to
     `longest_wait`; growth below it takes a period each. A scale that then holds for as long no longer counts as failed.
 
     Scales are bit-exact on every framework, and are powers of two if `init_scale` and the bounds are.
@@ -47,8 +47,8 @@ class Histogram(Record):
         format: the format that the gradients must fit.
         init_scale: scale of the first step.
         edge: what share of the format's maximum the edge is.
-        threshold: share of the elements above the edge that is still too small to matter. A share is no finer than
-            one over the number of elements: with fewer than 10 million, 1e-7 means none.
+        threshold: share of the elements that may be above the edge. With fewer than 10 million elements, 1e-7 means
+            none.
         period: clean steps before the scale doubles.
         longest_wait: most clean steps before a scale that failed is tried again.
         min_scale: the scale never falls below.
@@ -113,6 +113,7 @@ class Histogram(Record):
         quiet = xp.logical_and(clean, share <= self.threshold)
         quiet_steps = xp.where(quiet, state.clean_steps + 1, xp.where(falls, 0, state.clean_steps))
         has_failed = state.failed_scale > 0
+        # Only the step that reaches the failed scale is delayed. The growth below it keeps its pace.
         doubles_to_failed = xp.logical_and(has_failed, state.scale * 2.0 >= state.failed_scale)
         retried = xp.logical_and(has_failed, state.scale >= state.failed_scale)
         interval = state.retry_interval
@@ -131,6 +132,7 @@ class Histogram(Record):
 
     def _moved(self, scale: Array, rises: Array, falls: Array, overflow: Array, xp: Namespace) -> Array:
         """Returns the scale after the step, within the bounds."""
+        # A power of two, so that the scale stays one.
         drop = xp.where(overflow, pow2_floor(scale * 0 + self.edge, xp), 0.5)
         moved = xp.where(rises, scale * 2.0, xp.where(falls, scale * drop, scale))
         return bounded(moved, self.min_scale, self.max_scale, xp)

@@ -22,6 +22,7 @@ HIGHEST_EXPONENT = 126.0
 """Exponents of the peak are kept between -126 and 126, where it is a normal float32 number."""
 
 MOST_DEVIATIONS = 100
+"""Bound of `deviations`, far beyond any use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class LogMax(PeakPolicy):
         size = log2_linear(observed.amax, xp)
         model = self._model(state, size, xp)
         mean, variance = model["mean"], model["variance"]
+        # The larger of both: the mean alone, over 100 steps, would follow a sudden rise too slowly.
         # Bounding the product, and not only the sum, keeps a compiler from fusing the two into a multiply-add.
         above = bounded(self.deviations * root(variance), 0.0, 2 * HIGHEST_EXPONENT, xp)
         peak = exp2_linear(bounded(larger(mean, size, xp) + above, -HIGHEST_EXPONENT, HIGHEST_EXPONENT, xp), xp)
@@ -115,9 +117,11 @@ class LogMax(PeakPolicy):
         While there are fewer observations than `beta1` and `beta2` average over, all weigh the same. The variance
         counts one more, which it starts with.
         """
+        # Not E[x**2] - E[x]**2, as in OpenSeq2Seq: its two terms cancel in float32, and the variance may be negative.
         count = state.observations + 1.0
         error = size - state.mean
         mean = state.mean + error / smaller(count, _memory(self.beta1, count), xp)
+        # Below 0 by rounding only. The bound also keeps a compiler from fusing the product into a multiply-add.
         spread = larger(error * (size - mean), 0.0, xp)
         change = (spread - state.variance) / smaller(count + 1.0, _memory(self.beta2, count), xp)
         return {"mean": mean, "variance": larger(state.variance + change, 0.0, xp), "observations": count}
@@ -125,4 +129,5 @@ class LogMax(PeakPolicy):
 
 def _memory(beta: Array, like: Array) -> Array:
     """Returns how many steps an average with decay `beta` is taken over, in the type of `like`."""
+    # In the type of `like`: Python would compute in float64, and round a second time to float32.
     return 1.0 / (like * 0 + 1.0 - beta)

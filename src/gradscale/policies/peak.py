@@ -37,11 +37,11 @@ SLOWEST_RECOVERY = 2.0**-5
 """A ceiling that was proved right five times recovers 32 times slower than one never tested; no slower than that."""
 
 PLAUSIBLE_GAP = 2.0**-8
-"""How far below its limit a ceiling is believed. Activation gradients were seen up to 8 bits above the parameters'; a
-ceiling further down comes from overflows that no scale could have prevented."""
+"""How far below its limit a ceiling is plausible. Activation gradients were measured up to 8 bits above those of
+parameters; a ceiling further down comes from overflows that no scale could have prevented."""
 
 FAST_RECOVERY = 2.0**5
-"""How many times faster a ceiling recovers that is not believed."""
+"""How many times faster an implausible ceiling recovers."""
 
 CLIMB_BITS = 4.0
 """How far below its target a rising scale stops to double from there."""
@@ -96,7 +96,7 @@ class PeakPolicy(Record):
 
 
 class PeakSettings(NamedTuple):
-    """What moves a scale to its peak.
+    """What determines the scale for a peak.
 
     Attributes:
         policy: the policy, for its format and its bounds.
@@ -128,7 +128,8 @@ class Observation(NamedTuple):
 
 
 def search_factor(format: Format) -> float:
-    """Returns how far the scale moves while no gradient is seen: at most half the format's binades, to miss none."""
+    """Returns the factor by which the scale changes while no gradient is seen."""
+    # At most half the format's binades: a larger factor could jump from underflow to overflow and miss the range.
     return 2.0 ** min(16, format.binades // 2)
 
 
@@ -159,16 +160,9 @@ def observe(state: PeakState, seen: Seen, xp: Namespace) -> Observation:
 def next_state(
     state: T, seen: Seen, observed: Observation, peak: Array, settings: PeakSettings, xp: Namespace, **changes: Array
 ) -> T:
-    """Returns the state after one step.
+    """Returns the state after one step: `observed` is what `observe` returned, `changes` are further leaves.
 
-    Args:
-        state: the state before the step.
-        seen: what one read of the gradients found.
-        observed: what `observe` made of it.
-        peak: the peak predicted from it; ignored where nothing was measured.
-        settings: what moves the scale.
-        xp: the framework's array module.
-        **changes: further leaves of the next state.
+    `peak` is ignored where nothing was measured.
     """
     measured = observed.measured
     clean, overflow = verdict(seen, xp)
@@ -176,6 +170,7 @@ def next_state(
     ceiling = _recovered(ceiling, recovery_factor, settings, xp)
     unmeasured = xp.where(overflow, state.scale * state.backoff_factor, _searched(state, observed, settings, xp))
     scale = xp.where(measured, _moved(state.scale, ceiling, peak, settings, xp), unmeasured)
+    # Squaring doubles the bits: a few steps leave any overflow behind, and one that a bit prevents costs a bit.
     stronger = larger(state.backoff_factor * state.backoff_factor, 1 / search_factor(settings.policy.format), xp)
     return counted(
         state,
@@ -199,6 +194,7 @@ def _learned(state: PeakState, observed: Observation, settings: PeakSettings, xp
     cause. Otherwise it was unmeasured gradients: the ceiling falls to that half, and will recover more
     slowly. It never falls so far that the peak itself would be subnormal.
     """
+    # Judged at the first clean step, not at the overflow: only then is it known how large the gradients were.
     top = larger(observed.amax, observed.previous_peak, xp)
     allowed = _scale_for(state.ceiling, top, xp)
     half = larger(state.failed_scale * 0.5, LOWEST_SCALE, xp)
@@ -211,6 +207,7 @@ def _learned(state: PeakState, observed: Observation, settings: PeakSettings, xp
 
 def _recovered(ceiling: Array, recovery_factor: Array, settings: PeakSettings, xp: Namespace) -> Array:
     """Returns the ceiling after it rose for one step."""
+    # Both factors are powers of two, so the product is exact, and fusing it with the sum changes no bit.
     factor = xp.where(ceiling < settings.limit * PLAUSIBLE_GAP, FAST_RECOVERY, recovery_factor)
     return smaller(ceiling * (settings.recovery * factor + 1.0), settings.limit, xp)
 
@@ -232,19 +229,21 @@ def _searched(state: PeakState, observed: Observation, settings: PeakSettings, x
     """
     low = state.scale < settings.policy.format.smallest_normal / larger(state.peak, SMALLEST_GRADIENT, xp)
     factor = search_factor(settings.policy.format)
+    # The outer `larger` keeps a scale that is above the limit already: a search must not lower it.
     higher = larger(smaller(state.scale, SEARCH_LIMIT / factor, xp) * factor, state.scale, xp)
     return xp.where(xp.logical_and(observed.all_zero, low), higher, state.scale)
 
 
 def _scale_for(ceiling: Array, peak: Array, xp: Namespace) -> Array:
     """Returns the scale that brings `peak` to `ceiling`, or the highest of all scales if that is lower."""
+    # The bound is on the divisor, as the quotient itself could overflow.
     return ceiling / larger(peak, ceiling * LOWEST_SCALE, xp)
 
 
 def decay_speed(high: Array, low: Array, xp: Namespace) -> Array:
     """Returns how many times faster `high` falls towards `low`: 1 up to 8 bits above it, then 4, 16 and 64.
 
-    Steps, because a logarithm does not have the same bits everywhere.
+    In steps, because a logarithm does not have the same bits on every framework.
     """
     speed = high * 0 + 1.0
     for bits in (8, 10, 14):

@@ -52,6 +52,6 @@ class Static(Record):
         return ScaleState(scale=np.float32(self.scale))
 
     def next(self, state: ScaleState, seen: Seen, xp: Namespace) -> ScaleState:
-        """Returns the state with the step counted. Any overflow is `stuck`: a static scale cannot go lower."""
+        """Returns the state with the step counted. Any overflow sets `stuck`: a static scale cannot go lower."""
         clean, overflow = verdict(seen, xp)
         return counted(state, clean, xp, stuck=overflow)

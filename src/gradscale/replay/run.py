@@ -82,11 +82,11 @@ def replay(
 ) -> Replay:
     """Returns what each policy would have done over a sequence of steps.
 
-    With `found_inf` the flags say which steps overflow, whatever the scale. With `amax` alone each policy overflows
-    by its own scale: where `amax * scale` reaches the format's `overflow_threshold`, and where `amax` is not finite.
+    With `found_inf` the flags say which steps overflow, whatever the scale. With `amax` alone a step overflows where
+    `amax` times the policy's scale reaches the format's `overflow_threshold`, and where `amax` is not finite.
 
-    Policies of one kind run as vectors: a thousand take little longer than one. Each gets the scales it has when
-    stepped alone, bit-exact.
+    Policies of one kind run as vectors: a thousand take little longer than one. The scales of each are bit-exact to a
+    run of its own.
 
     Args:
         policies: one policy, or any number of them, of the same kind or not.
@@ -131,7 +131,7 @@ def _checked(policies: Any) -> tuple[Policy, ...]:
     chosen = tuple(cast(Iterable[Any], policies))
     for index, policy in enumerate(chosen):
         if not _is_policy(policy):
-            raise TypeError(f"`policies` must hold policies, as `Dynamic()` is one. Received: {policy!r} at {index}.")
+            raise TypeError(f"`policies` must hold policies, such as `Dynamic()`. Received: {policy!r} at {index}.")
     if not chosen:
         raise ValueError("`policies` must hold at least one policy. Received an empty list.")
     return chosen
@@ -147,6 +147,7 @@ def _run_all(stacks: Sequence[Stack], track: Track, size: int) -> tuple[Matrix, 
         columns = slice(first, first + len(stack.members))
         finals.append(_run(stack, track, scales[:, columns], skipped[:, columns], stuck[:, columns]))
         first = columns.stop
+    # Stacks are in an order of their own; one stack is in the caller's already, and is not copied.
     if len(stacks) > 1:
         order = np.argsort(np.concatenate([stack.members for stack in stacks]))
         scales, skipped, stuck = (array[:, order] for array in (scales, skipped, stuck))
@@ -160,6 +161,7 @@ def _run(stack: Stack, track: Track, scales: Matrix, skipped: Matrix, stuck: Mat
     for step in range(track.steps):
         after = policy.next(state, track.seen(step, state.scale, policy.needs), np)
         scales[step + 1] = after.scale
+        # From the counters, not from the flags: a policy may apply a step whatever was measured.
         np.not_equal(after.skipped, state.skipped, out=skipped[step])
         stuck[step] = after.stuck
         state = after

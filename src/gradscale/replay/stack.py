@@ -47,7 +47,7 @@ def unstacked(state: Any, size: int) -> list[ScaleState]:
 
 def _key(policy: Any, start: ScaleState) -> Any:
     """Returns what policies must share to be stacked: the class, and every setting that cannot become a vector."""
-    if not dataclasses.is_dataclass(policy):
+    if not dataclasses.is_dataclass(policy):  # a user's own policy, of which nothing is known: a stack of its own
         return id(policy)
     dtype = np.dtype(start.scale.dtype)
     shared: list[Any] = [type(policy)]
@@ -59,11 +59,9 @@ def _key(policy: Any, start: ScaleState) -> Any:
 
 
 def _fits(value: Any, number: type | None, scale_dtype: np.dtype[Any]) -> bool:
-    """Returns whether a vector can hold `value` without changing what the rule makes of it.
-
-    A plain number takes part in float32 arithmetic rounded to float32, but in float64 arithmetic as it is; a rule may
-    use it in both. Only a number that rounding does not change means the same in a vector.
-    """
+    """Returns whether a vector can hold `value` without changing any scale."""
+    # A Python number is rounded to float32 in float32 arithmetic, but not in float64 arithmetic, and a rule may use it
+    # in both. Only a number that rounding does not change has the same effect in a vector.
     if value is None or number not in (int, float):
         return False
     return -(2**31) <= value < 2**31 if number is int else float(scale_dtype.type(value)) == value

@@ -1,4 +1,4 @@
-"""What a replay knows of each step: read from the caller's sequences and checked once."""
+"""The steps of a replay: read from the caller's sequences and checked once."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +29,14 @@ class Track:
     overflow_threshold: float
 
     def seen(self, step: int, scale: Array, needs: frozenset[str]) -> Seen:
-        """Returns what policies that read `needs`, and whose scales are `scale`, see of `step`."""
+        """Returns what policies that need `needs`, and whose scales are `scale`, see in `step`."""
         facts = {name: values[step] for name, values in self.known.items() if name in needs}
         if self.peaks is not None and "finite" in needs:
+            # In float64: a float32 product could round up to the threshold, or overflow.
             with np.errstate(over="ignore", invalid="ignore"):
                 facts["finite"] = self.peaks[step] * scale.astype(np.float64) < self.overflow_threshold
         if "amax" in needs:
-            # In training an overflow hides the largest gradient; a policy must not do better here than it would there.
+            # In training the largest gradient is not known after an overflow, so a policy must not see it here either.
             facts["amax"] = np.where(facts["finite"], facts["amax"], np.float32(np.inf))
         return Seen(**facts)
 
@@ -54,7 +55,7 @@ def read_track(found_inf: Any, amax: Any, loss_finite: Any, upper_share: Any, fo
 
     Raises:
         TypeError: a sequence does not hold numbers.
-        ValueError: nothing says which steps overflow, the lengths differ, or a value is out of range.
+        ValueError: neither `found_inf` nor `amax` is given, the lengths differ, or a value is out of range.
     """
     if found_inf is None and amax is None:
         raise ValueError(
@@ -105,7 +106,7 @@ def _magnitudes(name: str, values: Any) -> Vector:
 
 
 def _common_length(lengths: dict[str, int]) -> int:
-    """Returns the one length that all sequences have, which is not zero."""
+    """Returns the common length of all sequences; raises if they differ, or if it is zero."""
     received = ", ".join(f"{_argument(name)} has {length}" for name, length in lengths.items())
     if len(set(lengths.values())) != 1:
         raise ValueError(f"Every sequence must have one value for each step. Received: {received}.")

@@ -138,5 +138,7 @@ def test_a_step_between_the_replicas_is_refused(policy: Any) -> None:
     with two_devices():
         model, optimizer = network(), ours(policy)
         grads = [keras.ops.zeros_like(variable) for variable in model.trainable_variables]
-        with pytest.raises(ValueError, match=r"Received: a call between the replicas of a MirroredStrategy\. Put the"):
+        with pytest.raises(
+            ValueError, match=r"Received: a call in a cross-replica context of MirroredStrategy\. Call it"
+        ):
             optimizer.apply(grads, model.trainable_variables)

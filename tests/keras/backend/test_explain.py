@@ -36,7 +36,7 @@ def warnings_of(made: Any) -> tuple[str, ...]:
     return explain(made).warnings
 
 
-def test_layers_that_are_alike_share_a_row() -> None:
+def test_layers_of_one_class_and_dtype_share_a_row() -> None:
     assert [(row.count, row.kind, row.weights, row.compute_dtype, row.elements) for row in explain(model()).layers] == [
         (2, "Dense", "float32", "float16", 27),
         (1, "Dropout", "", "float16", 0),
@@ -105,7 +105,7 @@ def test_the_scaler_that_keras_adds_is_found() -> None:
     made.layers[0].dtype_policy = keras.DTypePolicy("mixed_float16")
     made.compile("sgd", loss="mse")
     (warning,) = warnings_of(made)
-    assert warning.startswith("The scaler is Keras' own")
+    assert warning.startswith("The scaler is Keras's own")
     assert "`gradscale.keras.adopt(model)`" in warning
 
 

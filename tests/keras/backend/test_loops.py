@@ -287,7 +287,7 @@ def test_the_pure_step_wants_a_value_for_every_variable(models: list[Any]) -> No
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="has pure functions")
 def test_tensorflow_has_no_pure_step(models: list[Any]) -> None:
-    with pytest.raises(ValueError, match="a step is no pure function there"):
+    with pytest.raises(ValueError, match="a step is not a pure function there"):
         built(models).stateless_apply_if_finite([], [], [])
 
 

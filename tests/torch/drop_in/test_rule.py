@@ -227,7 +227,7 @@ def test_auto_is_headroom() -> None:
 
 def test_policy_that_needs_a_share_above_an_unknown_edge_is_refused() -> None:
     edgeless: Any = SimpleNamespace(needs=frozenset({"upper_share"}), start=Dynamic().start, next=Dynamic().next)
-    with pytest.raises(TypeError, match=r"must say above which edge, as `Histogram\.edge_magnitude` does"):
+    with pytest.raises(TypeError, match=r"must have an `edge_magnitude`, as `Histogram` has"):
         GradScaler("cpu", policy=edgeless)
 
 

@@ -31,8 +31,8 @@ class StepPlan(Plan):
     Attributes:
         kinds: whether each gradient holds a NaN or only infinities.
         scale: the scale that made the gradients.
-        overwrites: positions of gradients that are no gradients but the next value of their variable, as with the
-            scales of FP8 layers. The scale of the loss has not multiplied them.
+        overwrites: positions of gradients that are the next value of their variable, as with the scales of FP8 layers.
+            They do not depend on the scale of the loss.
         half: positions of gradients whose variables are stored in FP16, which the inner optimizer casts them to.
     """
 
@@ -42,15 +42,15 @@ class StepPlan(Plan):
     half: tuple[int, ...] = ()
 
     def to_unscale(self, values: Sequence[T]) -> list[T]:
-        """Returns the values of the gradients that are to be unscaled."""
+        """Returns the values of the gradients that the step unscales."""
         return [value for position, value in enumerate(values) if position not in self.overwrites]
 
 
 class Observation(NamedTuple):
-    """What was measured before the decision. Its numbers are leaves: the rule can calculate with them here.
+    """What was measured before the decision, in arrays of the backend's `XP`.
 
     Attributes:
-        measurement: what was found in the gradients that are to be unscaled. Its `sizes` are of all gradients, and a
+        measurement: what was found in the gradients that the step unscales. Its `sizes` are of all gradients, and a
             tensor of the backend.
         loss_finite: whether the loss was finite.
         overwrites: not finite where a gradient that overwrites its variable is not; None where there is none.
@@ -61,18 +61,13 @@ class Observation(NamedTuple):
     overwrites: Array | None
 
     def seen(self, scale: Array, xp: Namespace) -> Seen:
-        """Returns the facts that the decision is made from, unscaled.
-
-        Args:
-            scale: the scale that made the gradients.
-            xp: the namespace of the leaves.
-        """
+        """Returns the facts that the decision is made from, unscaled."""
         overflowed = None if self.overwrites is None else xp.logical_not(xp.isfinite(self.overwrites))
         return self.measurement.seen(scale, self.loss_finite, xp, overflowed)
 
 
 class Backend(Protocol):
-    """The few things that Keras's backends do in ways of their own."""
+    """What differs between Keras's backends."""
 
     XP: Any
     """Namespace of the leaves."""
@@ -113,7 +108,7 @@ class Backend(Protocol):
         ...
 
     def is_constant(self, value: Any) -> bool:
-        """Returns whether a variable's value would be compiled in here, so that the program never sees it change."""
+        """Returns whether a variable's value would be a constant of the function that is being compiled."""
         ...
 
 

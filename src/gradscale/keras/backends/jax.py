@@ -17,7 +17,7 @@ from gradscale.kernels.jax import peak, real_parts, share_above, square
 
 XP = jnp
 
-# Arrays that `keras.distribution` has spread over devices are one array here: there are no replicas.
+# An array that `keras.distribution` shards over devices is one array here: there are no replicas.
 agree, merge_call = only_observation, single_call
 
 jax.tree_util.register_dataclass(StepResult, data_fields=TENSORS, meta_fields=STATIC)
@@ -58,16 +58,15 @@ def vector(leaves: Sequence[Array], dtype: str) -> Array:
 
 
 def gate(applied: Array, update: Callable[[], None], variables: Sequence[Any], assign: Assign) -> None:
-    """Runs `update` if `applied` holds: inside a `cond` where the step is compiled; otherwise `applied` is read.
-
-    One `cond` around the whole update. The rule stays outside, as every array that goes through a `cond` costs time.
-    """
+    """Runs `update` if `applied` holds: inside a `cond` where the step is compiled; otherwise `applied` is read."""
     if not isinstance(applied, Tracer):
         if applied:
             update()
         return
+    # One `cond` around the whole update. The rule stays outside, as every array that goes through a `cond` costs time.
     before = [variable.value for variable in variables]
 
+    # Keras assigns variables; a branch must return arrays. The scope turns one into the other.
     def after() -> list[Any]:
         with keras.StatelessScope(state_mapping=list(zip(variables, before, strict=True))) as scope:
             update()
@@ -78,8 +77,8 @@ def gate(applied: Array, update: Callable[[], None], variables: Sequence[Any], a
 
 
 def is_constant(value: Any) -> bool:
-    """Returns whether a value would be compiled into the function that is being compiled: no argument leads to it."""
-    compiling = isinstance(jnp.zeros(()), Tracer)  # JAX traces every operation while it compiles
+    """Returns whether a value would be a constant of the function that is being compiled: not one of its arguments."""
+    compiling = isinstance(jnp.zeros(()), Tracer)  # under a trace, JAX stages even an operation without arguments
     return compiling and not isinstance(value, Tracer)
 
 
@@ -89,16 +88,13 @@ def _values(grad: Any) -> Array:
 
 
 def _sizes(values: Sequence[Array], plan: StepPlan) -> Array:
-    """Returns a number for each gradient, not finite where it is not, in the way that is quickest for the plan.
-
-    It is the largest magnitude where the plan has kinds or amax. XLA reads gradients that come from FP16 while they are
-    FP16, unless their bits are compared, as kinds need. Finite ones overflow when they are divided by a scale below 1,
-    and only then are magnitudes read that the plan does not have.
-    """
+    """Returns a number for each gradient, not finite where it is not: the largest magnitude if the plan has it."""
+    # XLA reads gradients that were cast from FP16 as FP16, unless their bits are compared, as kinds need.
     if plan.kinds:
         return _stacked(peak, values)
     if plan.amax:
         return _stacked(_peak_or_inf, values)
+    # A finite gradient can overflow when it is divided by a scale below 1. Only then are its magnitudes needed.
     flags = _stacked(_inf_unless_finite, values)
     return flags + lax.cond(jnp.asarray(plan.scale) < 1, lambda: _stacked(peak, values), lambda: jnp.zeros_like(flags))
 
@@ -108,7 +104,8 @@ def _stacked(size: Callable[[Array], Array], values: Sequence[Array]) -> Array:
 
 
 def _peak_or_inf(value: Array) -> Array:
-    """Returns the largest magnitude; inf where a number is not finite, as a maximum may lose a NaN."""
+    """Returns the largest magnitude; inf where a number is not finite."""
+    # `max(abs(x))` alone may lose a NaN in XLA's CPU kernel.
     known = [jnp.where(jnp.isfinite(part), jnp.abs(part), jnp.inf) for part in real_parts(value)]
     return jnp.max(jnp.stack([jnp.max(part, initial=0.0).astype(jnp.float32) for part in known]))
 

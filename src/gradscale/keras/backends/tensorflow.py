@@ -30,7 +30,7 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
     """Returns what this replica finds in its gradients."""
     _check_norm(plan)
     magnitudes = [_magnitudes(grad) for grad in grads]
-    # Sums, as a maximum may lose a NaN.
+    # Sums: TensorFlow's `reduce_max` may lose a NaN, a sum cannot.
     sizes = [_sum([tf.reduce_sum(part) for part in parts]) for parts in magnitudes]
     scaled = [part for parts in plan.to_unscale(magnitudes) for part in parts]
     half = [part for place in plan.half for part in magnitudes[place]]
@@ -50,8 +50,9 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
 def agree(observation: Observation) -> Observation:
     """Returns the worst of what the replicas found: one small all-reduce where there are several.
 
-    Each replica has its own gradients: the inner optimizer adds them up, after the decision.
+    Each replica has its own gradients: the inner optimizer sums them after the decision.
     """
+    # Keras's own class takes the flag of the first replica, as if gradients were reduced already. They are not.
     context = _replica_context()
     if context.num_replicas_in_sync == 1:
         return observation
@@ -82,7 +83,7 @@ def vector(leaves: Sequence[Any], dtype: str) -> tf.Tensor:
 
 
 def gate(applied: tf.Tensor, update: Callable[[], None], variables: Sequence[Any], assign: Assign) -> None:
-    """Runs `update` if `applied` holds: a `cond` of the graph."""
+    """Runs `update` if `applied` holds: a `cond` of the graph, which assigns variables in place."""
     del variables, assign
     tf.cond(applied, lambda: _done(update), tf.no_op)
 
@@ -94,16 +95,14 @@ def merge_call(
     grads: Sequence[Any],
     variables: Sequence[Any],
 ) -> T:
-    """Returns what `finish` returns, run once for all replicas.
-
-    A strategy such as `MirroredStrategy` refuses a `cond` on a replica around an update that it has to merge. There
-    the decision is made in a cross-replica context, and the update goes back to each replica.
-    """
+    """Returns what `finish` returns, run once for all replicas."""
+    # The inner optimizer calls `merge_call` to sum gradients, which a strategy such as `MirroredStrategy` does not
+    # support inside a `cond` on a replica. So the `cond` is in the cross-replica context, as in Keras's own class.
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         return single_call(finish, observation, update, grads, variables)
 
     def cross_replica(strategy: Any, observation: Observation | None, grads: Any, variables: Any) -> T:
-        # After `agree` all replicas hold the same numbers.
+        # After `agree` all replicas have the same numbers.
         first = tf.nest.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], observation)
         return finish(
             first, lambda factor: strategy.extended.call_for_each_replica(update, args=(grads, variables, factor))
@@ -119,22 +118,22 @@ def is_constant(value: Any) -> bool:
 
 
 def _replica_context() -> Any:
-    """Returns the replica that this runs on; raises in a cross-replica context, which has no gradients of its own."""
+    """Returns the context of this replica; raises in a cross-replica context, which has no gradients."""
     context = tf.distribute.get_replica_context()
     if context is None:
         raise ValueError(
-            "A step runs on a replica, with that replica's gradients. Received: a call between the replicas of a "
-            f"{type(tf.distribute.get_strategy()).__name__}. Put the step into a function for `strategy.run`."
+            "A step runs on a replica, with that replica's gradients. Received: a call in a cross-replica context "
+            f"of {type(tf.distribute.get_strategy()).__name__}. Call it in a function for `strategy.run`."
         )
     return context
 
 
 def _check_norm(plan: StepPlan) -> None:
-    """Raises if the norm is wanted where no replica knows it."""
+    """Raises if the norm is asked for where no replica has the summed gradients."""
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     if plan.norm and replicas > 1:
         raise ValueError(
-            "`norm=True` needs all gradients in one place, and replicas add theirs up only in the inner optimizer. "
+            "`norm=True` needs the summed gradients, and replicas sum theirs only in the inner optimizer. "
             f"Received: norm=True on {replicas} replicas. Leave it out."
         )
 
@@ -148,9 +147,10 @@ def _done(update: Callable[[], None]) -> tf.Operation | None:
 def _worst(context: Any, mine: tf.Tensor) -> tf.Tensor:
     """Returns the largest of each number over all replicas, NaN above all.
 
-    A maximum may lose a NaN, so NaN is sent as a number of its own. It is sent by a sum in which each replica adds
-    its own row: one collective, where TensorFlow's gather takes several.
+    One collective.
     """
+    # `ReduceOp` has a sum and a mean, no maximum, and `all_gather` takes several collectives. So each replica adds its
+    # own row to a matrix of zeros. A maximum may lose a NaN, so NaN is sent as a number of its own.
     nans = tf.math.is_nan(mine)
     own = tf.stack([tf.where(nans, tf.constant(0.0), mine), tf.cast(nans, tf.float32)])
     rows = tf.range(context.num_replicas_in_sync)[:, None, None]
@@ -178,7 +178,7 @@ def _norm(magnitudes: Sequence[tf.Tensor], scale: tf.Tensor) -> tf.Tensor:
 
 def _largest(magnitudes: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the largest magnitude of all; anything where there is a NaN."""
-    # The maximum of nothing is minus infinity.
+    # `reduce_max` of an empty tensor is minus infinity.
     return tf.reduce_max(tf.stack([tf.constant(0.0), *(tf.reduce_max(part) for part in magnitudes)]))
 
 

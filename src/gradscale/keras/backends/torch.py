@@ -13,6 +13,7 @@ from gradscale.keras.backends import Assign, Observation, StepPlan, only_observa
 from gradscale.keras.variables import on_host
 from gradscale.kernels.torch import largest, norms, share_above
 
+# numpy scalars on the host: 0.9 times the duration of a step of Keras's class, where `keras.ops` on tensors took 1.04.
 XP = SCALARS
 
 # Keras leaves several devices to torch: there are no replicas.
