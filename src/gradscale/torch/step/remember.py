@@ -105,7 +105,9 @@ class Memory:
         # The host's numbers stay there, whatever torch's default device is.
         device = state.scale.device if isinstance(state.scale, Tensor) else "cpu"
         norm = None if self.last is None else self.last.grad_norm
-        sizes = [math.nan if size is None else size for size in (norm, self._amax)]
+        # Filled in: a copy of a number to the device would synchronize.
+        unknown = torch.full((), math.nan, dtype=torch.float32, device=device)
+        sizes = [unknown if size is None else size for size in (norm, self._amax)]
         numbers = (state.scale, state.applied, state.skipped, *sizes)
         return HostCopy(*(torch.as_tensor(number, device=device) for number in numbers))
 
