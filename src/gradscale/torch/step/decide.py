@@ -85,7 +85,7 @@ class Rule:
             return torch.tensor(leaf.item(), dtype=_TORCH[type(leaf)], device=self._device)
         if isinstance(leaf, Tensor) or self._device is None:
             return torch.as_tensor(leaf)
-        # A number of numpy's, which stands for what was not measured. Filled in: a copy to the device would synchronize.
+        # A number of numpy's stands for what was not measured. Filled in: a copy to the device would synchronize.
         return torch.full((), leaf.item(), dtype=_TORCH[type(leaf)], device=self._device)
 
     def measurement(self, measurement: Measurement) -> Measurement:

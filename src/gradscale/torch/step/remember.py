@@ -62,6 +62,7 @@ class Memory:
 
     def forget(self) -> None:
         """Forgets every step, as at the start."""
+        self._stuck_check.forget()
         self.last: StepResult | None = None
         self._amax: Tensor | None = None
         self._steps = 0
