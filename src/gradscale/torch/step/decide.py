@@ -84,7 +84,7 @@ class Rule:
         if self._hosted:
             return torch.tensor(leaf.item(), dtype=_TORCH[type(leaf)], device=self._device)
         if isinstance(leaf, Tensor) or self._device is None:
-            return torch.as_tensor(leaf)
+            return torch.as_tensor(leaf, device=self._device)  # its own, not torch's default device
         # A number of numpy's stands for what was not measured. Filled in: a copy to the device would synchronize.
         return torch.full((), leaf.item(), dtype=_TORCH[type(leaf)], device=self._device)
 

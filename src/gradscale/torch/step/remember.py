@@ -42,6 +42,7 @@ def result_of(plan: StepPlan, measurement: Measurement, decision: Decision, rule
         sizes=None if all_finite else measurement.sizes,
         traces=None if all_finite else Traces(plan.gradients),
         parameter_names=names,
+        gradient_count=len(plan.gradients),
     )
 
 
