@@ -1,4 +1,4 @@
-"""One thread: small steps wait for threads more than they work."""
+"""One thread: threads cost small steps more than they save."""
 
 from collections.abc import Iterator
 

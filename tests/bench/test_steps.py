@@ -1,4 +1,4 @@
-"""The ways to make one step: they make the same step, on parameters of their own, from gradients made anew."""
+"""The ways to make one step: they make the same step, on parameters of their own, from new gradients."""
 
 from collections.abc import Callable
 
@@ -86,10 +86,10 @@ def test_a_policy_gets_gradients_at_the_scale_it_has(policy: Policy) -> None:
 def test_a_side_synchronizes_with_the_accelerator_its_parameters_are_on_and_with_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    waited: list[object] = []
+    synchronized: list[object] = []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
-    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronized.append)
     bare(case()).synchronize()
-    assert waited == []
+    assert synchronized == []
     bare(Case("elsewhere", SHAPES, torch.optim.SGD, None, "meta")).synchronize()
-    assert waited == ["meta"]
+    assert synchronized == ["meta"]

@@ -1,4 +1,4 @@
-"""What a user wants measured: models, optimizers and devices made from names, and what is refused."""
+"""Targets of a benchmark: models, optimizers and devices made from names, and errors."""
 
 import itertools
 import sys

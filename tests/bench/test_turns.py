@@ -19,7 +19,7 @@ def test_turns_that_warm_up_are_run_and_not_counted() -> None:
     assert len(seconds["only"]) == 3
 
 
-def test_the_clock_runs_from_the_wait_before_to_the_wait_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_runs_between_the_two_synchronizations(monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
 
     def clock() -> float:

@@ -1,4 +1,4 @@
-"""`gradscale bench`: what it measures and prints, and what it refuses."""
+"""`gradscale bench`: what it measures and prints, and its errors."""
 
 import json
 import sys

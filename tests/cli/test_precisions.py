@@ -28,7 +28,7 @@ def test_every_precision_is_trained_with_every_seed(runs: Any) -> None:
     assert all(len(outcomes) == 2 for outcomes in runs.values())
 
 
-def test_seeds_differ_and_precisions_start_alike(runs: Any) -> None:
+def test_seeds_differ_and_precisions_start_from_the_same_weights(runs: Any) -> None:
     full, half = runs["FP32 (O0)"], runs["O1"]
     assert full[0]["loss"] != full[1]["loss"]
     for one, other in zip(full, half, strict=True):

@@ -1,4 +1,4 @@
-"""`gradscale replay`: what it reads, how policies are named, what it prints, and what it refuses."""
+"""`gradscale replay`: what it reads, how policies are named, what it prints, and its errors."""
 
 import json
 import sys

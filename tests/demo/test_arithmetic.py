@@ -1,4 +1,4 @@
-"""The demo's arithmetic: true float16, right gradients, and Adam."""
+"""The demo's arithmetic: real float16, correct gradients, and Adam."""
 
 from typing import Any
 

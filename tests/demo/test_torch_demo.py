@@ -176,7 +176,7 @@ def test_an_error_stops_the_other_runs() -> None:
         compare({"cnn": 100_000}, 0, fail)
 
 
-def test_work_that_nobody_waits_for_is_stopped() -> None:
+def test_work_whose_result_is_not_needed_is_stopped() -> None:
     workers, begun = Workers(threads=1), threading.Event()
     futures: list[Future[None]] = []
 

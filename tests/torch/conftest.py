@@ -1,4 +1,4 @@
-"""Every test starts from the same random numbers, on one thread: small models wait for threads more than they work."""
+"""Every test starts from the same random numbers, on one thread: threads cost small models more than they save."""
 
 from collections.abc import Iterator
 

@@ -26,7 +26,7 @@ class Loop(Protocol):
         ...
 
     def step(self, *optimizers: Optimizer, clip: float | None = None, unscale: bool = False) -> bool | None:
-        """Takes a step and moves the scale; returns whether it was applied, or None if the scaler does not tell."""
+        """Takes a step and updates the scale; returns whether it was applied, or None where that is not reported."""
         ...
 
     def save(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_training_in_fp16_learns_and_accelerate_sees_the_skipped_step() -> None:
     assert scaler.get_scale() == 2.0**10 * 2 / 2 * 4
 
 
-def test_skip_of_a_fused_optimizer_is_told_where_accelerate_cannot_see_it() -> None:
+def test_skip_of_a_fused_optimizer_is_reported_where_accelerate_cannot_see_it() -> None:
     run = Run(GradScaler("cpu", init_scale=2.0**10), fused=True)
     run.train(epochs=2, bad_steps=(5,))
     assert [index for index, skipped in enumerate(run.skips) if skipped] == [5]

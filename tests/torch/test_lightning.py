@@ -26,7 +26,7 @@ pytestmark = [
 
 
 class Regression(lightning.LightningModule):
-    """A small network; its gradients overflow at the steps it is told."""
+    """A small network; its gradients overflow at the given steps."""
 
     def __init__(self, fused: bool = False, bad_steps: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def fit(module: Regression, scaler: Any, epochs: int = 4, ckpt_path: Path | None
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_training_in_fp16_learns_and_a_skipped_step_is_told(fused: bool) -> None:
+def test_training_in_fp16_learns_and_a_skipped_step_is_reported(fused: bool) -> None:
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
     module = Regression(fused, bad_steps=(5,))
     clipping: dict[str, Any] = {} if fused else {"gradient_clip_val": 1.0}

@@ -1,1 +1,1 @@
-"""Measuring what a step costs: sides that take turns, and a count of the gradient memory each of them touches."""
+"""Measures the cost of a step: sides that take turns, and a count of the gradient memory each of them touches."""

@@ -1,4 +1,4 @@
-"""One case measured in every way: how long a step takes, and what it does to the memory of the gradients."""
+"""Compares the sides of one case: the time of a step, and its reads and writes of gradient memory."""
 
 import statistics
 from dataclasses import dataclass
@@ -35,15 +35,10 @@ class Measured:
 
 
 def compare(case: Case, policy: Policy, repeats: int) -> list[Measured]:
-    """Returns what every side costs, measured in turn.
-
-    Args:
-        case: what is stepped.
-        policy: the rule for the scale of `LossScaler`.
-        repeats: how often each side is timed, at least twice.
-    """
+    """Returns the cost of every side, each timed `repeats` times, at least twice. `policy` is that of `LossScaler`."""
     sides = all_sides(case, policy)
     seconds = take_turns(sides, repeats)
+    # Counted after the timing: a dispatch mode makes every operator slower.
     traffic = {name: count(side) for name, side in sides.items()}
     own_reads = len(traffic[BARE].host_reads)
     return [_measured(name, seconds[name], seconds[TORCH], traffic[name], own_reads) for name in sides]

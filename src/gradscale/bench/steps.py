@@ -1,4 +1,4 @@
-"""The ways to make one optimizer step: without scaling, with torch's scaler or the drop-in, and with `LossScaler`."""
+"""The sides of the benchmark: a step without scaling, with torch's scaler or the drop-in, and with `LossScaler`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ STEADY = Dynamic(init_scale=SCALE, growth_interval=NEVER)
 
 @dataclass(frozen=True)
 class Case:
-    """What is stepped, how, and whether its gradients are clipped.
+    """Parameters, their optimizer, and whether gradients are clipped.
 
     Attributes:
-        name: what a table calls it.
+        name: its name in a table.
         shapes: of the parameters, which are float32.
         make_optimizer: returns the optimizer of the parameters it is given.
         clip: bound on the norm of the gradients; None does not clip.
-        device: where the parameters live.
+        device: device of the parameters.
     """
 
     name: str
@@ -44,22 +44,13 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSide(Side):
-    """One way to make a step, on parameters of its own. `prepare` gives them new gradients, scaled as it needs them.
-
-    Attributes:
-        parameters: what is stepped.
-    """
+    """One way to make a step, on parameters of its own. `prepare` sets new gradients at the side's scale."""
 
     parameters: Sequence[Tensor]
 
 
 def all_sides(case: Case, policy: Policy = STEADY) -> dict[str, StepSide]:
-    """Returns every way to make the step, by name. Torch's scaler is the first.
-
-    Args:
-        case: what is stepped.
-        policy: the rule for the scale of `LossScaler`.
-    """
+    """Returns every way to make the step, by name. torch's scaler is the first."""
     return {
         TORCH: grad_scaler(case),
         "LossScaler": loss_scaler(case, policy),
@@ -81,12 +72,7 @@ def bare(case: Case) -> StepSide:
 
 
 def grad_scaler(case: Case, kind: type[torch.amp.GradScaler] = torch.amp.GradScaler) -> StepSide:
-    """Returns the side of torch's scaler, or of the drop-in, called in torch's order.
-
-    Args:
-        case: what is stepped.
-        kind: the class of the scaler.
-    """
+    """Returns the side of torch's scaler, or of the drop-in, called in torch's order."""
     parameters, optimizer = _own(case)
     scaler = kind(torch.device(case.device).type, init_scale=SCALE, growth_interval=NEVER)
 
@@ -101,12 +87,7 @@ def grad_scaler(case: Case, kind: type[torch.amp.GradScaler] = torch.amp.GradSca
 
 
 def loss_scaler(case: Case, policy: Policy = STEADY) -> StepSide:
-    """Returns the side of `LossScaler`.
-
-    Args:
-        case: what is stepped.
-        policy: the rule for its scale.
-    """
+    """Returns the side of `LossScaler`."""
     parameters, optimizer = _own(case)
     scaler = LossScaler(policy=policy, device=case.device)
 
@@ -126,17 +107,9 @@ def _own(case: Case) -> tuple[list[Tensor], Optimizer]:
 
 
 def _side(case: Case, parameters: Sequence[Tensor], run: Callable[[], object], begin: Callable[[], Tensor]) -> StepSide:
-    """Returns a side whose gradients are made anew for every run.
-
-    The same gradients stepped again and again would be unscaled and clipped again and again, and end as subnormals,
-    which some processors are slow at.
-
-    Args:
-        case: what is stepped.
-        parameters: the side's own.
-        run: makes the step.
-        begin: opens the step, and returns what its gradients are multiplied by.
-    """
+    """Returns a side with new gradients for every run. `begin` returns the scale to multiply them by."""
+    # The same gradients, unscaled and clipped again by every run, would end as subnormals, which some processors are
+    # slow at.
     unscaled = _unscaled_gradients(tuple(map(tuple, case.shapes)), case.device)
 
     def prepare() -> None:
@@ -149,7 +122,7 @@ def _side(case: Case, parameters: Sequence[Tensor], run: Callable[[], object], b
     return StepSide(run, prepare, _synchronizer(case.device), parameters=parameters)
 
 
-@lru_cache(maxsize=1)  # the sides of one case share them: one set of gradients less for each
+@lru_cache(maxsize=1)  # the sides of one case share them, to save memory
 def _unscaled_gradients(shapes: tuple[tuple[int, ...], ...], device: str) -> list[Tensor]:
     return _random(shapes, device, seed=1, size=1e-3)
 

@@ -1,4 +1,4 @@
-"""What a user wants measured, made from names: shapes, an optimizer and a device."""
+"""The targets of a benchmark by name: shapes, an optimizer and a device."""
 
 import importlib
 import math
@@ -30,18 +30,18 @@ IMPLEMENTATIONS = {
 
 
 class BadTarget(ValueError):
-    """Raised when what a user gave names nothing that can be measured."""
+    """Raised when an argument does not name something that can be measured."""
 
 
 def shapes_of(factory: str) -> Shapes:
-    """Returns the shapes of what a model trains.
+    """Returns the shapes of the trained parameters of a model.
 
     Args:
-        factory: `module:function`; the function takes nothing, and returns a module or an iterable of parameters.
+        factory: `module:function`; the function takes no arguments, and returns a module or an iterable of parameters.
     """
     made = load_function("--model", factory)()
     parameters: Any = made.parameters() if isinstance(made, nn.Module) else made
-    # A tensor is iterable, too, and would come apart into its rows.
+    # A tensor is iterable too, over its rows.
     several = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor)
     given: list[Any] = list(parameters) if several else [parameters]
     if unknown := [type(item).__name__ for item in given if not isinstance(item, Tensor)]:
@@ -73,12 +73,12 @@ def made_up_shapes(parameters: int, tensors: int) -> Shapes:
 def optimizer_of(
     name: str, implementation: str | None, device: str = "cpu"
 ) -> tuple[str, Callable[[list[Tensor]], Optimizer]]:
-    """Returns what the optimizer is called, and what makes it.
+    """Returns the name of an optimizer in tables, and a function that makes it.
 
     Args:
         name: one of `OPTIMIZERS`, or the `module:function` of one that takes parameters.
         implementation: one of `IMPLEMENTATIONS`, for the first; by default the fused one.
-        device: where it will step.
+        device: device of the parameters.
     """
     if name not in OPTIMIZERS:
         if implementation is not None:
@@ -140,9 +140,9 @@ def load_function(option: str, path: str, others: Iterable[str] = ()) -> Callabl
     """Returns the function that `module:function` names. Modules of the current folder are found, too.
 
     Args:
-        option: where the user gave the path.
-        path: as the user gave it.
-        others: what could have been given instead.
+        option: the command-line option, for error messages.
+        path: the value of the option.
+        others: its other valid values.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
@@ -158,12 +158,13 @@ def load_function(option: str, path: str, others: Iterable[str] = ()) -> Callabl
 
 
 def _import(option: str, name: str) -> Any:
-    """Returns a module. Only that it is not there is the user's mistake: what is wrong inside shows its traceback."""
+    """Returns a module. Errors inside of it keep their traceback."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # The module, or a package that it is in, was not found. A missing import inside of it is raised as it is.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise BadTarget(

@@ -1,4 +1,4 @@
-"""Counting, operator by operator, how often a step reads and writes the memory of the gradients."""
+"""Counts, operator by operator, how often a step reads and writes the memory of the gradients."""
 
 import weakref
 from collections import defaultdict
@@ -34,15 +34,15 @@ class Bytes:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts what the code inside does to the memory of the gradients, and what it allocates.
+    """Counts the reads and writes of gradient memory inside the block, and what it allocates.
 
         with Traffic([parameter.grad for parameter in parameters]) as traffic:
             optimizer.step()
         print(traffic.passes_read, traffic.passes_written)
 
-    An operator is taken to go over each of its arguments once, however often it is given the same one, and to change
-    those that its schema says it changes. Views cost nothing. What happens inside of an operator is not seen: the
-    temporaries of its kernel, or that `found_inf` made a fused optimizer skip. Such a step counts as applied.
+    An operator counts as one pass over each of its arguments, however often it is given the same one, and as a write
+    where its schema has one. Views cost nothing. What happens inside of an operator is not seen: the temporaries of its
+    kernel, or a skip of a fused optimizer by `found_inf`, which counts as applied.
 
     Args:
         gradients: dense tensors. Whatever shares their storage is gradient memory.
@@ -62,7 +62,7 @@ class Traffic(TorchDispatchMode):
         self.host_reads: list[str] = []
         self.peak_allocated = 0
         self._allocated = 0
-        # Storages, not only addresses: none can be freed, and its address given to another tensor.
+        # Storages, not only addresses: a freed one's address could be reused by another tensor.
         self._storages = {_address(gradient): gradient.untyped_storage() for gradient in held}
 
     @property
@@ -92,7 +92,7 @@ class Traffic(TorchDispatchMode):
         given = set(map(_address, _tensors((args, *named.values()))))
         returned = {_address(tensor): tensor for tensor in _tensors(result)}
         self._note_made(tensor for address, tensor in returned.items() if address not in given)
-        # Looked up in what was returned, because not every schema says so: `_unsafe_view` is one that does not.
+        # By the returned memory, because not every schema declares a view: `_unsafe_view` does not.
         is_view = not func._schema.is_mutable and not given.isdisjoint(returned)
         if not is_view and _name(func) not in SHAPE_ONLY:
             self._note_touched(func, args, named)
@@ -116,6 +116,7 @@ class Traffic(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._allocated += storage.nbytes()
+            # `finalize` on the storage, not on the tensor: views may keep the memory after the tensor is freed.
             weakref.finalize(storage, self._note_freed, storage.nbytes()).atexit = False
         self.peak_allocated = max(self.peak_allocated, self._allocated)
 
@@ -124,7 +125,7 @@ class Traffic(TorchDispatchMode):
 
 
 def count(side: StepSide) -> Traffic:
-    """Returns the traffic of one step, made after another that leaves the optimizer with its state."""
+    """Returns the traffic of the second step: the first one creates the optimizer's state."""
     side.turn()
     side.prepare()
     with Traffic([parameter.grad for parameter in side.parameters if parameter.grad is not None]) as traffic:
@@ -134,7 +135,7 @@ def count(side: StepSide) -> Traffic:
 
 def _uses(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, bool, bool]]:
     """Yields the tensors that an operator is given, each with whether it is read and whether it is written."""
-    # Fused optimizers say that they write gradients, and do so only where they divide them by a scale.
+    # By their schema fused optimizers write gradients. They do so only with a `grad_scale` to divide them by.
     keeps_gradients = _name(func).startswith("_fused_") and kwargs.get("grad_scale") is None
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)

@@ -1,4 +1,4 @@
-"""Timing several ways to do one thing in one run: they take turns, so that a busy moment falls on all of them."""
+"""Times several implementations in one run: they take turns, so that other load affects all of them."""
 
 import statistics
 import time
@@ -11,11 +11,11 @@ WARM_UP = 2
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One way to do it.
+    """One of the implementations that are compared.
 
     Attributes:
         run: what is timed.
-        prepare: what must be done before, outside of the clock.
+        prepare: called before `run`, and not timed.
         synchronize: returns once the device is idle; called before the clock starts and before it stops.
     """
 
@@ -34,15 +34,11 @@ class Side:
 
 
 def take_turns(sides: Mapping[str, Side], repeats: int) -> dict[str, list[float]]:
-    """Returns the seconds of every run of every side. Each round begins with another side.
-
-    Args:
-        sides: the ways to do it, by name.
-        repeats: rounds that count.
-    """
+    """Returns the seconds of every run of every side, in `repeats` rounds after the warm-up."""
     names = list(sides)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_index in range(WARM_UP + repeats):
+        # Each round begins with another side: the first of a round may find colder caches.
         first = round_index % len(names)
         for name in names[first:] + names[:first]:
             taken = sides[name].turn()
@@ -63,7 +59,7 @@ def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> float:
 def ratio_quartiles(seconds: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
     """Returns the first and the third quartile of the ratios, each of two turns in the same round.
 
-    A busy moment falls on both turns of a round, so these lie closer together than the quartiles of the seconds.
+    Other load affects both turns of a round, so that these are closer together than the quartiles of the seconds.
 
     >>> ratio_quartiles([1.0, 2.0, 3.0], [2.0, 2.0, 2.0])
     (0.75, 1.25)

@@ -40,5 +40,5 @@ def options(
 
 
 def main() -> None:
-    """Runs the command line. Exits with 0, with 1 where `doctor` found something broken, or with 2 for a mistake."""
+    """Runs the command line. Exits with 0, with 1 if `doctor` finds a broken adapter, or with 2 for a usage error."""
     app(prog_name="gradscale")

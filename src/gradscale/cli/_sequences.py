@@ -12,7 +12,7 @@ FLAGS = {"0": 0, "1": 1, "false": 0, "true": 1}
 
 
 def read_sequences(flags: str | None, amax: str | None) -> dict[str, list[Any]]:
-    """Returns the sequences by the name that `gradscale.replay` has for them.
+    """Returns the sequences by their argument names in `gradscale.replay`.
 
     Args:
         flags: path of the flags, or of a JSON object with several sequences; `-` is standard input. None reads no
@@ -36,13 +36,13 @@ def read_sequences(flags: str | None, amax: str | None) -> dict[str, list[Any]]:
 
 
 def _text(path: str) -> tuple[str, str]:
-    """Returns what to call a source in a message, and its text."""
+    """Returns the name of a source for messages, and its text."""
     if path == STDIN and sys.stdin.isatty():
         raise ValueError("there is nothing to replay. Name a file of flags, or pipe flags in; --help shows how.")
     source = "standard input" if path == STDIN else path
     data = sys.stdin.buffer.read() if path == STDIN else Path(path).read_bytes()
     try:
-        text = data.decode("utf-8-sig").strip()
+        text = data.decode("utf-8-sig").strip()  # with or without a byte order mark, which Windows tools write
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} must be UTF-8 text: {error.reason} at byte {error.start}.") from None
     if not text:
@@ -88,7 +88,7 @@ def _json(source: str, text: str) -> Any:
 
 
 def _restored(source: str, values: Any) -> list[Any]:
-    """Returns a JSON list with strings such as "inf", which JSON has no number for, turned into numbers."""
+    """Returns a JSON list with strings turned into numbers, such as "inf", which JSON has no number for."""
     if not isinstance(values, list):
         raise ValueError(f"{source} must be a JSON list with a value for each step. Received: {type(values).__name__}.")
     return [_float(source, item) if isinstance(item, str) else item for item in cast(list[Any], values)]

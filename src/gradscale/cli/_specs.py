@@ -1,4 +1,4 @@
-"""Policies as a user names them on the command line: `dynamic:growth_interval=100`, `static:1024`, `deepspeed`."""
+"""Policies as the command line names them: `dynamic:growth_interval=100`, `static:1024`, `deepspeed`."""
 
 import inspect
 import re
@@ -25,7 +25,7 @@ POLICIES: Mapping[str, type[Any]] = MappingProxyType(
         "none": NoScaling,
     }
 )
-"""gradscale's own policies, by the name the command line has for them."""
+"""gradscale's own policies, by their names on the command line."""
 
 WORDS = {"true": True, "false": False, "none": None, "inf": float("inf")}
 POWER = re.compile(r"([1-9]\d*)(?:\*\*|\^)(-?\d+)")

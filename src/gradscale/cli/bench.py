@@ -1,4 +1,4 @@
-"""`gradscale bench`: what a step with loss scaling costs here, beside torch's scaler and beside no scaling."""
+"""`gradscale bench`: the cost of a step with loss scaling on this machine, torch's scaler, and no scaling."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def bench(
     model: Annotated[
         str | None,
         typer.Option(
-            help="MODULE:FUNCTION; the function returns a torch.nn.Module, or parameters. Measured are their shapes, "
+            help="MODULE:FUNCTION; the function returns a torch.nn.Module, or parameters. Their shapes are measured, "
             "in float32.",
             show_default=False,
         ),
@@ -68,7 +68,7 @@ def bench(
     ] = "dynamic",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the memory that each step takes.")] = False,
 ) -> None:
-    """Measure what a step costs here: with torch's scaler, with gradscale's, and with none.
+    """Measure the cost of a step on this machine: with torch's scaler, with gradscale's, and with none.
 
     Example: gradscale bench --parameters 25M --tensors 160 --optimizer sgd --clip 1.0
     """
@@ -93,7 +93,7 @@ def bench(
 
 
 def _clips(clip: float | None, no_clip: bool) -> Sequence[float | None]:
-    """Returns the bounds to measure with: what was asked for, or both where nothing was."""
+    """Returns the bounds to measure with: those of the options, or both without options."""
     if clip is not None and not clip > 0:
         raise ValueError(f"`--clip` must be greater than 0. Received: {clip}. To measure without give --no-clip.")
     with_clip = [] if no_clip and clip is None else [clip or CLIP]
@@ -118,7 +118,7 @@ def _cases(
     clips: Sequence[float | None],
     device: str | None,
 ) -> "list[Case]":
-    """Returns what to step, made from what the user gave."""
+    """Returns the cases that the options describe."""
     from gradscale.bench.steps import Case
     from gradscale.bench.targets import device_of, made_up_shapes, optimizer_of, shapes_of
 

@@ -59,7 +59,7 @@ def demo(
 
 
 def _load(framework: str | None) -> Demo:
-    """Returns the demo of the framework asked for, or of the first that is installed."""
+    """Returns the demo of the chosen framework, or of the first that is installed."""
     if framework is None:
         framework = next(known for known in FRAMEWORKS if _is_installed(known))
     if framework not in FRAMEWORKS:
@@ -72,7 +72,7 @@ def _load(framework: str | None) -> Demo:
 
 
 def _is_installed(framework: str) -> bool:
-    """Returns whether all that the demo of a framework needs is there. Imports nothing."""
+    """Returns whether the packages of a framework's demo are installed. Imports nothing."""
     return all(find_spec(package) for package in FRAMEWORKS[framework])
 
 

@@ -106,7 +106,8 @@ def devices() -> list[str]:
 
 @contextmanager
 def _stderr_dropped() -> Generator[None]:
-    """Drops what is written to the error stream, by compiled code too: TensorFlow greets there when it is loaded."""
+    """Discards what is written to the error stream, by compiled code too: TensorFlow logs there when it is loaded."""
+    # By file descriptor: replacing `sys.stderr` would not affect compiled code.
     sys.stderr.flush()
     kept = os.dup(STDERR)
     with open(os.devnull, "wb") as nowhere:

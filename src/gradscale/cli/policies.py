@@ -49,7 +49,7 @@ def _settings(policy_class: type) -> Table | str:
 
 
 def _rules(peer: Peer) -> dict[Callable[..., Policy], list[str]]:
-    """Returns the rules of a system, each with all the names it goes by."""
+    """Returns the rules of a system, each with all its names."""
     rules: dict[Callable[..., Policy], list[str]] = {}
     for name, builder in peer.variants.items():
         rules.setdefault(builder, []).append(name)

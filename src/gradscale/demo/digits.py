@@ -16,7 +16,7 @@ AUTOENCODER = Subject(
     scores={"accuracy": ".1%", "pixel error": ".4f"},
     caption="accuracy, loss: of the classifier",
 )
-"""An autoencoder whose code a classifier reads, trained together, the classifier at a small weight."""
+"""An autoencoder and a classifier of its code, trained together, the classifier with a small loss weight."""
 
 SIZES = {"encoder": (64, 128, 64), "decoder": (64, 128, 64), "classifier": (64, 128, 128, 128, 10)}
 

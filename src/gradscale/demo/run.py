@@ -1,4 +1,4 @@
-"""Training runs and their comparison: what every framework's demo produces, and the table and the plot show."""
+"""Training runs and their comparison: the results of every framework's demo, for the table and the plot."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of one step, beside those that FP32 has for the same weights and batch.
+    """The gradients of one step, and the FP32 gradients of the same weights and batch.
 
     Attributes:
         kept: the step's own gradients of the parameters, scaled or not.
@@ -57,7 +57,7 @@ class Step:
         loss: the loss that is plotted.
         scale: the scale that the loss was multiplied by.
         skipped: whether the step was skipped.
-        grads: its gradients; None unless they were asked for.
+        grads: its gradients; None unless they were sampled.
     """
 
     loss: float

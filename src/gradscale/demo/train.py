@@ -23,7 +23,7 @@ class Recipe:
     """A precision and a policy to train with.
 
     Attributes:
-        name: what the table and the plot call it.
+        name: its name in the table and the plot.
         format: the format of the gradients.
         policy: a policy, or `"auto"`, or `"static"` for the best scale that the gradients of the FP32 run allow.
     """
@@ -90,7 +90,7 @@ class Demo:
     Attributes:
         recipes: what it compares, in order.
         experiments: what it trains.
-        workers: returns what the runs are computed in.
+        workers: returns the workers that run the training.
     """
 
     recipes: Sequence[Recipe]
@@ -108,7 +108,7 @@ Tick = Callable[[str, str], None]
 
 
 def train(recipe: Recipe, trainer: Trainer, steps: int, tick: Callable[[], None]) -> Run:
-    """Returns a run of so many steps. `tick` is called after each."""
+    """Returns a run of `steps` steps. `tick` is called after each."""
     run = Run(recipe.name)
     for step in range(steps):
         run.add(trainer.step(sample=step % SAMPLE_EVERY == 0))
@@ -118,19 +118,15 @@ def train(recipe: Recipe, trainer: Trainer, steps: int, tick: Callable[[], None]
 
 
 def compare(demo: Demo, plan: Mapping[str, int], seed: int, tick: Tick) -> list[Comparison]:
-    """Returns a comparison of all recipes for each model.
+    """Returns a comparison of all recipes for each model of `plan`, which has their numbers of steps.
 
-    Args:
-        demo: the framework's.
-        plan: the models, and how many steps each of their runs has.
-        seed: of the data's split, the initial weights and the batches.
-        tick: called after each step.
+    `seed` is that of the data's split, the initial weights and the batches. `tick` is called after each step.
     """
     reference, *others = demo.recipes
     with demo.workers() as workers:
 
         def submit(subject: Subject, make: Callable[[Recipe], Trainer], recipe: Recipe) -> Future[Run]:
-            trainer = make(recipe)  # not in the worker: torch's threads share its random numbers
+            trainer = make(recipe)  # not in the worker: threads share torch's random numbers
 
             def checked_tick() -> None:
                 workers.check()
@@ -139,6 +135,7 @@ def compare(demo: Demo, plan: Mapping[str, int], seed: int, tick: Tick) -> list[
             return workers.submit(lambda: train(recipe, trainer, plan[subject.model], checked_tick))
 
         chosen = [(one.subject, one.load(seed)) for one in demo.experiments if one.subject.model in plan]
+        # All references first: the static scale of a model is made from the gradients of its FP32 run.
         submitted = [[submit(*experiment, reference)] for experiment in chosen]
         for experiment, runs in zip(chosen, submitted, strict=True):
             best = Static(best_static_scale(runs[0].result().histogram, FP16))

@@ -1,4 +1,4 @@
-"""Threads that train side by side, or the caller's own."""
+"""Threads that train in parallel, or the caller's thread."""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +10,7 @@ R = TypeVar("R")
 
 
 class Stopped(Exception):
-    """Raised in a worker whose result is no longer wanted."""
+    """Raised in a worker whose result is no longer needed."""
 
 
 class Workers:
@@ -43,6 +43,6 @@ class Workers:
         return done
 
     def check(self) -> None:
-        """Raises `Stopped` if the work is no longer wanted. Work that takes long calls this now and then."""
+        """Raises `Stopped` if the work is no longer needed. Long work calls this regularly."""
         if self._stopped.is_set():
             raise Stopped

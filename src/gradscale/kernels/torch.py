@@ -32,7 +32,8 @@ class TensorGroup(NamedTuple):
 
 
 def tensor_groups(tensors: Sequence[Tensor]) -> list[TensorGroup]:
-    """Returns the tensors by device and type. Nearly always all have the same, and that is quick to see."""
+    """Returns the tensors by device and type."""
+    # Nearly always all have the same. Sets show that in a fraction of the time that sorting takes.
     devices = {CPU} if all_on_cpu(tensors) else {tensor.device for tensor in tensors}
     dtypes = {tensor.dtype for tensor in tensors}
     if len(devices) == len(dtypes) == 1 and not (dtype := dtypes.pop()).is_complex:
@@ -54,10 +55,11 @@ def all_on_cpu(tensors: Sequence[Tensor]) -> bool:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Returns the two parts of a complex tensor as one real view; of a conjugate, the parts of what it is a view of.
+    """Returns the two parts of a complex tensor as one real view; of a lazy conjugate, the parts of its original.
 
-    Size, finiteness, clamping and multiplying by a real number are the same for both.
+    Magnitudes, finiteness, clamping and multiplying by a real number are the same for both.
     """
+    # `view_as_real` rejects a lazy conjugate, and `resolve_conj` would copy it: writes would not reach the gradient.
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
@@ -88,7 +90,7 @@ def share_above(gradients: Sequence[Tensor], edge: Tensor, device: torch.device)
     Complex elements count as two. Reads each gradient once and makes temporaries as large as the largest of them.
     """
     real = [tensor for group in tensor_groups(gradients) for tensor in group.tensors]
-    # Compared in float32: a narrower type would round the edge.
+    # Compared in float32: a narrower type would round the edge. Negated, so that NaN counts as above.
     wide = (grad.float() if grad.dtype.itemsize < 4 else grad for grad in real)
     above = [(~(grad.abs() <= edge.to(grad.device))).sum().to(device, torch.float32) for grad in wide]
     elements = sum(grad.numel() for grad in real)
@@ -116,6 +118,8 @@ def _in_order(groups: Sequence[TensorGroup], sizes: Sequence[Tensor]) -> Tensor:
 
 def _group_norms(group: TensorGroup) -> Tensor:
     """Returns the norm of each gradient: a `dot` for a large flat tensor, a multi-tensor norm for the rest."""
+    # On 25M float32 elements `dot` takes two thirds of the time of `_foreach_norm`. It is for float32 only: in FP16 its
+    # sum overflows from 65520 on. `_foreach_norm` sums in the dtype it is given, whatever the tensors' own.
     if group.device.type == "cpu" and group.dtype is not torch.float64:
         large = [grad.numel() >= DOT_FROM for grad in group.tensors]
         if any(large):
@@ -125,6 +129,7 @@ def _group_norms(group: TensorGroup) -> Tensor:
 
 
 def _norms_by_size(gradients: Sequence[Tensor], large: Sequence[bool]) -> Tensor:
+    # A transposed gradient cannot be viewed as flat, and flattening would copy it.
     dotted = [is_large and grad.is_contiguous() for grad, is_large in zip(gradients, large, strict=True)]
     flat = [grad.view(-1) for grad, is_dotted in zip(gradients, dotted, strict=True) if is_dotted]
     norms = torch.stack(_squared(flat)).sqrt_() if flat else torch.zeros(0)
@@ -139,6 +144,7 @@ def _squared(flat: Sequence[Tensor]) -> list[Tensor]:
     """Returns the sum of squares of each flat gradient, all of one type, in float32."""
     if flat[0].dtype is torch.float32:
         return [torch.dot(grad, grad) for grad in flat]
+    # One buffer for all: a cast of each gradient would allocate as much memory again, and read it from RAM.
     most = min(CAST_AT_ONCE, max(grad.numel() for grad in flat))
     buffer = torch.empty(most, dtype=torch.float32, device=flat[0].device)
     return [_squared_in(buffer, grad) for grad in flat]
@@ -154,9 +160,12 @@ def _squared_in(buffer: Tensor, grad: Tensor) -> Tensor:
 
 def _group_largest(group: TensorGroup) -> Tensor:
     """Returns the largest magnitude in each gradient; NaN where there is one."""
+    # `aminmax` carries NaN, makes no copy as `abs` would, and is ten times as fast as `_foreach_norm` of order inf.
+    # `_foreach_max` alone would miss -inf.
     extremes = [extreme for grad in group.tensors for extreme in _extremes(grad)]
     return torch.stack(extremes).abs_().view(-1, 2).amax(1)
 
 
 def _extremes(grad: Tensor) -> Sequence[Tensor]:
+    # `aminmax` raises for an empty tensor, where a norm is 0.
     return torch.aminmax(grad) if grad.numel() else (grad.new_zeros(()), grad.new_zeros(()))

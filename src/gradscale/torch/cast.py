@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 LEAVES = (NoneType, EllipsisType, int, float, str, slice, torch.dtype, torch.device, torch.Size)
-"""Types of common arguments that hold no tensor. To find that out by `pytree` would be most of the cost of a call."""
+"""Types of common arguments that hold no tensor. Finding that out with `pytree` would be most of the cost of a call."""
 
 
 def cast(value: Any, dtype: torch.dtype, castable: Collection[torch.dtype]) -> Any:
@@ -26,8 +26,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns `value` with `change` applied to every tensor in it.
 
     Descends into tuples, lists, dicts, named tuples, dataclasses, packed sequences and everything registered as a
-    pytree. No container is written to: one with a changed tensor is copied. Any other is returned itself, since a
-    model may be meant to write to it, as to a cache of keys and values.
+    pytree. A container with a changed tensor is copied. Any other is returned itself, since the model may write to it,
+    as to a cache of keys and values.
     """
     return change(value) if isinstance(value, Tensor) else _mapped(value, change)[0]
 
@@ -56,7 +56,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
 
 
 def _opened(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]]:
-    """Returns the items of a container, and what makes the same container of others; no items if it is none."""
+    """Returns the items of a container, and a function that builds the container from others; else no items."""
     # Nearly all containers are one of these, and pytrees are far slower.
     if type(value) is tuple or type(value) is list:
         return value, type(value)
@@ -76,10 +76,8 @@ def _opened(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]]:
 
 
 def _copy_with(whole: Any, old: Mapping[Any, Any], new: list[Any], put: Callable[[Any, Any, Any], None]) -> Any:
-    """Returns a copy of `whole` with its changed items put in.
-
-    A copy, not a call of the constructor, which may check or compute. Frozen dataclasses are written to as well.
-    """
+    """Returns a copy of `whole` with its changed items replaced."""
+    # Not a call of the constructor, which may check or compute. `object.__setattr__` writes to frozen dataclasses too.
     made = copy.copy(whole)
     for (key, before), item in zip(old.items(), new, strict=True):
         if item is not before:

@@ -1,4 +1,4 @@
-"""What `LossScaler` refuses."""
+"""Checks of the arguments of `LossScaler` and of the order of its calls."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -46,7 +46,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 def check_order(window: "Window | None") -> "Window":
-    """Returns the window, or says which call is missing before `step`."""
+    """Returns the window, or raises an error that names the call that is missing before `step`."""
     if window is None:
         raise RuntimeError(
             "`step` needs gradients of a scaled loss, and none was scaled since the last step. "
@@ -62,7 +62,7 @@ def check_order(window: "Window | None") -> "Window":
 
 
 def refuse_stale(window: "Window", optimizers: Sequence[Optimizer], names: Names) -> None:
-    """Raises if gradients from before this window were never cleared: their scale is not this one's."""
+    """Raises if gradients from before this window were not cleared: they have another scale."""
     if not window.stale:
         return
     stale = {id(parameter) for parameter in window.stale if parameter.grad is not None}
@@ -81,7 +81,7 @@ def refuse_unknown_parameters(window: "Window", optimizers: Sequence[Optimizer],
     held = [parameter for parameter in parameters_of(optimizers) if parameter.grad is not None]
     if unknown := [parameter for parameter in held if id(parameter) not in window.rescaled]:
         raise RuntimeError(
-            "`retries` ran a backward pass again that also made gradients of parameters the scaler was not told of: "
+            "`retries` ran a backward pass again that also made gradients of parameters the scaler does not know: "
             f"{some(names, unknown, optimizers)}. Build it as `LossScaler([model, other])`, and clear these "
             "gradients."
         )
@@ -99,21 +99,18 @@ def refuse_some_unscaled(window: "Window", optimizers: Sequence[Optimizer]) -> N
 
 def refuse_narrow(call: str, optimizers: Sequence[Optimizer], names: Names) -> None:
     """Raises if `call` would unscale, in FP16, gradients that an optimizer with masters would divide in float32."""
-    careful = [optimizer for optimizer in optimizers if keeps_masters(optimizer)]
-    half = [each for each in parameters_of(careful) if each.grad is not None and each.grad.dtype is torch.float16]
+    masters = [optimizer for optimizer in optimizers if keeps_masters(optimizer)]
+    half = [each for each in parameters_of(masters) if each.grad is not None and each.grad.dtype is torch.float16]
     if half:
         raise TypeError(
             f"`{call}` unscales `.grad` in place, and FP16 cannot hold small unscaled gradients. "
-            f"Parameters with FP16 gradients: {some(names, half, careful)}. "
+            f"Parameters with FP16 gradients: {some(names, half, masters)}. "
             "Build the optimizer as `MasterWeights(optimizer, grad_fp32=True)`."
         )
 
 
 def warn_of_half(gradients: Gradients, names: Names) -> bool:
-    """Warns of FP16 parameters, which lose updates smaller than half a unit in their last place; returns whether.
-
-    Those of an optimizer that keeps masters lose nothing.
-    """
+    """Warns of FP16 parameters without masters, which lose small updates; returns whether there are any."""
     safe = {id(parameter) for parameter in parameters_of(filter(keeps_masters, gradients.optimizers))}
     half = [each for each in gradients.parameters if each.dtype is torch.float16 and id(each) not in safe]
     if half:

@@ -8,7 +8,7 @@ import torch
 class Generators:
     """Makes a `torch.Generator` for each device when it is first used, all from one seed.
 
-    Can be copied and pickled, unlike the generators themselves: their state goes along.
+    Can be copied and pickled with the state of the generators, unlike the generators themselves.
     """
 
     def __init__(self, seed: int) -> None:

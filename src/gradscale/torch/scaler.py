@@ -45,8 +45,7 @@ class LossScaler:
             result = scaler.step(optimizer, clip_norm=1.0)
             optimizer.zero_grad()
 
-    Nothing here synchronizes with the device, except `step` with an optimizer that has no fused kernel: that reads one
-    flag.
+    Only `step` with an optimizer that has no fused kernel synchronizes with the device: it reads one flag.
 
     Args:
         model: the module, or modules, trained. Gives gradients their names; needed for `retries`.
@@ -78,7 +77,7 @@ class LossScaler:
         self._warned_of_half = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy or a pickle holds: everything but the results and the gradients of past steps."""
+        """Returns the contents of a copy or a pickle: everything but the results and gradients of past steps."""
         if self._windows.open is not None:
             raise RuntimeError(
                 "A LossScaler can be copied or pickled between steps only, and a loss has been scaled since the last. "
@@ -93,7 +92,7 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> Tensor:
-        """What the next loss will be multiplied by: for losses that other code injects. Does not synchronize."""
+        """The scale of the next loss, for losses that other code differentiates. Does not synchronize."""
         return self._rule.scale if self._windows.open is None else self._windows.open.scale
 
     @property
@@ -104,8 +103,8 @@ class LossScaler:
     def scale(self, outputs: Any) -> Any:
         """Returns a loss, or a nested structure of losses, times the scale. Does not synchronize with the device.
 
-        Every call until the next `step` uses the same scale. A loss narrower than float32 is widened first. One whose
-        backward pass comes after that `step` is brought to the scale of its own.
+        Every call until the next `step` uses the same scale. A loss narrower than float32 is widened first. The
+        gradients of a backward pass that comes after that `step` get the scale of the next one.
         """
         if not self.policy.needs:
             return outputs
@@ -115,9 +114,9 @@ class LossScaler:
         """Scales `loss` and runs its backward pass.
 
         With `retries`, an overflow lowers the scale and runs the backward pass, and only that, again: the batch is not
-        lost, and gradients of earlier micro-batches are kept and brought to the new scale exactly. That costs a host
-        read per attempt, a second set of gradients, and the graph's memory until `loss` is gone. There is no retry for
-        a loss that is not finite, under `Static`, or at the lowest scale. Ranks that share the scale retry together.
+        lost, and gradients of earlier micro-batches are kept and multiplied to the new scale. That costs a host read
+        per attempt, a second set of gradients, and the graph's memory until `loss` is freed. There is no retry for a
+        loss that is not finite, under `Static`, or at the lowest scale. Ranks that share the scale retry together.
 
         Args:
             loss: a scalar loss.
@@ -138,10 +137,10 @@ class LossScaler:
         clip_value: float | None = None,
         norm: bool = False,
     ) -> StepResult:
-        """Unscales, checks and clips the gradients, updates all the optimizers or none, and moves the scale.
+        """Unscales, checks and clips the gradients, updates all the optimizers or none, and updates the scale.
 
         One read of the gradients; unscaling and clipping are one factor, folded into the kernel of a fused optimizer
-        or multiplied in once. Afterwards `.grad` is unscaled and clipped; after a skipped step it is of no use and must
+        or multiplied in once. Afterwards `.grad` is unscaled and clipped; after a skipped step it is undefined and must
         be cleared. Synchronizes with the device only if an optimizer is not fused, and then once.
 
         Args:
@@ -152,7 +151,7 @@ class LossScaler:
 
         Raises:
             RuntimeError: nothing was scaled or no backward pass was run since the last step, or gradients from before
-                are still there. Nothing has been changed then.
+                it were not cleared. Nothing has been changed then.
             ScaleStuck: step after step was skipped, and no lower scale is left to try.
         """
         check_optimizers(optimizers)
@@ -183,17 +182,18 @@ class LossScaler:
                 self._warned_of_half = warn_of_half(plan.gradients, self._names)
             updated = apply(plan, decision.applied, decision.factor)
         except BaseException:
-            # Some gradients may be divided by now: another step would divide them again.
+            # Some gradients may have been divided: closed, so that another step cannot divide them again.
             self._windows.close(optimizers)
             raise
         if plan.divides and not updated:
-            # The kernel that checks and divides says that a gradient was not finite, but not which.
+            # The kernel that checks and divides has one flag for all gradients. A gradient that was not finite is not
+            # finite after the division either, and can be named now. The amax would be that of divided gradients.
             measurement = measure_sizes(plan.gradients.values, plan.divisor.device)._replace(amax=None)
         return self._close(plan, measurement, decision)
 
     @contextmanager
     def unscaled(self, *optimizers: Optimizer) -> Iterator[None]:
-        """Unscales the gradients of `optimizers` for edits of your own before `step`: noise, clips by layer, logs.
+        """Unscales the gradients of `optimizers` for custom edits before `step`: noise, clips by layer, logs.
 
             with scaler.unscaled(optimizer):
                 add_noise(model.parameters())
@@ -210,6 +210,7 @@ class LossScaler:
             values = collect(scaled).values
             found = measure_sizes(values, window.scale.device, edge=Plan.of(self.policy).edge, half=True)
             share = torch.zeros_like(window.scale) if found.upper_share is None else found.upper_share
+            # Noted before the edits: clipping, for instance, may make a non-finite gradient finite.
             window.note_overflow(~found.finite(window.scale, torch))
             multiply(values, 1.0 / window.scale)
             window.note_unscaled(scaled, found.total / window.scale, share, sum(map(Tensor.numel, values)))
@@ -219,11 +220,11 @@ class LossScaler:
         """Returns the unscaled gradients of `loss` by `inputs`, computed on the scaled loss: for gradient penalties.
 
         Gradients narrower than float32 are widened before they are divided by the scale. If they overflow, the next
-        `step` is skipped and lowers the scale, whatever the loss made from them was. Does not synchronize.
+        `step` is skipped and lowers the scale, even if the loss made from them is not finite. Does not synchronize.
 
         Args:
-            loss: what to differentiate.
-            inputs: by what.
+            loss: a scalar loss.
+            inputs: the tensors to differentiate by.
             **kwargs: passed on to `torch.autograd.grad`, such as `create_graph=True`.
         """
         if not self.policy.needs:
@@ -242,8 +243,8 @@ class LossScaler:
 
         Each call clears the gradients, runs `evaluate` and its backward pass, and leaves unscaled gradients in `.grad`.
         An overflow lowers the scale and runs the backward pass again; if no scale helps, the gradients are zero, and
-        LBFGS stays where it is (an optimizer with momentum does not). `scaler.last` has the result. Synchronizes with
-        the device, as these optimizers do.
+        LBFGS does not move (an optimizer with momentum does). `scaler.last` has the result. Synchronizes with the
+        device, as these optimizers do.
 
         Args:
             evaluate: runs the forward pass and returns the loss: neither scaled nor differentiated.
@@ -271,8 +272,8 @@ class LossScaler:
     def protect_buffers(self, *modules: nn.Module) -> None:
         """Restores the buffers of `modules`, by default of the model, whenever a step is skipped.
 
-        BatchNorm's running statistics are updated by the forward pass, before anyone knows that the step will be
-        skipped; an overflow would stay in them for good. Call it once. Does not synchronize.
+        BatchNorm's running statistics are updated by the forward pass, before it is known that the step will be
+        skipped, and an overflow would stay in them. Call it once. Does not synchronize.
         """
         if not (modules or self._modules):
             raise ValueError("`protect_buffers` needs modules. Build the scaler as `LossScaler(model)` or pass them.")
@@ -301,7 +302,7 @@ class LossScaler:
         return write_saved(self._rule.policy, self._rule.state, float(self._rule.amax_ratio))
 
     def load_state_dict(self, mapping: Mapping[str, Any], system: str | None = None) -> None:
-        """Takes over a saved policy and state, and forgets gradients not yet stepped.
+        """Loads a saved policy and state, and discards gradients not yet stepped.
 
         Args:
             mapping: what `state_dict` returned; or the dict of torch's `GradScaler`; or another system's.
@@ -316,7 +317,7 @@ class LossScaler:
         return Retry(parameters, self._rule, self._agreement.any_rank)
 
     def _decided(self, plan: StepPlan) -> tuple[Measurement, Decision]:
-        """Returns what was measured, and what every rank agreed to do: stages one to three."""
+        """Returns the measurement, and the decision that is the same on every rank: stages one to three."""
         measurement, seen = self._agreement.agree(plan, measure(plan), self._rule)
         if not plan.gradients and self._agreement.ranks == 1:
             return measurement, self._rule.hold(seen)
@@ -326,7 +327,8 @@ class LossScaler:
         return measurement, decision
 
     def _close(self, plan: StepPlan, measurement: Measurement, decision: Decision) -> StepResult:
-        """Ends the window: moves the scale, settles buffers, notes stale gradients, and returns the result."""
+        """Ends the window: updates the scale, settles buffers, notes stale gradients, and returns the result."""
+        # `keep` comes last: it may raise `ScaleStuck`, and the step is complete by then.
         self._rule.commit(decision)
         for guard in self._buffers:
             guard.settle(decision.applied)
@@ -337,7 +339,7 @@ class LossScaler:
 
 
 def _read(mapping: Mapping[str, Any], system: str | None) -> Saved:
-    """Returns what a scaler of gradscale saved, or another system's; torch's `GradScaler` is known by its keys."""
+    """Returns the saved state of gradscale or of another system; torch's `GradScaler` is recognised by a key."""
     if system is None and isinstance(mapping, Mapping) and "_growth_tracker" in mapping:
         system = "torch"
     return read_saved(mapping) if system is None else Saved(*import_state(system, mapping))

@@ -120,7 +120,7 @@ def test_a_closure_without_model_and_optimizer_is_refused() -> None:
         LossScaler().closure(lambda: torch.zeros(()))
 
 
-def test_a_closure_leaves_true_gradients_and_returns_the_loss_itself() -> None:
+def test_a_closure_leaves_unscaled_gradients_and_returns_the_loss_itself() -> None:
     model = small_model()
     optimizer = lbfgs(model)
     loss = LossScaler(model, Static(1024.0)).closure(lambda: loss_of(model), optimizer)()

@@ -80,7 +80,7 @@ def test_an_overflow_before_the_edits_skips_the_step_even_if_they_hide_it(bad: f
     assert same(weights(model), before)
 
 
-def test_a_loss_that_is_not_finite_is_still_to_blame_after_unscaled() -> None:
+def test_a_loss_that_is_not_finite_still_takes_precedence_after_unscaled() -> None:
     model, optimizer, scaler = setup()
     scaler.backward(loss_of(model) * NAN)
     with scaler.unscaled(optimizer):
@@ -100,7 +100,7 @@ def test_edits_that_are_not_finite_are_not_applied() -> None:
     assert same(weights(model), before)
 
 
-def test_edits_that_raise_leave_true_gradients_that_can_still_be_stepped() -> None:
+def test_edits_that_raise_leave_unscaled_gradients_that_can_still_be_stepped() -> None:
     model, optimizer, scaler = setup()
     expected, its_optimizer, plain = setup(Static(1.0))
     scaler.backward(loss_of(model))
@@ -112,7 +112,7 @@ def test_edits_that_raise_leave_true_gradients_that_can_still_be_stepped() -> No
     assert same(weights(model), weights(expected))
 
 
-def test_unscaled_gradients_can_be_cleared_and_the_loop_goes_on() -> None:
+def test_unscaled_gradients_can_be_cleared_and_the_loop_continued() -> None:
     model, optimizer, scaler = setup()
     expected, its_optimizer, plain = setup()
     scaler.backward(loss_of(model, seed=1))
@@ -175,7 +175,7 @@ def penalty(scaler: LossScaler, model: nn.Module, x: Tensor) -> Tensor:
     return loss + grad.square().sum()
 
 
-def test_the_gradients_of_a_penalty_are_true_and_differentiable() -> None:
+def test_the_gradients_of_a_penalty_are_unscaled_and_differentiable() -> None:
     def run(policy: Policy) -> list[Tensor]:
         model, optimizer, scaler = setup(policy)
         for step in range(3):
@@ -205,7 +205,7 @@ def test_half_gradients_of_inputs_are_widened_before_they_vanish() -> None:
     assert grad.item() == 2.0**-30
 
 
-def test_an_overflow_in_the_gradients_of_a_penalty_lowers_the_scale_and_does_not_blame_the_loss() -> None:
+def test_an_overflow_in_the_gradients_of_a_penalty_lowers_the_scale_and_does_not_count_as_a_bad_loss() -> None:
     model, optimizer, scaler = setup(Dynamic(init_scale=2.0**20))
     before = weights(model)
     x = torch.ones(1, dtype=torch.float16, requires_grad=True)
@@ -220,7 +220,7 @@ def test_an_overflow_in_the_gradients_of_a_penalty_lowers_the_scale_and_does_not
 
 
 @pytest.mark.parametrize("bad", [INF, NAN])
-def test_a_bad_loss_inside_a_penalty_is_to_blame_itself(bad: float) -> None:
+def test_a_bad_loss_inside_a_penalty_takes_precedence(bad: float) -> None:
     model, optimizer, scaler = setup()
     x = torch.ones(1, 4, requires_grad=True)
     (grad,) = scaler.grad(model(x).sum() * bad, x)

@@ -1,4 +1,4 @@
-"""What a user does to true gradients inside `unscaled` must not be mistaken for what the backward pass makes."""
+"""Edits of unscaled gradients inside `unscaled` must not change the sizes that the policy sees."""
 
 import pytest
 import torch

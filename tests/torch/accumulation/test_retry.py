@@ -214,15 +214,15 @@ def test_gradients_left_over_are_refused_after_a_retry_too() -> None:
         scaler.step(optimizer)
 
 
-def test_parameters_the_scaler_was_not_told_of_are_refused_after_a_retry() -> None:
-    model, stranger = small_model(), nn.Parameter(torch.ones(()))
+def test_unknown_parameters_raise_after_a_retry() -> None:
+    model, unknown = small_model(), nn.Parameter(torch.ones(()))
     scaler = LossScaler(model, Dynamic(init_scale=65536.0))
-    optimizer = torch.optim.SGD([*model.parameters(), stranger])
-    scaler.backward(narrow(loss_of(model)) + stranger, retries=10)
-    with pytest.raises(RuntimeError, match=r"not told of: param_groups\[0\]\.params\[4\]\. Build it as `LossScaler\("):
+    optimizer = torch.optim.SGD([*model.parameters(), unknown])
+    scaler.backward(narrow(loss_of(model)) + unknown, retries=10)
+    with pytest.raises(RuntimeError, match=r"not know: param_groups\[0\]\.params\[4\]\. Build it as `LossScaler\("):
         scaler.step(optimizer)
     optimizer.zero_grad()
-    scaler.backward(loss_of(model) + stranger)
+    scaler.backward(loss_of(model) + unknown)
     assert not scaler.step(optimizer).skipped()
 
 

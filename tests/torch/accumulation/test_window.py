@@ -1,4 +1,4 @@
-"""The order of calls: what a step may follow, and which gradients are refused because nobody knows their scale."""
+"""The order of calls: what a step may follow, and errors for gradients whose scale is not known."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("either_way")
 
 NOT_SCALED = r"none was scaled since the last step\. Call `scaler\.backward\(loss\)`"
 NOT_RUN = r"no backward pass has been run since the loss was scaled\. Call"
-LEFT_OVER = r"Gradients from before the last step are still there.*Call `optimizer\.zero_grad\(\)` after every step"
+STALE = r"Gradients from before the last step are still there.*Call `optimizer\.zero_grad\(\)` after every step"
 
 
 def setup(growth_interval: int = 1, fused: bool = True) -> tuple[nn.Sequential, torch.optim.Optimizer, LossScaler]:
@@ -66,7 +66,7 @@ def test_gradients_that_were_never_cleared_are_refused_by_name(fused: bool, skip
     scaler.step(optimizer)
     scaler.backward(loss_of(model))
     before, saved = weights(model), scaler.state_dict()
-    with pytest.raises(RuntimeError, match=rf"{LEFT_OVER[:50]}.*Parameters: 0\.weight, 0\.bias, 2\.weight, 2\.bias\."):
+    with pytest.raises(RuntimeError, match=rf"{STALE[:50]}.*Parameters: 0\.weight, 0\.bias, 2\.weight, 2\.bias\."):
         scaler.step(optimizer)
     assert same(weights(model), before)
     assert scaler.state_dict() == saved
@@ -89,7 +89,7 @@ def test_gradients_that_the_step_itself_replaced_must_be_cleared_too(fused: bool
     scaler.backward(loss_of(model))
     scaler.step(optimizer)
     scaler.backward(loss_of(model))
-    with pytest.raises(RuntimeError, match=LEFT_OVER):
+    with pytest.raises(RuntimeError, match=STALE):
         scaler.step(optimizer)
 
 
@@ -114,18 +114,18 @@ def test_a_step_whose_ranks_cannot_agree_is_over_and_its_gradients_must_be_clear
     with pytest.raises(RuntimeError, match=NOT_SCALED):  # some gradients may be divided already
         scaler.step(optimizer)
     scaler.backward(loss_of(model))
-    with pytest.raises(RuntimeError, match=LEFT_OVER):
+    with pytest.raises(RuntimeError, match=STALE):
         scaler.step(optimizer)
     assert same(weights(model), before)
     assert scaler.state_dict() == saved
 
 
-def test_after_a_refusal_the_loop_can_go_on() -> None:
+def test_after_an_error_the_loop_can_continue() -> None:
     model, optimizer, scaler = setup()
     scaler.backward(loss_of(model))
     scaler.step(optimizer)
     scaler.backward(loss_of(model))
-    with pytest.raises(RuntimeError, match=LEFT_OVER):
+    with pytest.raises(RuntimeError, match=STALE):
         scaler.step(optimizer)
     optimizer.zero_grad()
     scaler.backward(loss_of(model))
@@ -137,7 +137,7 @@ def test_after_a_refusal_clearing_in_place_is_enough() -> None:
     scaler.backward(loss_of(model))
     scaler.step(optimizer)
     scaler.backward(loss_of(model))
-    with pytest.raises(RuntimeError, match=LEFT_OVER):
+    with pytest.raises(RuntimeError, match=STALE):
         scaler.step(optimizer)
     optimizer.zero_grad(set_to_none=False)
     scaler.backward(loss_of(model))
@@ -145,13 +145,13 @@ def test_after_a_refusal_clearing_in_place_is_enough() -> None:
 
 
 def test_gradients_of_a_parameter_that_no_optimizer_has_stepped_yet_are_left_over_too() -> None:
-    stepped, waiting = nn.Linear(1, 1), nn.Linear(1, 1)
-    scaler = LossScaler([stepped, waiting], Dynamic(growth_interval=1))
-    scaler.backward(waiting(stepped(torch.ones(1, 1))).sum())
+    stepped, unstepped = nn.Linear(1, 1), nn.Linear(1, 1)
+    scaler = LossScaler([stepped, unstepped], Dynamic(growth_interval=1))
+    scaler.backward(unstepped(stepped(torch.ones(1, 1))).sum())
     scaler.step(torch.optim.SGD(stepped.parameters()))
-    scaler.backward(waiting(torch.ones(1, 1)).sum())
+    scaler.backward(unstepped(torch.ones(1, 1)).sum())
     with pytest.raises(RuntimeError, match=r"Parameters: 1\.weight, 1\.bias\."):
-        scaler.step(torch.optim.SGD(waiting.parameters()))
+        scaler.step(torch.optim.SGD(unstepped.parameters()))
 
 
 def test_gradients_that_were_refused_once_are_refused_until_they_are_cleared() -> None:
@@ -160,7 +160,7 @@ def test_gradients_that_were_refused_once_are_refused_until_they_are_cleared() -
     scaler.step(optimizer)
     for _ in range(3):
         scaler.backward(loss_of(model))
-        with pytest.raises(RuntimeError, match=LEFT_OVER):
+        with pytest.raises(RuntimeError, match=STALE):
             scaler.step(optimizer)
 
 
@@ -248,7 +248,7 @@ def test_a_backward_pass_that_raises_can_be_followed_by_another() -> None:
     assert not scaler.step(optimizer).skipped()
 
 
-def test_a_loss_without_a_graph_raises_what_torch_raises_and_the_loop_can_go_on() -> None:
+def test_a_loss_without_a_graph_raises_what_torch_raises_and_the_loop_can_continue() -> None:
     model, optimizer, scaler = setup()
     with torch.no_grad():
         loss = loss_of(model)

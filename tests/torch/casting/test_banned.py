@@ -96,7 +96,7 @@ def test_casts_lets_the_function_run_in_float32_and_when_allowed(function: Any) 
         CASES[function][0](FP16)
 
 
-def test_the_error_tells_what_to_use() -> None:
+def test_the_error_names_what_to_use() -> None:
     probability = torch.full((2,), 0.5, dtype=FP16)
     with (
         casts(),

@@ -1,4 +1,4 @@
-"""`casts` refuses what it cannot do, when it is built."""
+"""Errors of `casts`, raised when it is built."""
 
 import math
 from typing import Any

@@ -88,7 +88,7 @@ def everything(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
 
 
 class HostReads(TorchDispatchMode):
-    """Counts the operations that make the host wait for a number."""
+    """Counts the operations that synchronize with the device."""
 
     def __init__(self) -> None:
         super().__init__()

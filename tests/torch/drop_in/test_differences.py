@@ -301,7 +301,7 @@ def test_string_among_the_outputs_is_refused(kind: Any) -> None:
         kind("cpu").scale(["loss"])
 
 
-def test_a_fused_optimizer_inside_a_wrapper_is_stepped_on_true_gradients(kind: Any) -> None:
+def test_a_fused_optimizer_inside_a_wrapper_is_stepped_on_unscaled_gradients(kind: Any) -> None:
     owner = parameter()
     wrapper = Wrapper(torch.optim.SGD([owner], lr=1.0, fused=True))
     scaler = ready(kind("cpu", init_scale=8.0))

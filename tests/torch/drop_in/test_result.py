@@ -1,4 +1,4 @@
-"""`scaler.last`: what the drop-in tells of a step."""
+"""`scaler.last`: the result of a step of the drop-in."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def test_result_is_of_the_last_of_several_optimizers() -> None:
     assert (first.skipped(), last_of(scaler).skipped()) == (True, False)
 
 
-def test_skip_of_a_fused_optimizer_is_told() -> None:
+def test_skip_of_a_fused_optimizer_is_reported() -> None:
     """Trainers that watch whether `optimizer.step` was called cannot see it: a fused one is called every time."""
     owner = parameter()
     optimizer = torch.optim.AdamW([owner], fused=True)

@@ -21,7 +21,7 @@ FLAGS = st.lists(st.booleans(), min_size=1, max_size=40)
 
 
 def scales_of(scaler: Any, overflows: list[bool]) -> list[tuple[float, int]]:
-    """Returns scale and tracker after each step of a run that overflows as told."""
+    """Returns scale and tracker after each step of a run with the given overflows."""
     owner = parameter()
     optimizer = torch.optim.SGD([owner], lr=0.0)
     ready(scaler)
@@ -97,7 +97,7 @@ def test_any_preset_runs_as_it_does_in_the_core(overflows: list[bool]) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("policy", [Headroom(), LogMax()], ids=["headroom", "logmax"])
-def test_policy_is_shown_the_largest_true_gradient(policy: Any, fused: bool) -> None:
+def test_policy_sees_the_largest_unscaled_gradient(policy: Any, fused: bool) -> None:
     owners = [parameter(), parameter()]
     optimizers = [torch.optim.SGD([owner], lr=0.0, fused=fused) for owner in owners]
     scaler = ready(GradScaler("cpu", policy=policy))
@@ -171,7 +171,7 @@ def test_plain_dynamic_runs_on_torchs_kernel() -> None:
     assert [scale for scale, _ in scales_of(scaler, [True, True])] == [4.0, 4.0]
 
 
-def test_scale_set_by_hand_is_where_the_policy_goes_on() -> None:
+def test_policy_continues_from_a_scale_set_by_the_user() -> None:
     scaler = GradScaler("cpu", init_scale=8.0, hysteresis=2)
     scales_of(scaler, [False])
     scaler.update(1024)
@@ -208,7 +208,7 @@ def test_setters_are_refused_where_the_policy_has_no_such_number(name: str) -> N
     ],
 )
 def test_policy_and_numbers_together_are_refused(argument: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=rf"`policy` says all there is to say about the scale\. {text}"):
+    with pytest.raises(ValueError, match=rf"`policy` has all settings of the scale\. {text}"):
         GradScaler("cpu", policy=Static(2.0), **argument)
 
 

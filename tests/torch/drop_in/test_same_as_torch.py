@@ -45,7 +45,7 @@ def test_it_is_a_torch_grad_scaler() -> None:
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("bad_step", [None, 0, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_is_the_same_bit_for_bit(name: str, bad_step: int | None, clip: bool) -> None:
+def test_training_is_bit_exact(name: str, bad_step: int | None, clip: bool) -> None:
     if name == "sgd fused" and bad_step == 0:
         pytest.skip("torch leaves its momentum uninitialised; see test_differences.py")
 

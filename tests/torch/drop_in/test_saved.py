@@ -29,7 +29,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def run(scaler: Any, overflows: list[bool]) -> list[float]:
-    """Returns the scales of a run that overflows as told."""
+    """Returns the scales of a run with the given overflows."""
     owner = parameter()
     optimizer = torch.optim.SGD([owner], lr=0.0)
     scales = []
@@ -68,7 +68,7 @@ def test_default_state_is_torchs_and_goes_both_ways(source_has_run: bool, target
 @pytest.mark.parametrize("target_has_run", [False, True])
 @pytest.mark.parametrize("source_has_run", [False, True])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_saved_scaler_goes_on_bit_for_bit(name: str, source_has_run: bool, target_has_run: bool) -> None:
+def test_saved_scaler_is_resumed_bit_exactly(name: str, source_has_run: bool, target_has_run: bool) -> None:
     source = GradScaler("cpu", **CONFIGURATIONS[name])
     if source_has_run:
         run(source, BEFORE)

@@ -132,7 +132,7 @@ def test_fp16_gradients_are_refused_and_the_note_names_the_parameters() -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_fp16_gradients_of_a_fused_optimizer_are_taken(momentum: float) -> None:
-    """With dampening, the first step of a fused SGD cannot be left to its kernel; FP16 is no reason to refuse it."""
+    """With dampening, the first step of a fused SGD cannot be left to its kernel; FP16 is no reason for an error."""
     owner = parameter(dtype=torch.float16)
     dampening = 0.5 if momentum else 0.0
     optimizer = torch.optim.SGD([owner], lr=0.5, momentum=momentum, dampening=dampening, fused=True)
@@ -144,7 +144,7 @@ def test_fp16_gradients_of_a_fused_optimizer_are_taken(momentum: float) -> None:
     assert owner.tolist() == [0.5] * 3
 
 
-def test_optimizer_without_gradients_is_told_where_to_look() -> None:
+def test_error_for_an_optimizer_without_gradients_names_the_likely_cause() -> None:
     scaler = ready(GradScaler("cpu"))
     with pytest.raises(AssertionError, match=r"^No inf checks were recorded for this optimizer\.") as caught:
         scaler.step(torch.optim.SGD([parameter(), parameter()], lr=0.1))

@@ -1,4 +1,4 @@
-"""The block itself: where it holds, what it leaves alone, and what it refuses."""
+"""The block itself: where it applies, what it does not change, and its errors."""
 
 import threading
 
@@ -42,7 +42,7 @@ def test_gradients_are_rounded_to_their_own_format_on_entering_and_on_leaving() 
     assert (x.grad.dtype, w.grad.dtype) == (torch.float32, torch.float32)
 
 
-def test_gradients_have_the_format_of_values_unless_told_otherwise() -> None:
+def test_gradients_have_the_format_of_values_unless_given() -> None:
     x = torch.ones(1, 1, requires_grad=True)
     with emulate("fp16"):
         y = F.linear(x, torch.ones(1, 1))

@@ -1,4 +1,4 @@
-"""Saving, loading and copying masters, and weights that somebody else has written to."""
+"""Saving, loading and copying masters, and weights that other code has written to."""
 
 import copy
 import io
@@ -172,7 +172,7 @@ def test_weights_swapped_for_others_and_back_lose_nothing_with_full_masters() ->
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("method", ["deepcopy", "pickle"])
-def test_a_copy_goes_on_like_the_original_and_apart_from_it(storage: Storage, method: str) -> None:
+def test_a_copy_continues_like_the_original_and_shares_nothing_with_it(storage: Storage, method: str) -> None:
     model = half_model()
     optimizer = wrapped(model, storage)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -139,7 +139,7 @@ def test_clipping_is_what_it_is_for_float32_parameters(storage: Storage, inner: 
             norms.append(scaler.step(stepped, clip_norm=0.01).grad_norm)
         assert torch.equal(*norms)
         assert norms[0] > 0.01
-    # Gradients of an optimizer that is not fused are multiplied there and divided here: one rounding apart.
+    # Gradients of an optimizer that is not fused are multiplied there and divided here: they differ by one rounding.
     rtol, atol = (0.0, 0.0) if "fused" in inner else (2.0**-22, 2.0**-28)
     for value, expected in zip(values_of(optimizer), weights(twin), strict=True):
         exact = expected.abs() >= 2.0**-17
@@ -308,7 +308,7 @@ def test_a_step_of_two_optimizers_one_with_masters_is_all_or_none() -> None:
         assert same(weights(half, wide), before) is (bad is not None)
 
 
-def test_leftover_gradients_are_noticed() -> None:
+def test_stale_gradients_are_detected() -> None:
     model = half_model()
     optimizer = wrapped(model)
     scaler = LossScaler(model, Static(SCALE))

@@ -208,7 +208,7 @@ def test_channels_last_weights_are_updated_in_their_own_layout() -> None:
 
 
 class Counting(torch.optim.SGD):
-    """An optimizer of somebody else's that counts its steps in the group."""
+    """A third-party optimizer that counts its steps in the group."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:

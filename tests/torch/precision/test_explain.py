@@ -56,7 +56,7 @@ def test_buffers_are_reported() -> None:
     assert buffers[""] == "float16 and int64"
 
 
-def test_modules_that_are_alike_share_a_row() -> None:
+def test_modules_of_one_kind_share_a_row() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)))
     rows = explain(model).modules
     assert [(row.name, row.count, row.kind, row.elements) for row in rows] == [
@@ -113,7 +113,7 @@ def test_autocast_has_rules_of_its_own_on_accelerators(operation: str) -> None:
     assert not has_rule("AutocastCPU")
 
 
-def test_a_loop_of_ones_own_is_explained_inside_its_autocast_block() -> None:
+def test_a_custom_loop_is_explained_inside_its_autocast_block() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     assert explain(model).modules[0].compute_dtype == "float32"
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -62,7 +62,7 @@ def test_fp16_gets_the_automatic_policy_and_the_others_none() -> None:
 
 
 @pytest.mark.parametrize("level", [O0, O1, replace(O1, compute=torch.bfloat16)])
-def test_a_policy_of_ones_own_is_used_whatever_the_precision(level: Precision) -> None:
+def test_a_given_policy_is_used_in_every_precision(level: Precision) -> None:
     assert replace(level, policy=Static(8.0)).scaling() == Static(8.0)
 
 

@@ -288,7 +288,7 @@ def test_several_optimizers_of_one_model_come_back_as_a_list() -> None:
     assert [type(optimizer) for optimizer in wrapped] == [MasterWeights, MasterWeights]
 
 
-def test_a_model_that_nobody_trains_can_be_prepared_along() -> None:
+def test_a_model_without_an_optimizer_can_be_prepared_with_others() -> None:
     student, teacher = small_model(0), small_model(1)
     teacher.requires_grad_(False)
     (_, made), _, _ = prepare([student, teacher], torch.optim.SGD(student.parameters()), "O2")
@@ -315,7 +315,7 @@ def test_a_prepared_model_compiles_to_one_graph(level: str) -> None:
     assert torch.equal(torch.compile(model, fullgraph=True, backend="eager")(x), model(x))
 
 
-def test_checkpoints_go_on_bit_for_bit() -> None:
+def test_resuming_from_a_checkpoint_is_bit_exact() -> None:
     def start() -> tuple[Any, Any, Any]:
         torch.manual_seed(0)
         model = Net()

@@ -1,4 +1,4 @@
-"""What `prepare` refuses, with nothing changed."""
+"""Errors of `prepare`, which change nothing."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +26,7 @@ def snapshot(*models: nn.Module) -> list[Any]:
 def refused(
     error: type[Exception], message: str, model: Any, optimizer: Any, precision: Any = "O2", *watched: nn.Module
 ) -> None:
-    """Checks that the call is refused with this message, and that models and optimizers are as they were."""
+    """Checks that the call raises with this message, and that models and optimizers are as they were."""
     models = [model] if isinstance(model, nn.Module) else model
     before = snapshot(*models, *watched)
     state = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) else None
@@ -152,7 +152,7 @@ def test_a_frozen_part_in_another_half_type() -> None:
 def test_weights_that_are_not_there() -> None:
     with torch.device("meta"):
         model = small_model()
-    refused(ValueError, r"weights are there. Received: '0.weight' without values", model, SGD(model.parameters()))
+    refused(ValueError, r"materialized weights. Received: '0.weight' without values", model, SGD(model.parameters()))
 
 
 def test_a_lazy_model_that_has_not_run() -> None:

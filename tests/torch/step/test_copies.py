@@ -1,4 +1,4 @@
-"""Copies and pickles of a scaler: between steps they work, in the middle of one they are refused."""
+"""Copies and pickles of a scaler: between steps they work, in the middle of one they raise."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""With finite gradients, a scaled run is the unscaled one: how many roundings apart, for every optimizer."""
+"""With finite gradients, a scaled run is the unscaled one: by how many roundings they differ, for every optimizer."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,7 +66,7 @@ def test_without_clipping_the_weights_are_the_same_to_the_last_bit(name: str, po
 # Later steps would compare two trajectories, and Adam turns one rounding of a gradient near zero into many of a weight.
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("wide", [False, True], ids=["small", "wide"])
-def test_a_clipped_step_is_at_most_one_rounding_apart(name: str, wide: bool) -> None:
+def test_a_clipped_step_differs_by_at_most_one_rounding(name: str, wide: bool) -> None:
     make = OPTIMIZERS[name]
     found, expected = trained(make, Static(2.0**16), CLIP, wide=wide), trained(make, None, CLIP, wide=wide)
     assert worst_ulps(found, expected) <= 1

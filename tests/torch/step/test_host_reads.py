@@ -1,4 +1,4 @@
-"""Nothing waits for the device, except a step with an optimizer that has no fused kernel: that reads one flag."""
+"""Only a step with an optimizer that has no fused kernel synchronizes with the device: it reads one flag."""
 
 import math
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ from gradscale.torch.step.agree import Agreement
 pytestmark = pytest.mark.usefixtures("on_a_device")
 
 ESCAPES = ("tolist", "numpy", "cpu", "__array__")
-"""Ways to the host that no dispatcher sees. On the CPU a `Letter` may use the first: it waits for nothing there."""
+"""Reads by the host that no dispatcher sees. On the CPU a `HostCopy` may use the first, which does not synchronize."""
 
 
 @contextmanager
 def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Counts every read except those of letters."""
+    """Counts every read except those of host copies."""
     with monkeypatch.context() as patched, Traffic() as traffic:
         for name in ESCAPES:
             original = getattr(Tensor, name)
@@ -146,7 +146,7 @@ def test_unscaled_grad_and_containers_of_losses_read_nothing(monkeypatch: pytest
 
 
 class NeverThere:
-    """A letter from a device that is always busy."""
+    """A host copy from a device that is always busy."""
 
     arrived = False
 
@@ -154,7 +154,7 @@ class NeverThere:
         assert len({value.device for value in values}) == 1
 
     def read(self) -> list[float]:
-        raise AssertionError("waited for the device")
+        raise AssertionError("synchronized with the device")
 
 
 class Folding(torch.optim.SGD):

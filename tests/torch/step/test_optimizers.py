@@ -1,4 +1,4 @@
-"""Optimizers of every kind: what they are handed, in which of their ways, and what is refused."""
+"""Optimizers of every kind: the gradients they get, by which contract, and errors."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_a_divisor_that_the_user_set_is_multiplied_in() -> None:
     assert optimizer.handed == [(16.0, 0.0)]
 
 
-def test_a_fused_optimizer_inside_a_wrapper_is_stepped_on_true_gradients() -> None:
+def test_a_fused_optimizer_inside_a_wrapper_is_stepped_on_unscaled_gradients() -> None:
     weight = parameter(1.0)
     wrapper: Any = Wrapper(torch.optim.SGD([weight], lr=1.0, fused=True))
     scaler = LossScaler(policy=Static(8.0))
@@ -80,7 +80,7 @@ def test_a_bound_on_elements_is_not_rounded_to_the_default_type(policy: Policy) 
     assert weight.item() == -torch.tensor(0.3).item()
 
 
-def test_an_optimizer_with_a_scaler_argument_is_stepped_on_true_gradients() -> None:
+def test_an_optimizer_with_a_scaler_argument_is_stepped_on_unscaled_gradients() -> None:
     class Older(torch.optim.SGD):
         _step_supports_amp_scaling = True
 
@@ -219,7 +219,7 @@ def clipped_norm(grads: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_gradients_left_after_a_step_are_true_and_clipped(fused: bool) -> None:
+def test_gradients_after_a_step_are_unscaled_and_clipped(fused: bool) -> None:
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     scaler = LossScaler(model, Static(4096.0))

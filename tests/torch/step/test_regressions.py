@@ -266,7 +266,7 @@ def test_a_run_that_skipped_every_step_can_be_saved_and_resumed(loop: type[Loop]
 
 @both
 @fused_or_not
-def test_clipping_with_accumulation_is_clipping_of_the_true_sum(loop: type[Loop], fused: bool) -> None:
+def test_clipping_with_accumulation_is_clipping_of_the_unscaled_sum(loop: type[Loop], fused: bool) -> None:
     """transformers#23935: unscaling at every micro-batch raised, and clipping saw gradients of two scales."""
     model = one_weight()
     optimizer, running = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused), loop(model, growth_interval=1)
@@ -280,7 +280,7 @@ def test_clipping_with_accumulation_is_clipping_of_the_true_sum(loop: type[Loop]
 
 @both
 def test_fused_momentum_is_not_uninitialised_after_a_skipped_first_step(loop: type[Loop]) -> None:
-    """torch.amp.GradScaler with fused SGD: the kernel that should fill the new buffer is told to skip."""
+    """torch.amp.GradScaler with fused SGD: the kernel that should fill the new buffer skips."""
     for size in range(1, 60):
         model = nn.Linear(size, 7)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)

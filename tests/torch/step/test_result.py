@@ -1,4 +1,4 @@
-"""`StepResult`: known on the device at once, on the host when asked, and exact about who was to blame."""
+"""`StepResult`: tensors on the device, copies on the host, and the non-finite parameters."""
 
 import gc
 import weakref
@@ -52,7 +52,7 @@ def test_the_result_says_what_became_of_the_step(
     assert repr(result) == f"StepResult(applied={applied})"
 
 
-def test_a_loss_that_was_not_finite_in_any_micro_batch_is_to_blame() -> None:
+def test_a_loss_that_was_not_finite_in_any_micro_batch_takes_precedence() -> None:
     for bad_one in range(3):
         model = small_model()
         optimizer = torch.optim.SGD(model.parameters())
@@ -149,7 +149,7 @@ def test_a_culprit_that_is_gone_is_said_to_be() -> None:
     assert result.culprits() == [Culprit("(a parameter that is gone)", "inf", None)]
 
 
-def test_culprits_of_several_models_are_told_apart() -> None:
+def test_culprits_of_several_models_have_distinct_names() -> None:
     models = [nn.Linear(1, 1), nn.Linear(1, 1)]
     optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()])
     scaler = LossScaler(models, Dynamic())
@@ -172,7 +172,7 @@ class Arrival:
     """Stands for an event of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.arrived, self.waited, self.recorded = device, False, False, False
+        self.device, self.arrived, self.synchronized, self.recorded = device, False, False, False
 
     def record(self) -> None:
         self.recorded = True
@@ -181,11 +181,11 @@ class Arrival:
         return self.arrived
 
     def synchronize(self) -> None:
-        self.waited = self.arrived = True
+        self.synchronized = self.arrived = True
 
 
 class OnAccelerator(torch.Tensor):
-    """A tensor that says it lives on an accelerator."""
+    """A tensor that claims to be on an accelerator."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -211,7 +211,7 @@ def test_a_host_copy_from_an_accelerator_says_when_it_has_arrived(copy: HostCopy
     assert not copy.arrived
     event.arrived = True
     assert copy.arrived
-    assert not event.waited
+    assert not event.synchronized
     assert copy.read() == [2.0, 1.0]
 
 
@@ -219,16 +219,16 @@ def test_reading_a_host_copy_synchronizes(copy: HostCopy) -> None:
     event = copy._arrival
     assert isinstance(event, Arrival)
     assert copy.read() == [2.0, 1.0]
-    assert event.waited
+    assert event.synchronized
 
 
-def test_polling_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polling_never_synchronizes(monkeypatch: pytest.MonkeyPatch) -> None:
     _, result = stepped()
     result._flags = HostCopy(result.applied, result.loss_finite)
     event = Arrival(torch.device("meta"))
     monkeypatch.setattr(result._flags, "_arrival", event)
     assert result.poll() is None
-    assert not event.waited
+    assert not event.synchronized
     event.arrived = True
     assert result.poll() is True
 

@@ -1,4 +1,4 @@
-"""`state_dict` and `load_state_dict`: a run saved at any step, by anyone, goes on bit for bit."""
+"""`state_dict` and `load_state_dict`: a run saved at any step, by any scaler, is resumed bit-exactly."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ BAD = {2, 5, 6}
 
 
 class Run:
-    """A model in training, with everything it takes to go on."""
+    """A model in training, with everything it takes to continue."""
 
     def __init__(self, policy: Policy) -> None:
         self.model = small_model()
@@ -57,7 +57,7 @@ class Run:
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("saved_at", [0, 1, 3, 6, 7])
-def test_a_run_saved_at_any_step_goes_on_bit_for_bit(name: str, saved_at: int) -> None:
+def test_a_run_saved_at_any_step_is_resumed_bit_exactly(name: str, saved_at: int) -> None:
     run, resumed = Run(POLICIES[name]), Run(Dynamic())
     run.train(range(saved_at))
     resumed.load(run, json.loads(json.dumps(run.scaler.state_dict())))
@@ -95,7 +95,7 @@ def torch_run(scaler: Any, steps: range, model: nn.Module, optimizer: torch.opti
 
 @pytest.mark.parametrize("saved_at", [0, 1, 3, 6])
 @pytest.mark.parametrize("factors", [(2.0, 0.5), (1.7, 0.3)])
-def test_a_run_of_torchs_own_scaler_goes_on_as_it_would_have(saved_at: int, factors: tuple[float, float]) -> None:
+def test_a_run_of_torchs_own_scaler_is_continued_as_torch_would(saved_at: int, factors: tuple[float, float]) -> None:
     growth, backoff = factors
     model, ours = small_model(), Run(Dynamic())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

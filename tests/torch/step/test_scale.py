@@ -1,4 +1,4 @@
-"""`LossScaler.scale`: what it multiplies, what it refuses, and how long the scale stays the same."""
+"""`LossScaler.scale`: what it multiplies, its errors, and how long the scale stays the same."""
 
 from collections import OrderedDict, namedtuple
 from typing import Any
@@ -140,7 +140,7 @@ def test_backward_passes_its_arguments_on() -> None:
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
-def test_a_loss_inside_a_torch_func_transform_is_refused_and_the_loop_goes_on(transform: Any) -> None:
+def test_a_loss_inside_a_torch_func_transform_raises_and_the_loop_can_continue(transform: Any) -> None:
     owner = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([owner], lr=1.0)
     scaler = LossScaler(policy=Static(8.0))

@@ -126,7 +126,7 @@ def test_clipping_bounds_the_norm_over_all_optimizers_together(fused: bool) -> N
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_clipping_by_value_is_done_in_true_units(fused: bool) -> None:
+def test_clipping_by_value_is_done_on_unscaled_gradients(fused: bool) -> None:
     parameter = one_parameter([0.0, 0.0, 0.0])
     optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
     scaler = LossScaler(policy=Static(1024.0))

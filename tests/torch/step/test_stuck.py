@@ -1,4 +1,4 @@
-"""`ScaleStuck`: a run that skips every step says so, names who is to blame, and guesses why."""
+"""`ScaleStuck`: a run that skips every step raises, with the non-finite parameters and the likely cause."""
 
 from collections.abc import Callable
 from typing import Any
@@ -133,9 +133,9 @@ def test_a_warning_comes_once_and_points_at_the_step() -> None:
 
 
 def test_a_function_is_called_once_with_the_error() -> None:
-    told: list[ScaleStuck] = []
-    stuck_run(told.append)
-    assert [(type(error), error.culprits[0].name) for error in told] == [(ScaleStuck, "0.weight")]
+    reported: list[ScaleStuck] = []
+    stuck_run(reported.append)
+    assert [(type(error), error.culprits[0].name) for error in reported] == [(ScaleStuck, "0.weight")]
 
 
 def test_raising_goes_on_and_the_state_stays_whole() -> None:

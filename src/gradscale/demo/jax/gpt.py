@@ -50,7 +50,7 @@ def _init_norm(width: int) -> Params:
 def init_taps(params: Params, text: Any) -> Params:
     """Returns zeros for `gpt` to add to the inputs and outputs of its layers.
 
-    The gradients by these zeros are the gradients of the activations, which FP16 must hold as well.
+    The gradients with respect to these zeros are those of the activations, which FP16 must hold as well.
     """
 
     def zeros(depth: int, size: int) -> Any:
@@ -61,7 +61,7 @@ def init_taps(params: Params, text: Any) -> Params:
 
 
 def gpt(params: Params, taps: Params, text: Array, heads: int) -> Array:
-    """Returns a vector for each position of a text; the prediction is up to the caller."""
+    """Returns a feature vector for each position of a text."""
 
     def run(x: Array, stacked: tuple[Params, Params]) -> tuple[Array, None]:
         block, tap = stacked

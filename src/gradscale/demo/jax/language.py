@@ -27,14 +27,7 @@ def init_params(seed: int) -> Params:
 
 
 def loss_of(params: Params, batch: Array, precision: Policy = FULL, taps: Any = None) -> tuple[Array, Array]:
-    """Returns the total loss and the second head's, both in float32.
-
-    Args:
-        params: the parameters.
-        batch: rows of characters.
-        precision: the compute dtypes.
-        taps: zeros to add to the activations, to differentiate by.
-    """
+    """Returns the total loss and the second head's, both in float32. `taps` are zeros to add to the activations."""
     text = batch[:, :-2]
     taps = init_taps(params["trunk"], text) if taps is None else taps
     next_logits, ahead_logits = precision.wrap(_logits)(params, taps, text)

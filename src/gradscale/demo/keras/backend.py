@@ -5,7 +5,7 @@ import sys
 from importlib.util import find_spec
 
 BACKENDS = ("torch", "jax", "tensorflow")
-"""Those that train; the quickest to start comes first."""
+"""Backends that can train; the fastest to start comes first."""
 
 
 def import_keras() -> str:

@@ -1,4 +1,4 @@
-"""Gradients of the model's loss, taken as a custom training loop takes them on each backend."""
+"""Gradients of the model's loss, computed as in a custom training loop of each backend."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ and by the taps."""
 
 
 def differentiated(model: Any) -> Differentiated:
-    """Returns a function that takes gradients of the model's loss at its current weights."""
+    """Returns a function that computes gradients of the model's loss at its current weights."""
     take = {"tensorflow": _with_tensorflow, "jax": _with_jax, "torch": _with_torch}[keras.config.backend()](model)
 
     def gradients(images: Array, taps: Sequence[Array], wanted: Any, scale: float) -> list[Array]:

@@ -24,12 +24,6 @@ class Network(keras.Model):
     """The model, with weights that are the same for a seed on every backend."""
 
     def __init__(self, dtype: str, weights: Sequence[Array]) -> None:
-        """Makes the model.
-
-        Args:
-            dtype: Keras' dtype policy of the layers.
-            weights: the initial weights, as `init_weights` or `get_weights` return them.
-        """
         super().__init__(dtype=dtype)
         self.parts = {
             part: [keras.layers.Dense(width, kernel_initializer="zeros", dtype=dtype) for width in sizes[1:]]
@@ -39,12 +33,7 @@ class Network(keras.Model):
         self.set_weights(weights)
 
     def call(self, images: Any, taps: Sequence[Any] | None = None) -> dict[str, Any]:
-        """Returns the pixels and the logits.
-
-        Args:
-            images: rows of pixels.
-            taps: zeros to add to the output of each layer, to differentiate by.
-        """
+        """Returns the pixels and the logits. `taps` are zeros to add to the outputs of the layers."""
         left = None if taps is None else iter(taps)
         code = self._through("encoder", images, left)
         return {part: self._through(part, code, left) for part in LOSSES}

@@ -74,5 +74,5 @@ class KerasTrainer:
 
 
 def load(seed: int) -> Callable[[Recipe], Trainer]:
-    """Returns what makes a trainer."""
+    """Returns a function that makes a trainer."""
     return partial(KerasTrainer, load_digits(seed), Probe(init_weights(np.random.default_rng(seed))), seed)

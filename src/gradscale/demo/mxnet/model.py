@@ -44,9 +44,7 @@ class Autoencoder(gluon.Block):
     def forward(self, images: Any, taps: list[Any] | None = None) -> tuple[Any, Any]:
         """Returns the pixels and the logits.
 
-        Args:
-            images: rows of pixels in float32.
-            taps: gets an array of zeros for each activation, which is added to it. Its gradient is the activation's.
+        Appends to `taps` zeros that are added to each activation: their gradient is that of the activation.
         """
         code = _run(self.encoder, images.astype(self.dtype), taps)
         pixels, logits = (_run(part, code, taps) for part in (self.decoder, self.classifier))

@@ -1,4 +1,4 @@
-"""How arrays are stored: in float32 or in true float16. Sums are in float32 and rounded once, as tensor cores do."""
+"""How arrays are stored: in float32 or in float16. Sums are in float32 and rounded once, as on tensor cores."""
 
 from collections.abc import Callable
 

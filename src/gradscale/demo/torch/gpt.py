@@ -8,7 +8,7 @@ INIT_STD = 0.02
 
 
 class Block(nn.Module):
-    """Attention, then two layers on each position; both are added to what came in."""
+    """Attention, then two layers on each position, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Returns a vector for each position of a text; the prediction is up to the caller."""
+    """Returns a feature vector for each position of a text."""
 
     def __init__(self, vocabulary: int, length: int, width: int, heads: int, depth: int) -> None:
         super().__init__()

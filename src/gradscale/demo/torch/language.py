@@ -65,7 +65,7 @@ class LanguageTask:
 
 
 def draw_from(generator: torch.Generator) -> Callable[[int, tuple[int, ...]], Array]:
-    """Returns what draws the starts of `Text.batch` from torch's random numbers."""
+    """Returns a function that draws the starts of `Text.batch` from torch's random numbers."""
     return lambda high, size: torch.randint(high, size, generator=generator).numpy()
 
 

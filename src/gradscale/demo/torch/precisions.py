@@ -1,4 +1,4 @@
-"""The same training in every precision: what each costs in loss and in score."""
+"""The same training in every precision: the loss and the scores of each."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,10 +25,10 @@ class PrecisionRecipe:
     """A precision to train in.
 
     Attributes:
-        name: what the table calls it.
+        name: its name in the table.
         precision: how model and optimizer are prepared.
-        context: what the model runs in.
-        scaler: makes the scaler; None takes the precision's own.
+        context: the context that the model runs in.
+        scaler: makes the scaler; None uses the precision's own.
     """
 
     name: str
@@ -92,20 +92,16 @@ def train_in(recipe: PrecisionRecipe, task: Task, model: nn.Module, seed: int, s
 def compare_precisions(
     model: str, steps: int, seeds: Sequence[int], tick: Callable[[], None], recipes: Sequence[PrecisionRecipe] = RECIPES
 ) -> dict[str, list[Outcome]]:
-    """Returns the outcomes by recipe, one for each seed.
+    """Returns the outcomes by recipe, one for each seed of split, initial weights and batches.
 
-    Args:
-        model: name of the model that is trained.
-        steps: how long each run is.
-        seeds: of the data's split, the initial weights and the batches: every recipe gets all of them.
-        tick: called after each run.
-        recipes: the precisions.
+    `tick` is called after each run.
     """
     tasks = {seed: TASKS[model](seed) for seed in seeds}
     with warnings.catch_warnings(), workers() as pool:
         warnings.filterwarnings("ignore", "These parameters are FP16")  # O3 is there to show what that costs
 
         def queue(recipe: PrecisionRecipe, seed: int) -> Future[Outcome]:
+            # Made here, in the caller's thread: threads share torch's random numbers.
             start = initial_model(tasks[seed], seed)
             future = pool.submit(lambda: train_in(recipe, tasks[seed], start, seed, steps))
             future.add_done_callback(lambda _: tick())

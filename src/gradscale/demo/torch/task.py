@@ -1,4 +1,4 @@
-"""The interface of a task, which the CNN and the GPT have."""
+"""The interface of a task, which the CNN and the GPT implement."""
 
 from typing import Any, NamedTuple, Protocol
 

@@ -33,10 +33,10 @@ Context = Callable[[], AbstractContextManager[Any]]
 CONTEXTS: dict[Format, Context] = {
     FP32: nullcontext,
     FP16: lambda: torch.autocast(DEVICE.type, dtype=torch.float16),
-    # As FP8 is trained in: E4M3 values that saturate, E5M2 gradients that overflow.
+    # As in FP8 training: E4M3 values that saturate, E5M2 gradients that overflow.
     FP8_E5M2: lambda: emulate(FP8_E4M3, FP8_E5M2, saturate=True),
 }
-"""What the forward pass runs in. Parameters are always float32."""
+"""The context of the forward pass. Parameters are always float32."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,7 @@ class TorchTrainer:
     """Trains the model of a task.
 
     Attributes:
-        task: the data and the losses.
-        model: what is trained.
-        optimizer: updates it.
-        scaler: scales its loss.
-        context: what the forward pass runs in.
+        context: the context of the forward pass.
         generator: draws the batches.
         loss: which of the task's losses a step reports.
     """
@@ -83,7 +79,7 @@ class TorchTrainer:
 
 
 def load(model: str, seed: int) -> Callable[[Recipe], Trainer]:
-    """Returns what makes a trainer of the demo, by the model's name."""
+    """Returns a function that makes a trainer for the model of this name."""
     return partial(_make, TASKS[model](seed), seed)
 
 
@@ -94,7 +90,7 @@ def _make(task: Task, seed: int, recipe: Recipe) -> TorchTrainer:
 
 
 def initial_model(task: Task, seed: int) -> nn.Module:
-    """Returns the model that a seed gives. Must be called in one thread: threads share torch's random numbers."""
+    """Returns the initial model of a seed. Must be called in one thread: threads share torch's random numbers."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return task.model()
@@ -107,11 +103,9 @@ def adam(task: Task, model: nn.Module) -> torch.optim.Optimizer:
 
 @contextmanager
 def workers() -> Iterator[Workers]:
-    """Yields as many threads as torch would use for one operation, each of which computes alone.
-
-    FP16 on a CPU is slow and its operations here are small: sharing one between two cores gains nothing, and on a busy
-    machine it is much slower. On an accelerator there is one thread.
-    """
+    """Yields as many threads as torch would use for one operation, each with one core; a single one on accelerators."""
+    # FP16 operations on a CPU are slow, and small here: splitting one between two cores gains nothing, and is much
+    # slower on a busy machine.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

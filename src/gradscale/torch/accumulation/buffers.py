@@ -1,4 +1,4 @@
-"""Module buffers, such as BatchNorm's running statistics, kept clean of steps that were skipped."""
+"""Module buffers, such as BatchNorm's running statistics, restored after skipped steps."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 class BufferGuard:
     """Holds a copy of every buffer of some modules as the last applied step left it.
 
-    A forward pass updates buffers before anyone knows that the step will be skipped. `settle` then puts the copy back
-    (or takes a new one) with a `where` on the device, which does not synchronize. Costs one copy of the buffers in
-    memory.
+    A forward pass updates buffers before it is known that the step will be skipped. `settle` then restores the copy, or
+    takes a new one. Costs one copy of the buffers in memory. Does not synchronize with the device.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        # Modules, not tensors: `to` and `load_state_dict(assign=True)` replace a module's buffers.
         self._parts = list({id(part): part for module in modules for part in module.modules()}.values())
         self._copies = [_copied(part) for part in self._parts]
         for part in self._parts:
@@ -29,19 +29,20 @@ class BufferGuard:
         """
         for part, copies in zip(self._parts, self._copies, strict=True):
             for name, buffer in _buffers(part):
+                # A `where` on the device, for integer buffers too (`num_batches_tracked`): no host read.
                 copy = copies.get(name, buffer)
                 copy = copy.to(buffer) if copy.shape == buffer.shape else buffer
                 settled = torch.where(applied.to(buffer.device, non_blocking=True), buffer, copy)
-                # Through `data`, which autograd does not watch: BatchNorm saves its statistics for the backward pass,
-                # does not use them there, and yet a graph made before this write would refuse to run.
+                # Through `data`, which does not raise the version: BatchNorm saves its statistics for the backward
+                # pass without using them there, and autograd would raise for a graph made before this write.
                 buffer.data.copy_(settled)
                 copies[name] = settled
 
     def _on_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """Takes over what `load_state_dict` brought. Called for every part of the module that was loaded."""
+        """Copies loaded buffers, or a skipped step would undo the load. Called for every part that was loaded."""
         del incompatible_keys
         for index, part in enumerate(self._parts):
-            if part is module:  # or else a shallow copy of one, which brought the hook along
+            if part is module:  # a shallow copy of a part has the hook too, and is none of them
                 self._copies[index] = _copied(module)
 
 

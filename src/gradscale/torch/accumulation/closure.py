@@ -1,4 +1,4 @@
-"""Closures for optimizers that evaluate the loss themselves: LBFGS, SAM and their kind."""
+"""Closures for optimizers that evaluate the loss themselves, such as LBFGS and SAM."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ RETRIES = 8
 
 
 def holder_of(modules: Sequence[nn.Module]) -> torch.optim.Optimizer:
-    """Returns something that holds the modules' parameters as an optimizer does, and is never stepped."""
+    """Returns an optimizer that only holds the modules' parameters, and is never stepped."""
     if not modules:
         raise ValueError("`closure` needs parameters. Build the scaler as `LossScaler(model)` or pass the optimizer.")
     parameters = (parameter for module in modules for parameter in module.parameters())
@@ -28,13 +28,8 @@ def make_closure(
     """Returns a closure that computes the loss and leaves unscaled gradients in `.grad`.
 
     Each call clears the gradients, runs `evaluate`, the backward pass (at lower scales while it overflows), and divides
-    by the scale. Where no scale helps, the gradients are zeroed: the optimizer then sees a stationary point.
-
-    Args:
-        evaluate: runs the forward pass and returns the loss, unscaled.
-        parameters: those the optimizer updates.
-        backward: scales a loss and runs its backward pass.
-        settle: unscales the gradients, moves the scale and returns the result.
+    by the scale. If no scale helps, the gradients are zero: the optimizer then finds a stationary point. `backward`
+    scales the loss that `evaluate` returns, and `settle` unscales the gradients and updates the scale.
     """
 
     def closure() -> Tensor:
@@ -44,6 +39,7 @@ def make_closure(
             loss = evaluate()
             backward(loss)
         if settle().skipped():
+            # The optimizer computes with the gradients in any case, and inf or NaN would reach its state.
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad = torch.zeros_like(parameter)

@@ -12,7 +12,7 @@ OnSkip = Literal["hold", "advance"]
 class Guard:
     """Steps schedulers and averages together with the scaler, holding or advancing them when a step was skipped.
 
-    Made by `LossScaler.guard`. A scheduler is on the host, so holding one has to know the outcome: `step` then
+    Made by `LossScaler.guard`. Schedulers are in host memory, so that holding one needs the outcome there: `step`
     synchronizes with the device. Advancing does not.
     """
 
@@ -25,12 +25,9 @@ class Guard:
         self._handled: StepResult | None = None
 
     def step(self) -> bool:
-        """Advances every guarded object, or none if the step was skipped and they are to be held.
+        """Advances every guarded object, or none if the step was skipped and `on_skip` is "hold"; returns whether.
 
         Once per step of the scaler: called again before the next one, as between micro-batches, it does nothing.
-
-        Returns:
-            Whether they were advanced.
 
         Raises:
             RuntimeError: the scaler has not made a step yet.
@@ -40,6 +37,7 @@ class Guard:
             raise RuntimeError("`guard.step()` follows `scaler.step(...)`. No step has been made yet.")
         if result is self._handled:
             return False
+        # First, so that a scheduler that raises is not advanced a second time for the same step.
         self._handled = result
         if self._on_skip == "hold" and result.skipped():
             return False
@@ -50,6 +48,7 @@ class Guard:
 
 def _update_of(target: Any) -> Callable[[], Any]:
     """Returns what advances `target`: its `step`, its `update`, or the callable itself."""
+    # `update_parameters` of torch's `AveragedModel` takes the model; `ReduceLROnPlateau.step` takes a metric.
     methods = [getattr(target, name, None) for name in ("step", "update")]
     found = next((method for method in methods if callable(method)), target)
     if not callable(found) or hasattr(target, "update_parameters") or _wants_arguments(found):

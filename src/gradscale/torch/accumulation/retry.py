@@ -1,4 +1,4 @@
-"""Running the backward pass again at a lower scale when it overflows, so that no batch is lost."""
+"""Retries: the backward pass is run again at a lower scale when it overflows, so that no batch is lost."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,11 @@ from gradscale.torch.step.measure import measure_sizes
 
 
 class Stash:
-    """Gradients of earlier micro-batches, put aside while one backward pass is tried and tried again."""
+    """Gradients of earlier micro-batches, set aside while a backward pass is attempted."""
+
+    # Autograd adds to the `.grad` that it finds, so that a failed attempt could not be taken out of the sum again. With
+    # `.grad` set to None each attempt has gradients of its own. `torch.autograd.grad` would return them too, but fires
+    # no post-accumulate hooks and does not work with reentrant checkpointing.
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
@@ -23,21 +27,22 @@ class Stash:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets the gradients of the pass under trial."""
+        """Drops the gradients of the attempt."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def overflowed(self, device: torch.device) -> Tensor:
-        """Returns whether the pass under trial has made a gradient that is not finite, a 0-d bool on `device`."""
+        """Returns whether a gradient of the attempt is not finite, a 0-d bool on `device`."""
         grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        # Coalesced: entries of one row may be finite and their sum not.
         dense = [grad.coalesce()._values() if grad.is_sparse else grad for grad in grads]
         return ~torch.isfinite(measure_sizes(dense, device).total)
 
     @torch.no_grad()
     def merge(self, ratio: Tensor | None) -> None:
-        """Adds the gradients of the pass to the earlier ones, times the ratio of the two scales.
+        """Adds the gradients of the attempt to the earlier ones, which are first multiplied by the ratio of the scales.
 
-        That is exact where the ratio is a power of two, unless a gradient becomes subnormal.
+        That is exact if the ratio is a power of two, unless a gradient becomes subnormal.
         """
         for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
             if earlier is None:
@@ -47,7 +52,7 @@ class Stash:
             parameter.grad = earlier if parameter.grad is None else _sum(earlier, parameter.grad)
 
     def restore(self) -> None:
-        """Puts the earlier gradients back, as if the pass had never been tried."""
+        """Puts the earlier gradients back, as if there had been no attempt."""
         for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
             parameter.grad = earlier
 
@@ -63,7 +68,7 @@ class Retry:
 
     Attributes:
         parameters: all whose gradients share the scale.
-        rule: has the scale to lower.
+        rule: the rule that lowers the scale.
         any_rank: returns whether a flag is set on any of the ranks that share the scale.
     """
 
@@ -74,10 +79,8 @@ class Retry:
     def backward(self, loss: Tensor, window: Window, retries: int, kwargs: dict[str, Any]) -> None:
         """Runs the backward pass of `loss`, again at lower scales while it overflows, at most `retries` times more.
 
-        Synchronizes with the device after every attempt. If the last attempt overflows too, the rule is put back where
-        it was, so that the step that follows backs off once: gradients that are NaN at any scale would otherwise lower
-        it to the floor. The gradients keep the scale they were made with. If the backward pass raises, everything is as
-        it was before.
+        Synchronizes with the device after every attempt. If the last attempt overflows too, the rule is restored, and
+        the gradients keep the scale of that attempt. If the backward pass raises, nothing has changed.
         """
         window.begin_backward()
         before, scale, earlier_retries = self.rule.state, window.scale, window.retries
@@ -89,16 +92,20 @@ class Retry:
             self.rule.state, window.scale, window.retries = before, scale, earlier_retries
             raise
         if overflowed:
+            # The step that follows backs off once. Gradients that are NaN at any scale would otherwise bring it to the
+            # floor with every batch.
             self.rule.state = before
         if window.scale is not scale:
             window.rescaled = {id(parameter) for parameter in self.parameters}
         stash.merge(None if window.scale is scale else window.scale / scale)
 
     def _try(self, loss: Tensor, window: Window, stash: Stash, retries: int, kwargs: dict[str, Any]) -> bool:
-        """Runs the backward pass until it does not overflow or nothing is left to try; returns whether it still did."""
+        """Runs the backward pass until it does not overflow or no retry is left; returns whether it overflowed."""
+        # All ranks make the same decisions, or their collectives would not match: hence `any_rank` at each of them.
         scale_can_help = not self.any_rank(~window.note_loss(loss))
         keep_graph = bool(kwargs.pop("retain_graph", None))
         for tried in range(retries + 1):
+            # The graph is kept only while another attempt is possible: the last one frees it.
             again = scale_can_help and tried < retries
             window.product(loss).backward(retain_graph=keep_graph or again, **kwargs)
             overflowed = self.any_rank(stash.overflowed(window.scale.device))
@@ -123,13 +130,13 @@ def check_backward(retries: int, kwargs: dict[str, Any]) -> None:
     check_retries(retries)
     if retries and kwargs.get("create_graph"):
         raise ValueError(
-            "`retries` puts gradients aside and adds them up later, which `create_graph=True` cannot differentiate. "
+            "`retries` sets gradients aside and adds them up later, which `create_graph=True` cannot differentiate. "
             "Pass one of the two; for a gradient penalty use `scaler.grad(loss, inputs, create_graph=True)`."
         )
 
 
 def retriable_parameters(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """Returns the parameters whose gradients share the scale, or says why a backward pass cannot be run again.
+    """Returns the parameters whose gradients share the scale.
 
     Raises:
         RuntimeError: the modules are not known, or one of them synchronises its gradients during the backward pass.
@@ -156,6 +163,7 @@ def synchronising(root: nn.Module) -> nn.Module | None:
 
 
 def _sends(module: nn.Module) -> bool:
+    # DDP reduces once per forward pass, so that the gradients of a second backward pass would differ between ranks.
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return module.require_backward_grad_sync
     return any(

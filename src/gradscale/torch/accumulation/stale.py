@@ -1,4 +1,4 @@
-"""Stale gradients: those of an earlier step that nobody has cleared since."""
+"""Stale gradients: those of an earlier step that were not cleared since."""
 
 import weakref
 from collections.abc import Sequence
@@ -12,30 +12,30 @@ Optimizer = torch.optim.Optimizer
 
 
 class StaleGradients:
-    """Remembers the gradients that are there when a step ends, to see later if they are still there.
+    """Remembers the gradients that exist when a step ends, to find those that were not cleared before the next one.
 
     Not only those of the step: a generator's backward pass fills the gradients of the discriminator. A gradient is
-    known by its identity and version, and nothing is read from the device; so clearing in place counts as clearing, as
-    does any other write in place. References to parameters and gradients are weak.
+    recognised by identity and version, and nothing is read from the device: `zero_grad(set_to_none=False)` counts as
+    clearing, as does any other write in place.
     """
 
+    # References are weak. A strong one to a gradient would keep its memory after `zero_grad`; one to an optimizer, the
+    # parameters of a model that was replaced.
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._others: list[weakref.ref[Tensor]] | None = None
-        # Side by side and not in tuples: thousands of containers at every step would keep the garbage collector busy.
+        # Two lists, not one of tuples: thousands of containers at every step would keep the garbage collector busy.
         self._grads: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
 
     def __reduce__(self) -> tuple[type["StaleGradients"], tuple[Sequence[nn.Module]]]:
-        """A copy starts afresh: it has seen no gradients."""
+        """A copy starts empty."""
         return StaleGradients, (self._modules,)
 
     def remember(self, optimizers: Sequence[Optimizer]) -> None:
-        """Notes the gradients held now by `optimizers`, by those noted before, and by the modules.
-
-        Looked up anew, for an optimizer or a hook of its step may have replaced those that the step was given.
-        """
+        """Notes the gradients held now by `optimizers`, by those noted before, and by the modules."""
+        # `.grad` is looked up again: an optimizer, or a hook of its step, may have replaced the gradients of the step.
         if self._others is None or [optimizer for optimizer in optimizers if optimizer not in self._known]:
             self._known.update(optimizers)
             self._others = self._held_by_modules_alone()
@@ -44,7 +44,7 @@ class StaleGradients:
         self._versions = [grad._version for grad in held]
 
     def uncleared(self) -> list[Tensor]:
-        """Returns the parameters whose gradients nobody has cleared or replaced since."""
+        """Returns the parameters whose gradients were neither cleared nor replaced since."""
         present = [parameter for parameter in self._watched() if parameter.grad is not None]
         if not present:
             return []

@@ -21,17 +21,16 @@ class Window:
     """What happened since the last step: losses scaled, backward passes begun, stale gradients found.
 
     Attributes:
-        scale: what the gradients of this window are multiplied by, however many micro-batches it holds. Only a backward
-            pass that is run again changes it.
+        scale: the scale of all losses of this window, of every micro-batch. Only a retry changes it.
         loss_finite: whether every loss was finite so far, a 0-d bool.
         overflowed: whether gradients overflowed outside of `step`, although the losses until then were finite.
-        backward_begun: whether there can be gradients.
+        backward_begun: whether a backward pass has begun.
         stale: parameters that held gradients of an earlier window when the first backward pass of this one began.
         retries: how often a backward pass was run again.
-        rescaled: ids of the parameters whose gradients a retry has brought to its scale; None where all kept theirs.
+        rescaled: ids of the parameters whose gradients a retry has multiplied to its scale; None without one.
         unscaled_by: ids of the optimizers whose gradients are unscaled already.
-        unscaled_amax: largest of those gradients, unscaled, before anyone edited them.
-        unscaled_share: share of their elements above the policy's edge, before anyone edited them.
+        unscaled_amax: largest of those gradients, unscaled, before the user's edits.
+        unscaled_share: share of their elements above the policy's edge, before the user's edits.
     """
 
     def __init__(self, scale: Tensor, find_stale: Callable[[], list[Tensor]], current: Callable[[], "Window"]) -> None:
@@ -39,8 +38,8 @@ class Window:
 
         Args:
             scale: the scale of its losses.
-            find_stale: looks for gradients from before; called once, when the first backward pass begins.
-            current: returns the window that is open at the time: another one, for a loss whose backward pass is late.
+            find_stale: finds stale gradients; called once, when the first backward pass begins.
+            current: returns the window that is open then: another one, for a loss whose backward pass comes late.
         """
         # A step inside `torch.inference_mode()` makes a scale that autograd cannot keep for the backward pass.
         self.scale = scale.clone() if scale.is_inference() else scale
@@ -59,15 +58,17 @@ class Window:
         self._current = current
 
     def scaled(self, output: Tensor) -> Tensor:
-        """Returns `output` times the scale, watched for its backward pass."""
+        """Returns `output` times the scale, with a hook on its backward pass."""
         finite = self.note_loss(output)
         scaled = self.product(output)
         if scaled.requires_grad:
+            # Stale gradients are searched for when the backward pass begins: at `scale` it is too early, since
+            # `zero_grad` may still follow, and at `step` it is too late, since autograd has added to them in place.
             scaled.register_hook(partial(self._on_backward, self.scale, finite))
         return scaled
 
     def product(self, output: Tensor) -> Tensor:
-        """Returns `output` times the scale, in float32 if it was narrower: `1.0 * 65536` is no FP16 number."""
+        """Returns `output` times the scale, in float32 if it was narrower: FP16 cannot hold `1.0 * 65536`."""
         wide = output.float() if output.dtype.itemsize < 4 else output
         return wide * self.scale.to(output.device, wide.dtype, non_blocking=True)
 
@@ -78,7 +79,7 @@ class Window:
 
     def note_loss(self, output: Tensor) -> Tensor:
         """Returns whether `output` is finite, a 0-d bool on the scaler's device, and remembers it for the window."""
-        # Zero unless the loss is inf or NaN. `isfinite` takes twice as many kernels.
+        # Times 0: NaN if the loss is inf or NaN, else 0. `isfinite` takes twice as many kernels.
         finite = (output.detach() * 0 == 0).all().to(self.scale.device)
         self.loss_finite = self.loss_finite & finite
         return finite
@@ -95,11 +96,7 @@ class Window:
     ) -> None:
         """Notes that the gradients of `optimizers` are unscaled from now on, and how large they are.
 
-        Args:
-            optimizers: whose gradients they are.
-            amax: the largest of them, unscaled.
-            upper_share: share of their elements above the policy's edge.
-            elements: how many elements they have.
+        `amax` is the largest of them, and `upper_share` the share of their `elements` above the policy's edge.
         """
         self.unscaled_by.update(id(optimizer) for optimizer in optimizers)
         self._unscaled += parameters_of(optimizers)
@@ -109,7 +106,8 @@ class Window:
         self.unscaled_share = above / max(1, self._unscaled_elements)
 
     def divisor(self, optimizers: Iterable[torch.optim.Optimizer]) -> Tensor:
-        """Returns what the gradients of `optimizers` must be divided by: the scale, or 1 where `unscaled` has been."""
+        """Returns what the gradients of `optimizers` must be divided by: the scale, or 1 after `unscaled`."""
+        # Callers compare by identity with `scale`, which costs no host read.
         done = all(id(optimizer) in self.unscaled_by for optimizer in optimizers)
         return torch.ones_like(self.scale) if done else self.scale
 
@@ -119,18 +117,21 @@ class Window:
             raise RuntimeError(
                 "A backward pass of a scaled loss was begun after `scaler.unscaled(...)`, and would add scaled "
                 "gradients to unscaled ones. Run all backward passes first, then `unscaled`, then `scaler.step(...)`; "
-                "to give up what was unscaled, call `optimizer.zero_grad()`."
+                "to discard what was unscaled, call `optimizer.zero_grad()`."
             )
         self.unscaled_by.clear()
         self._unscaled.clear()
         if self.backward_begun:
+            # Cleared between two backward passes: no longer stale.
             self.stale = [parameter for parameter in self.stale if parameter.grad is not None]
         else:
             self.backward_begun = True
             self.stale = self._find_stale()
 
     def _on_backward(self, made_with: Tensor, finite: Tensor, grad: Tensor) -> Tensor | None:
-        """Begins the backward pass of a loss; brings it to the scale of the open window if that is another by now."""
+        """Begins the backward pass of a loss, and multiplies it to the scale of the open window if that is another."""
+        # A loss may be scaled before a `step` and differentiated after it. Its gradients then belong to the next step,
+        # and must have that step's scale.
         window = self._current()
         window.begin_backward()
         if window is not self:
@@ -141,7 +142,7 @@ class Window:
 
 
 class Windows:
-    """Opens windows at the scale of the rule, and makes sure that no gradient gets from one into another.
+    """Opens windows at the scale of the rule, and checks that no gradient of one is used in another.
 
     Attributes:
         open: the window that is open; None between a step and the next loss.
@@ -154,30 +155,27 @@ class Windows:
         self._stale = StaleGradients(names.modules)
 
     def get(self, device: torch.device) -> Window:
-        """Returns the open window; opens one, on `device` if the scale is kept nowhere yet, where there is none."""
+        """Returns the open window, or opens one. The first decides that the scale is kept on `device`."""
         if self.open is None:
             self._rule.settle(device)
             self.open = Window(self._rule.scale, self._stale.uncleared, current=lambda: self.get(device))
         return self.open
 
     def ready(self, optimizers: Sequence[Optimizer]) -> Window:
-        """Returns the window whose gradients are to be used, or raises if the order of calls is wrong."""
+        """Returns the window whose gradients are used, or raises if the order of calls is wrong."""
         window = check_order(self.open)
         refuse_some_unscaled(window, optimizers)
         try:
             refuse_stale(window, optimizers, self._names)
             refuse_unknown_parameters(window, optimizers, self._names)
         except RuntimeError:
+            # These gradients have no known scale: closed, so that they must be cleared and cannot be stepped later.
             self.close(optimizers)
             raise
         return window
 
     def close(self, optimizers: Sequence[Optimizer] = ()) -> None:
-        """Ends the window, if one is open. Gradients that are there now must be cleared before the next one begins.
-
-        Args:
-            optimizers: those whose step ends it.
-        """
+        """Ends the window, if one is open. Gradients that exist now must be cleared before the next one begins."""
         self.open = None
         self._stale.remember(optimizers)
 
@@ -188,8 +186,8 @@ def map_losses(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:
     def visit(output: Any) -> Tensor:
         if isinstance(output, Tensor) and is_functorch_wrapped_tensor(output):
             raise RuntimeError(
-                "`scale` watches a loss until the next step, which it cannot inside a `torch.func` transform: what it "
-                "sees there is gone afterwards. Multiply by `scaler.loss_scale` there, and divide the gradients by it."
+                "`scale` keeps track of a loss until the next step, and one inside a `torch.func` transform does not "
+                "exist after it. Multiply by `scaler.loss_scale` there, and divide the gradients by it."
             )
         if isinstance(output, Tensor) and (output.is_floating_point() or output.is_complex()):
             return function(output)

@@ -1,4 +1,4 @@
-"""The aliases that torch has for its functions, and which functions it reports the calls of."""
+"""The aliases of torch's functions, and the functions whose calls torch reports to modes."""
 
 from collections.abc import Callable
 from functools import cache
@@ -54,7 +54,8 @@ class _Index(NamedTuple):
 
 @cache
 def _index() -> _Index:
-    # torch's own list does not have `torch.relu_` and other functions that write to their argument.
+    # Functions with the same plain name are aliases. torch's own list lacks some that write to their argument, such as
+    # `torch.relu_`.
     in_place = [getattr(torch, name) for name in dir(torch) if name.endswith("_") and not name.startswith("_")]
     found: dict[str, set[Function]] = {}
     for function in chain(in_place, *get_overridable_functions().values()):

@@ -38,7 +38,7 @@ class Ban:
             if tensor.dtype in self.dtypes and not self._runs_in_float32(tensor.device.type):
                 raise RuntimeError(
                     f"`{function.__name__}` is unsafe in half precision. Received: a tensor of {tensor.dtype}. "
-                    f"{self.reason} If you know better: `casts(allow=[...])`."
+                    f"{self.reason} To allow it: `casts(allow=[...])`."
                 )
         return function(*args, **kwargs)
 
@@ -47,7 +47,7 @@ class Ban:
 
 
 # The inputs of these have lost the digits that matter when they were rounded to half. Computing in float32 is too late:
-# CUDA's autocast refuses the first for that reason, and the CPU's returns a wrong loss.
+# CUDA's autocast raises an error for the first for that reason, and the CPU's returns a wrong loss.
 _ROUNDED_AWAY: dict[Function, str] = {
     functional.binary_cross_entropy: "A probability near 1 is rounded to 1, and its loss to 100, whatever the logit "
     "was. Use `binary_cross_entropy_with_logits` on the logits, and no sigmoid.",

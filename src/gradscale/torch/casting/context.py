@@ -88,7 +88,8 @@ class casts(TorchFunctionMode, ContextDecorator):
         rule, kwargs = rules.rule_for(func), kwargs or {}
         if rule is None:
             return func(*args, **kwargs)
-        rules.push({})  # torch calls the modes of outer contexts next, and their rules must not be applied as well
+        # torch calls the modes of outer contexts next, and their rules must not be applied as well.
+        rules.push({})
         try:
             return rule.run(func, args, kwargs, op=True)
         finally:
@@ -99,20 +100,21 @@ class casts(TorchFunctionMode, ContextDecorator):
             aliases = _aliases(parameter, function)
             if aliases & self._rules.keys():
                 raise ValueError(
-                    "A function must be listed once, under whatever name. "
+                    "A function must be listed once, under one of its names. "
                     f"Received: {describe(function)} in `{parameter}`, and before. Take it out of one of the two."
                 )
             if parameter == "half" and (ban := bans().get(function)) and not aliases <= self._allowed:
                 raise ValueError(
                     "`half` must not list functions that are unsafe in half precision. "
                     f"Received: {describe(function)}. {ban.reason} "
-                    "If you know better: `casts(half=[...], allow=[...])`."
+                    "To allow it: `casts(half=[...], allow=[...])`."
                 )
             if not torch_aliases(function):
                 self._patches.append(patch_for(function))
             self._rules |= dict.fromkeys(aliases, rule)
 
     def _over(self, outer: Mapping[Function, Rule]) -> Rules:
+        # `allow` lifts bans, not casts of an outer context.
         lifted = {alias for alias in self._allowed if isinstance(outer.get(alias), Ban)}
         return {alias: rule for alias, rule in outer.items() if alias not in lifted} | self._rules
 

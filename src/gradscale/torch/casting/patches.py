@@ -1,4 +1,4 @@
-"""Patches of Python functions: torch does not report their calls, so they are replaced while a context needs it."""
+"""Patches of Python functions, whose calls torch does not report: they are replaced while a context needs it."""
 
 import sys
 import threading
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 class Patch:
     """Replaces a Python function, in its class or in all modules that refer to it, while any context uses the patch.
 
-    All threads call the replacement then. In a thread where no rule holds for the function it passes the call on.
+    All threads call the replacement then. In a thread without a rule for the function it calls the original.
     """
 
     def __init__(self, function: FunctionType) -> None:
@@ -49,6 +49,7 @@ class Patch:
     def find_places(self) -> bool:
         """Searches for the function, again if modules have been imported since; returns whether it was found."""
         with _LOCK:
+            # Not while the patch is in use: the search would find the replacement in place of the function.
             if self._modules_searched != len(sys.modules) and not self._users:
                 self._modules_searched = len(sys.modules)
                 self._places = [(place, place.get()) for place in _places(self._function)]
@@ -91,7 +92,7 @@ def _places(function: FunctionType) -> Iterator[Place]:
         yield from _in_modules(function)
         return
     module = sys.modules.get(function.__module__)
-    # A decorator that copies the name of the function it wraps does not copy its globals: hence both.
+    # Both namespaces: a decorator that copies the name of the function it wraps does not copy its globals.
     for space in (function.__globals__, {} if module is None else vars(module)):
         owner = reduce(lambda found, part: getattr(found, part, None), path[1:], space.get(path[0]))
         held = vars(owner).get(name) if isinstance(owner, type) else None

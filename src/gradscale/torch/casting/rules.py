@@ -20,17 +20,10 @@ AUTOCAST_DTYPES = frozenset(
 
 
 class Rule(Protocol):
-    """What happens to a call of a function."""
+    """How calls of a function are run."""
 
     def run(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, op: bool) -> Any:
-        """Returns the result of the call, with these arguments or with others in their place.
-
-        Args:
-            function: the function that was called.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            op: whether `function` is an operation of torch, not a Python function.
-        """
+        """Returns the result of the call. `op` is whether `function` is a torch operation, not a Python function."""
         ...
 
 

@@ -57,20 +57,20 @@ class GradScaler(torch.amp.GradScaler):
                 print(scaler.last.culprits())
 
     It has torch's arguments, methods, errors and `state_dict`, and torch's scaler loads what this one saves. Where
-    torch's would let a non-finite number reach a weight, or never recover, this one does not.
+    torch's lets a non-finite number reach a weight, or does not recover from one, this one skips the step and recovers.
 
     Args:
         device: type of the device.
         init_scale: scale of the first step.
-        growth_factor: what the scale is multiplied by when it grows.
-        backoff_factor: what the scale is multiplied by when it backs off.
+        growth_factor: factor by which the scale is multiplied when it grows.
+        backoff_factor: factor by which the scale is multiplied when it backs off.
         growth_interval: clean steps in a row before the scale grows.
         enabled: False makes every method do nothing, and `step` just call the optimizer's.
         policy: a rule for the scale, or `"auto"`, instead of the four numbers above. `NoScaling()` is the same as
             `enabled=False`.
-        min_scale: the scale never falls below; by default 2**-126.
-        max_scale: the scale never rises above; by default the largest float32.
-        hysteresis: overflows it takes to back off for the first time.
+        min_scale: lowest scale; by default 2**-126.
+        max_scale: highest scale; by default the largest float32.
+        hysteresis: overflows before the scale backs off for the first time.
 
     Attributes:
         last: the result of the last `step`; None before the first, when disabled, and for an optimizer that takes the
@@ -116,10 +116,11 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Returns `outputs` times the scale: a tensor, or an iterable of tensors and further iterables.
 
-        An FP16 tensor comes back in float32, where the product cannot overflow. Does not synchronize with the device.
+        An FP16 tensor is returned in float32, where the product cannot overflow. Does not synchronize with the device.
         """
         if not self._enabled:
             return outputs
+        # A new backward pass: parameters that optimizers share may be divided once more.
         self._divided.clear()
         return self._scaled(outputs)
 
@@ -140,7 +141,7 @@ class GradScaler(torch.amp.GradScaler):
         self._settle()
 
     def _settle(self) -> None:
-        """Brings what goes with the scale to where it is kept, and up to date with its value."""
+        """Brings the bound and the rule to the device and the value of the scale."""
         scale, _ = self._check_scale_growth_tracker("scale")
         self._bound.set(scale, float(self._init_scale))
         if self._rule is not None:
@@ -166,18 +167,21 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if (policy := self._sizing_policy) is not None:
             self._note_sizes(optimizer, measure_for(policy, gradients_of(optimizer), scale, None))
-        # In float32, for devices without float64: correctly rounded all the same, and exact for powers of two.
+        # torch takes the inverse in float64, which not every device has. In float32 it is correctly rounded too, and
+        # exact for powers of two.
         factor, no = scale.reciprocal(), torch.zeros((), dtype=torch.float32, device=scale.device)
         flags = self._unscale_grads_(optimizer, factor, no, allow_fp16)
         if flags and self._bound.may_be_below_one(scale):
-            # The kernel looks at the values before it multiplies them.
+            # torch's kernel checks the values before it multiplies them: finite ones may be inf after a division by
+            # a scale below 1.
             overflow, _ = check(gradients_of(optimizer), torch.ones_like(scale), grows=True)
             flags = {device: torch.maximum(flag, overflow.to(flag)) for device, flag in flags.items()}
         state["found_inf_per_device"] = flags
         state["stage"] = OptState.UNSCALED
         self._divided.append(optimizer)
         if host_value(any_overflow(flags.values(), scale.device)):
-            # Now, before the user clips: a norm that is inf or NaN makes NaN of elements that were not.
+            # Measured now, before the user clips: `clip_grad_norm_` with a norm of NaN makes every element NaN, and
+            # every parameter would count as non-finite.
             state["measured"] = sizes_of(gradients_of(optimizer), scale.device)
             state["traces"] = Traces(collect([optimizer]))
 
@@ -190,7 +194,7 @@ class GradScaler(torch.amp.GradScaler):
         return multiply_and_check(gradients, inv_scale, found_inf)
 
     def _note_sizes(self, optimizer: Optimizer, measured: Measurement) -> None:
-        """Keeps what the policy needs to know of the optimizer's scaled gradients until `update`."""
+        """Keeps the sizes of the optimizer's scaled gradients for the policy until `update`."""
         elements = sum(grad.numel() for grad in gradients_of(optimizer))
         self._per_optimizer_states[id(optimizer)]["sizes"] = (measured, elements)
 
@@ -201,7 +205,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
-            # Whoever replaced it, to agree with other ranks or for a device of its own, is to be asked here too.
+            # A subclass or a library has replaced it, to reduce the flag over ranks or for another device: its version
+            # must be called here too.
             return super()._check_inf_per_device(optimizer)
         state, gradients = self._per_optimizer_states[id(optimizer)], gradients_of(optimizer)
         own, policy = getattr(optimizer, "grad_scale", None), self._sizing_policy
@@ -216,10 +221,10 @@ class GradScaler(torch.amp.GradScaler):
         return state["found_inf_per_device"]
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Returns what `optimizer.step(*args, **kwargs)` does with unscaled gradients; None if one of them overflowed.
+        """Returns what `optimizer.step(*args, **kwargs)` returns with unscaled gradients; None if the step is skipped.
 
-        The step is not made then. Unscales the gradients first where `unscale_` has not. Synchronizes with the device,
-        once, unless the optimizer is fused. `last` is the result.
+        Unscales the gradients first if `unscale_` was not called. Synchronizes with the device, once, unless the
+        optimizer is fused. `last` is the result.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -235,6 +240,7 @@ class GradScaler(torch.amp.GradScaler):
             returned = self._step_folded(optimizer, scale, *args, **kwargs)
         else:
             returned = self._step_gated(optimizer, scale, *args, **kwargs)
+        # Last: if the optimizer raises, the step may be repeated.
         state["stage"] = OptState.STEPPED
         return returned
 
@@ -287,6 +293,7 @@ class GradScaler(torch.amp.GradScaler):
         return returned
 
     def _remember(self, optimizer: Optimizer, scale: Tensor, overflow: Tensor, measured: Measurement | None) -> None:
+        # A copy: `update` writes to the scale in place, and the result must keep that of its step.
         present, state = scale.clone(), self._per_optimizer_states[id(optimizer)]
         seen = seen_by([state["sizes"]], overflow, present) if "sizes" in state else None
         self.last = StepResult(
@@ -301,7 +308,7 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Updates the scale after a step, or sets it to `new_scale`: only now the state of the step is committed.
+        """Updates the scale after the steps of all optimizers, or sets it to `new_scale`.
 
         Does not synchronize with the device, except to check a `new_scale` that is a tensor there.
         """
@@ -312,6 +319,7 @@ class GradScaler(torch.amp.GradScaler):
             self._move(scale, tracker)
         else:
             number = number_from_tensor(new_scale, self._device) if isinstance(new_scale, Tensor) else new_scale
+            # Checked before it is written: torch would take 0, inf or NaN, and scale by it from then on.
             number = self._bounds.checked("new_scale", number)
             self._bound.set(scale.fill_(number), number)
         if self.last is not None:
@@ -325,6 +333,7 @@ class GradScaler(torch.amp.GradScaler):
         if not flags:
             raise AssertionError("No inf checks were recorded prior to update.")
         overflow = any_overflow(flags, scale.device)
+        # Before the update, which changes the version that distinguishes writes by others.
         self._bound.revalidate(scale)
         if self._rule is None:
             numbers = (self._growth_factor, self._backoff_factor, int(self._growth_interval))
@@ -337,25 +346,25 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def _sizing_policy(self) -> Policy | None:
-        """The policy, if there is one that needs to know how large the gradients are."""
+        """The policy if it needs the sizes of the gradients, else None."""
         if self._rule is None or self._rule.policy.needs <= {"finite", "loss_finite"}:
             return None
         return self._rule.policy
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Sets what the scale is multiplied by when it grows."""
+        """Sets the factor by which the scale is multiplied when it grows."""
         self._change("growth_factor", new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets what the scale is multiplied by when it backs off."""
+        """Sets the factor by which the scale is multiplied when it backs off."""
         self._change("backoff_factor", new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Sets the clean steps in a row before the scale grows. Steps made already count."""
+        """Sets the clean steps in a row before the scale grows. Earlier steps count."""
         self._change("growth_interval", new_interval)
 
     def _change(self, name: str, value: Any) -> None:
-        """Changes one number of the rule, or raises if it is not legal or the policy has no such number."""
+        """Sets one number of the rule, or raises if it is invalid or the policy has no such number."""
         if self._enabled:
             check_number_of_rule(name, value)
             if self._rule is not None:
@@ -373,8 +382,9 @@ class GradScaler(torch.amp.GradScaler):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a saved state, of this class or of torch's, before the first `scale` or after."""
+        """Loads a saved state of this class or of torch's, before the first `scale` or after."""
         if self._enabled and state_dict:
+            # All of it is read and checked before anything is set.
             saved = read_scaler(state_dict, None if self._rule is None else self._rule.policy, self._bounds)
             state_dict = saved.numbers
             self._bounds, self._rule = saved.bounds, saved.rule
@@ -383,8 +393,9 @@ class GradScaler(torch.amp.GradScaler):
             self._settle()
 
     def __getstate__(self) -> dict[str, Any]:
+        # Results, bounds and divided optimizers refer to tensors of the original.
         state = super().__getstate__() | {"last": None, "_bound": ScaleBound(), "_divided": []}
-        # torch has made sure that it is empty; a shallow copy must not share it.
+        # torch's `__getstate__` raises unless it is empty; a new one, so that a shallow copy does not share it.
         state["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
         if self._rule is not None:
             present = self._rule.state

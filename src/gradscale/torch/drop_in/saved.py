@@ -1,4 +1,4 @@
-"""The saved form of `GradScaler`: torch's dict, with one entry more where torch's has no place for a setting."""
+"""The saved form of `GradScaler`: torch's dict, with one more entry for settings that torch's does not have."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from gradscale.torch.drop_in.settings import Bounds, check_factors, check_interv
 from gradscale.torch.step.decide import Rule
 
 EXTRA = "gradscale"
-"""Key of the entry that torch's `GradScaler` does not have, and does not look at when it loads."""
+"""Key of the entry that torch's `GradScaler` does not have, and ignores when it loads."""
 
 FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 
@@ -35,22 +35,19 @@ class Saved:
 
 
 def write_extra(rule: Rule | None, bounds: Bounds, scale: float, tracker: int) -> dict[str, Any]:
-    """Returns what torch's five entries leave out, ready to be merged with them; nothing where they say it all."""
+    """Returns the entry beside torch's five, or an empty dict if the five are enough."""
     if rule is not None:
+        # torch's tensors are the current ones: users and libraries set the scale, not the rule.
         state = replace(rule.state, scale=np.float32(scale), clean_steps=np.int32(tracker))
         return {EXTRA: write_saved(rule.policy, state)}
     return {} if bounds == Bounds() else {EXTRA: asdict(bounds)}
 
 
 def read_scaler(saved: Mapping[str, Any], policy: Policy | None, bounds: Bounds) -> Saved:
-    """Returns what a saved scaler says, or raises; nothing has been changed then.
+    """Returns a saved scaler, of this class or of torch's, or raises before anything is changed.
 
-    What was saved overrides what the scaler was built with, as in torch. What was not saved stays.
-
-    Args:
-        saved: what `state_dict` of this scaler or of torch's returned.
-        policy: what the loading scaler follows; None for torch's own rule.
-        bounds: the scales it allows.
+    Saved settings override those of the loading scaler, as in torch; `policy`, where None is torch's own rule, and
+    `bounds` are kept where they were not saved.
     """
     numbers = {name: saved[name] for name in ("scale", *FACTORS, "_growth_tracker")}
     _check_scale(numbers["scale"])
@@ -82,7 +79,7 @@ def _check_scale(saved: Any) -> None:
 
 def _check_numbers(numbers: Mapping[str, Any]) -> None:
     if not numbers["growth_factor"] == numbers["backoff_factor"] == 1:
-        # Both are 1 in what a static scale is written as for torch.
+        # Both are 1 in a static scale that was exported to torch, where `check_factors` would reject them.
         check_factors(numbers["growth_factor"], numbers["backoff_factor"])
     check_interval(numbers["growth_interval"])
     tracker = numbers["_growth_tracker"]

@@ -1,20 +1,23 @@
-"""What the host knows of the scale without synchronizing with the device."""
+"""A lower bound of the scale, known on the host without synchronizing with the device."""
 
 from torch import Tensor
 
 from gradscale.torch.step.host_copy import HostCopy
 
 ASK_BELOW = 2.0**8
-"""Bound below which the device is asked for its scale: early enough for the answer to arrive before it is needed."""
+"""Bound below which a host copy of the scale is started: eight halvings before 1, so that it arrives in time."""
 
 
 class ScaleBound:
     """A lower bound of the scale, kept on the host.
 
-    Whoever updates the scale says how far it may have fallen, and the bound falls with it. When it has become small a
-    host copy of the scale is made, and replaces the bound once it has arrived. A scale that others wrote to is
-    recognised by its version.
+    Every update of the scale lowers the bound as if the scale had backed off. When it is small, a host copy of the
+    scale is started, and replaces the bound once it has arrived. Writes to the scale by other code are recognised by
+    its version.
     """
+
+    # Used to skip a second read of the gradients, which only a scale below 1 needs. Reading the scale itself at every
+    # step would synchronize.
 
     __slots__ = ("_bound", "_copy", "_factor", "_scale", "_version")
 
@@ -26,26 +29,26 @@ class ScaleBound:
         self._version = -1
 
     def set(self, scale: Tensor, value: float) -> None:
-        """Sets the bound to the value that `scale` has now."""
+        """Sets the bound to `value`, which `scale` has now."""
         self._bound, self._copy = value, None
         self._scale, self._version = scale, scale._version
 
     def revalidate(self, scale: Tensor) -> None:
-        """Forgets the bound if others have written to `scale`. To be called before updating it."""
+        """Sets the bound to 0 if other code has written to `scale`. Call it before an update of the scale."""
         if scale is not self._scale or scale._version != self._version:
             self.set(scale, 0.0)
             self._ask(scale)
 
     def lowered(self, scale: Tensor, by: float) -> None:
-        """Lowers the bound: `scale` was updated, at worst to `by` times what it was."""
+        """Lowers the bound after an update that multiplied `scale` by at least `by`."""
         self._bound *= by
-        self._factor *= by
+        self._factor *= by  # a pending copy is older than this update
         self._version = scale._version
         if self._bound < ASK_BELOW:
             self._ask(scale)
 
     def may_be_below_one(self, scale: Tensor) -> bool:
-        """Returns False only where `scale` is surely 1 or more. Does not synchronize with the device."""
+        """Returns False only if `scale` is known to be 1 or more. Does not synchronize with the device."""
         self.revalidate(scale)
         self._receive()
         return self._bound < 1.0

@@ -1,4 +1,4 @@
-"""What `GradScaler` accepts: its rule, its bounds and its scales, checked before anything is changed."""
+"""The settings of `GradScaler`: its rule, its bounds and its scales, checked before anything is changed."""
 
 import math
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ TORCH_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor":
 class Bounds:
     """The scales that are allowed.
 
-    The widest are every normal float32: below, a device may flush the scale to zero, and above is infinity.
+    By default every normal float32: a device may flush a smaller scale to zero, and a larger one is inf.
     """
 
     min_scale: float = LOWEST_SCALE
@@ -44,7 +44,7 @@ class Bounds:
         number = float(value)
         if not self.min_scale <= number <= self.max_scale:
             raise ValueError(
-                f"`{name}` must be from {self.min_scale:g} to {self.max_scale:g}: no other number can be a scale here. "
+                f"`{name}` must be from {self.min_scale:g} to {self.max_scale:g}, the bounds of the scale. "
                 f"Received: {name}={number!r}."
             )
         return number
@@ -52,12 +52,12 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How the scale begins and moves.
+    """The initial scale, and how it changes.
 
     Attributes:
         init_scale: scale of the first step.
-        growth_factor: what the scale is multiplied by when it grows.
-        backoff_factor: what the scale is multiplied by when it backs off.
+        growth_factor: factor by which the scale is multiplied when it grows.
+        backoff_factor: factor by which the scale is multiplied when it backs off.
         growth_interval: clean steps in a row before the scale grows.
         bounds: the scales that are allowed.
         policy: the rule; None for torch's own, which its kernel runs with the settings above.
@@ -79,8 +79,8 @@ class Settings:
 def settings_of(policy: Policy) -> Settings:
     """Returns the settings of a scaler that follows `policy`.
 
-    A plain `Dynamic` is torch's own rule with bounds, so torch's kernel runs it. A policy that is no `Dynamic` has no
-    use for torch's numbers, and leaves them at their defaults.
+    A plain `Dynamic` is torch's own rule with bounds, so that torch's kernel runs it. Other policies do not use torch's
+    numbers, which keep their defaults.
     """
     numbers = dict(TORCH_DEFAULTS)
     if isinstance(policy, Dynamic):
@@ -105,17 +105,18 @@ def settings_from(
 
 
 def refuse_second_rule(given: dict[str, Any]) -> None:
-    """Raises if anything besides `policy` says how the scale is to move."""
+    """Raises if `policy` is given together with other settings of the scale."""
     defaults = TORCH_DEFAULTS | {"min_scale": None, "max_scale": None, "hysteresis": 1}
     if clashing := [name for name, value in given.items() if value != defaults[name]]:
         raise ValueError(
-            "`policy` says all there is to say about the scale. Received also: "
+            "`policy` has all settings of the scale. Received also: "
             f"{', '.join(f'{name}={given[name]!r}' for name in clashing)}. Give these to the policy."
         )
 
 
 def check_factors(growth_factor: float, backoff_factor: float) -> None:
-    """Raises unless growth raises and backoff lowers the scale: where torch's constructor does, with its words."""
+    """Raises unless growth raises and backoff lowers the scale."""
+    # `AssertionError` and the text are torch's own; the checks that follow them are not in torch.
     check_number("growth_factor", growth_factor)
     check_number("backoff_factor", backoff_factor)
     if growth_factor <= 1.0:
@@ -126,13 +127,13 @@ def check_factors(growth_factor: float, backoff_factor: float) -> None:
         raise ValueError(f"`growth_factor` must be finite. Received: growth_factor={growth_factor!r}.")
     if not backoff_factor > 0.0:
         raise ValueError(
-            "`backoff_factor` must be greater than 0: an overflow lowers the scale, it does not end it. "
+            "`backoff_factor` must be greater than 0, so that the scale stays positive. "
             f"Received: backoff_factor={backoff_factor!r}."
         )
 
 
 def check_number_of_rule(name: str, value: Any) -> None:
-    """Raises unless `value` is legal for the number called `name`: one of the two factors, or the interval."""
+    """Raises unless `value` is valid for `name`: one of the two factors, or the interval."""
     if name == "growth_interval":
         check_interval(value)
     else:
@@ -140,7 +141,7 @@ def check_number_of_rule(name: str, value: Any) -> None:
 
 
 def changed(policy: Policy, name: str, value: Any) -> Policy:
-    """Returns `policy` with another number in it, or raises if it has no such number."""
+    """Returns `policy` with `name` set to `value`, or raises if it has no such setting."""
     if isinstance(policy, Dynamic):
         return replace(policy, **{name: value})
     raise ValueError(
@@ -164,7 +165,7 @@ def check_interval(growth_interval: int) -> None:
 
 
 def number_from_tensor(new_scale: Tensor, device: str) -> float:
-    """Returns the one number in a tensor given to `update`, or raises what torch raises. Waits for the device."""
+    """Returns the one number in a tensor given to `update`, or raises what torch raises. Synchronizes."""
     one_number = new_scale.device.type == torch.device(device).type and new_scale.numel() == 1
     if not one_number or new_scale.requires_grad:
         raise AssertionError(

@@ -1,4 +1,4 @@
-"""An optimizer's gradients, divided in place and checked: finite before, and still finite after."""
+"""An optimizer's gradients for `GradScaler`, and the errors of dividing them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -25,14 +25,15 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _sparse_values(parameter: Tensor, grad: Tensor) -> Tensor:
-    """Returns the values of a sparse gradient. FP16 ones are coalesced first: the sum of two may overflow."""
+    """Returns the values of a sparse gradient. FP16 ones are coalesced first, as in torch: a sum may overflow."""
+    # Others are not: coalescing sorts the entries, and sums in float32 rarely overflow.
     if grad.layout is torch.sparse_coo and grad.dtype is not torch.float16:
         return grad._values()
     return values_of(parameter, grad)
 
 
 def refuse_half(optimizer: Optimizer, gradients: Iterable[Tensor]) -> None:
-    """Raises what torch raises for FP16 gradients outside of a fused kernel; a note names the parameters."""
+    """Raises torch's error for FP16 gradients outside of a fused kernel, with a note that names the parameters."""
     if not any(grad.dtype is torch.float16 for grad in gradients):
         return
     half = [each for each in parameters_of([optimizer]) if getattr(each.grad, "dtype", None) is torch.float16]
@@ -47,6 +48,7 @@ def refuse_half(optimizer: Optimizer, gradients: Iterable[Tensor]) -> None:
 
 def refuse_divided(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
     """Raises if one of `others`, which have divided their gradients, holds some of the same."""
+    # torch's scaler divides such a gradient once for each optimizer: the update is too small by a factor of the scale.
     for other in others:
         if other is optimizer:
             continue
@@ -60,7 +62,7 @@ def refuse_divided(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
 
 
 def unchecked_gradients(optimizer: Optimizer) -> AssertionError:
-    """Returns what torch raises for an optimizer without gradients to check; a note says where to look."""
+    """Returns torch's error for an optimizer without checked gradients, with a note on the likely cause."""
     error = AssertionError("No inf checks were recorded for this optimizer.")
     if gradients_of(optimizer):
         error.add_note("Its gradients were made after `unscale_`. Call `unscale_` after the backward pass.")

@@ -14,7 +14,7 @@ from gradscale.torch.drop_in.settings import Bounds
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.measure import measure_sizes
 
-LARGEST_TRACKER = 2**31 - 1
+LARGEST_TRACKER = 2**31 - 1  # the tracker is an int32
 
 
 def update_by_kernel(
@@ -26,20 +26,20 @@ def update_by_kernel(
     growth_interval: int,
     bounds: Bounds,
 ) -> None:
-    """Updates `scale` and `tracker` as `Dynamic` with hysteresis 1 does, in a few tiny kernels. Does not synchronize.
-
-    torch's kernel grows the scale when the tracker meets the interval exactly, so one that is past it is brought back
-    to the step before; and it would back off to zero.
-    """
+    """Updates `scale` and `tracker` as `Dynamic` with hysteresis 1 does. Does not synchronize with the device."""
+    # The kernel grows the scale only when the tracker equals the interval: one that is past it, after the interval was
+    # lowered, would never meet it again.
     tracker.clamp_(max=min(growth_interval - 1, LARGEST_TRACKER))
     numbers = (growth_factor, backoff_factor, growth_interval)
     torch._amp_update_scale_(scale, tracker, overflow.float(), *numbers)  # type: ignore[attr-defined]
+    # The kernel keeps the old scale where a larger one is not finite, and backs off down to 0.
     scale.clamp_(bounds.min_scale, bounds.max_scale)
 
 
 def update_by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bounds: Bounds) -> None:
     """Updates `rule`, and with it `scale` and `tracker`. Does not synchronize with the device."""
-    # These two count: others may have set them since the state was made.
+    # torch's tensors take precedence over the state: other code may have set them since. Cloned, because they are
+    # written to below and a state is never changed.
     present = replace(rule.state, scale=rule.leaf(scale.clone()), clean_steps=rule.leaf(tracker.clone()))
     rule.state = rule.after(present, rule.leaves(seen))
     scale.copy_(rule.scale).clamp_(bounds.min_scale, bounds.max_scale)
@@ -47,7 +47,7 @@ def update_by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bou
 
 
 def measure_for(policy: Policy, gradients: Sequence[Tensor], scale: Tensor, known: Measurement | None) -> Measurement:
-    """Returns what `policy` needs to know of one optimizer's scaled gradients, part of which may be `known` already."""
+    """Returns what `policy` needs of one optimizer's scaled gradients, part of which may be `known` already."""
     edge = Plan.of(policy).edge
     if known is None or known.amax is None:
         return measure_sizes(gradients, scale.device, edge=edge)
@@ -56,14 +56,10 @@ def measure_for(policy: Policy, gradients: Sequence[Tensor], scale: Tensor, know
 
 
 def seen_by(measured: Sequence[tuple[Measurement, int]], overflow: Tensor, scale: Tensor) -> Seen:
-    """Returns what the policy is shown of a step: all optimizers together, unscaled.
+    """Returns what the policy sees of a step: all optimizers together, unscaled.
 
-    torch's scaler does not check the loss, so every overflow is put down to the scale.
-
-    Args:
-        measured: what was measured of each optimizer's gradients, and how many elements they have.
-        overflow: whether one of the gradients is not finite, a 0-d bool.
-        scale: the scale that made them.
+    `measured` has the measurement of each optimizer's gradients and their number of elements. torch's scaler does not
+    check the loss, so that every overflow counts as the scale's.
     """
     amax = share = torch.zeros_like(scale)
     if measured:

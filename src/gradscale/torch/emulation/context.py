@@ -1,4 +1,4 @@
-"""`emulate`: the block and its settings."""
+"""`emulate`: the context manager and its settings."""
 
 import threading
 from contextlib import ContextDecorator
@@ -28,7 +28,7 @@ class emulate(ContextDecorator):
     """Runs a model as if its products were computed in another number format. A block, or a decorator.
 
     Operands and results of matrix products, convolutions, attention, recurrent layers and embeddings are rounded to
-    `format`, with sums in float32, as tensor cores do. Gradients are rounded to `grad_format` wherever values are, and
+    `format`, with sums in float32, as on tensor cores. Gradients are rounded to `grad_format` wherever values are, and
     vanish or overflow there. Parameters and their gradients stay float32 tensors. In FP16 and BF16 the results of other
     functions are rounded too, unless they are on autocast's float32 list; in other formats they are float32.
 
@@ -74,10 +74,12 @@ class emulate(ContextDecorator):
         self._grads = Rounding(get_format(format if grad_format is None else grad_format), saturate_grads, random)
 
     def __enter__(self) -> Self:
+        # A new mode for each entry, so that one `emulate` can decorate functions that call each other, in any thread.
         from gradscale.torch.emulation.mode import EmulationMode
 
         mode = EmulationMode(self._values, self._grads)
         if _open.modes:
+            # torch calls all modes of a thread, the innermost first: the outer one would round a second time.
             _open.modes[-1].paused = True
         mode.__enter__()
         _open.modes.append(mode)

@@ -1,4 +1,4 @@
-"""Which float32 tensors hold numbers of the emulated format. Under autocast their dtype would say so."""
+"""Marks of float32 tensors that hold numbers of the emulated format, which under autocast would be their dtype."""
 
 import torch
 from torch import Tensor
@@ -7,11 +7,10 @@ MARK = "_gradscale_low_precision"
 
 
 class LowPrecision:
-    """The low-precision tensors of one block. An in-place change after it was marked makes a tensor float32 again.
+    """The low-precision tensors of one block. A marked tensor that is changed in place counts as float32 again."""
 
-    The mark is an attribute of the tensor that refers to no other tensor, and so keeps nothing alive.
-    """
-
+    # The mark is an attribute of the tensor that refers to no other tensor, and so keeps nothing alive. A set of ids
+    # would not do: the id of a tensor is reused once it is freed.
     def __init__(self) -> None:
         self._block = object()
 

@@ -1,7 +1,7 @@
-"""What happens to each torch function that is called inside an `emulate` block.
+"""The mode that rounds around each torch function that is called inside an `emulate` block.
 
-Importing this loads torch's compiler, which takes a second, to exclude the mode from it. So the first block imports
-this, and not `gradscale.torch`.
+Importing this loads torch's compiler, which takes a second, to exclude the mode from it. So it is imported by the first
+block, and not by `gradscale.torch`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,11 +59,13 @@ class EmulationMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        # `out` is the caller's tensor, and other tensors may share its memory: it is not rounded.
         if self.paused or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         if name in PRODUCTS or name in EMBEDDINGS:
             return self._product(name, func, args, kwargs)
         if name in DECOMPOSED:
+            # torch disables a mode while its `__torch_function__` runs: entered again, it sees the calls inside.
             with self:
                 return _decomposed(func)(*args, **kwargs)
         if not self._elementwise or name in FLOAT32:
@@ -79,14 +81,13 @@ class EmulationMode(TorchFunctionMode):
         return map_tensors(result, self._round_in_place if name in EMBEDDINGS else self._round_result)
 
     def _round_operand(self, tensor: Tensor) -> Tensor:
-        """Returns an operand of a product, rounded unless it is so already. Its gradient is rounded in any case.
-
-        A parameter is rounded at every use. Caching it, as autocast caches its casts, would need to know when it
-        changes, and fused optimizers change parameters without raising their version.
-        """
+        """Returns an operand of a product, rounded unless it is so already. Its gradient is rounded in any case."""
+        # A parameter is rounded at every use. A cache, as autocast has for its casts, would have to know when it
+        # changes, and fused optimizers change parameters without raising their version.
         if not is_emulated(tensor):
             return tensor
         if tensor in self._low_precision:
+            # A view: the hook is for this use, and the gradient of every use is rounded before they are summed.
             return round_grads(tensor.view_as(tensor), self._grads)
         return round_copy(tensor, self._values, self._grads)
 
@@ -113,6 +114,7 @@ class EmulationMode(TorchFunctionMode):
         if name == "float" or any(arg is torch.float32 for arg in (*args, *kwargs.values())):
             return map_tensors(func(*args, **kwargs), _unmarked)
         promoted = [tensor for tensor in given if tensor.dim()] or given
+        # Before the call, which may change a tensor in place and so remove its mark. `__get__` reads a property.
         rounds = name != "__get__" and all(tensor in self._low_precision for tensor in promoted)
         result = func(*args, **kwargs)
         for tensor in low:
@@ -125,7 +127,7 @@ class EmulationMode(TorchFunctionMode):
         if not is_emulated(tensor) or tensor in self._low_precision:
             return tensor
         if shared := [other for other in given if share_memory(tensor, other)]:
-            # A view of a rounded tensor is rounded already; rounding in place would change the other tensor, too.
+            # A view of a rounded tensor is rounded already, and rounding it in place would change the other tensor.
             return self._low_precision.mark(tensor) if shared[0] in self._low_precision else tensor
         return self._round_result(tensor) if rounds else tensor
 
@@ -145,10 +147,9 @@ def _unmarked(tensor: Tensor) -> Tensor:
 
 @cache
 def _decomposed(func: FunctionType) -> FunctionType:
-    """Returns a Python function of torch that runs its body, and so calls its operations, inside the mode.
-
-    Such a function first asks `has_torch_function`, which is true in any mode, and would call the mode again.
-    """
+    """Returns a Python function of torch that runs its body, and so calls its operations, inside the mode."""
+    # Such a function first calls `has_torch_function`, which is True in any mode, and would call the mode again without
+    # end. A copy of the function, with another global of that name, does not change torch for other code.
     names = func.__globals__ | {"has_torch_function": lambda tensors: False}
     decomposed = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     decomposed.__kwdefaults__ = func.__kwdefaults__

@@ -18,7 +18,7 @@ EXPONENT = 0x7F800000
 """The exponent bits of a float32. Alone, they are the power of two at or below its magnitude."""
 
 TOP_POWER = 2.0**127
-"""The largest power of two in float32. Used as the power of inf and NaN, so that both stay what they are."""
+"""The largest power of two in float32. Used as the power of inf and NaN, so that rounding does not change them."""
 
 CASTS = {FP16: torch.float16, BF16: torch.bfloat16, FP8_E5M2: torch.float8_e5m2}
 """Formats whose cast in torch is faster than the arithmetic here. Its cast to FP8_E4M3 takes three times as long."""
@@ -73,6 +73,7 @@ class Rounding:
         if self.random is None and self.format in CASTS:
             return values.copy_(values.to(CASTS[self.format]))
         step = _step(values, self.format)
+        # In steps of the format, rounding is rounding to an integer. Division and product by a power of two are exact.
         values.div_(step)
         values.round_() if self.random is None else _round_stochastically_(values, self.random)
         values.mul_(step)
@@ -80,28 +81,16 @@ class Rounding:
 
 
 def round_result(tensor: Tensor, values: Rounding, grads: Rounding) -> Tensor:
-    """Rounds the new result of a function in place, and returns it.
-
-    Args:
-        tensor: the result. Nothing else may refer to it.
-        values: rounds it.
-        grads: rounds its gradient.
-    """
+    """Rounds a new result, which nothing else may refer to, in place, and its gradient in the backward pass."""
+    # Through `data`: autograd neither records the rounding nor raises for a result that a function has saved.
     values.round_(tensor.data)
     return round_grads(tensor, grads)
 
 
 def round_copy(tensor: Tensor, values: Rounding, grads: Rounding) -> Tensor:
-    """Returns a rounded copy of a tensor.
-
-    The copy is a product with 1, for which autograd saves a tensor. A checkpoint that is recomputed without emulation
-    saves fewer tensors than it did at first, and torch raises an error. Without that it would silently be float32.
-
-    Args:
-        tensor: the original.
-        values: rounds it.
-        grads: rounds its gradient.
-    """
+    """Returns a rounded copy of a tensor, whose gradient is rounded in the backward pass."""
+    # A product with 1, for which autograd saves a tensor, and not a `clone`: a checkpoint that is recomputed without
+    # emulation then saves fewer tensors than at first, and torch raises an error. It would silently be float32.
     return round_result(tensor * ONE, values, grads)
 
 
@@ -113,16 +102,14 @@ def round_grads(tensor: Tensor, grads: Rounding) -> Tensor:
 
 
 def _step(values: Tensor, format: Format) -> Tensor:
-    """Returns the distance between neighbours in the format around each value: a power of two, so dividing is exact."""
+    """Returns the distance between neighbours in the format around each value, a power of two."""
     power = (values.view(torch.int32) & EXPONENT).view(torch.float32)
     return power.clamp_(format.smallest_normal, TOP_POWER).mul_(2.0**-format.mantissa_bits)
 
 
 def _round_stochastically_(steps: Tensor, random: UniformNumbers) -> Tensor:
-    """Rounds each number to one of the two integers around it, the nearer the likelier, so that the mean is kept.
-
-    The fraction is exact, and is compared with a random number of 24 bits, so the mean is off by at most 2**-24.
-    """
+    """Rounds each number to one of the two integers around it, the nearer with the higher probability."""
+    # The fraction is exact, and is compared with a random number of 24 bits, so that the mean is off by at most 2**-24.
     below = steps.floor()
     up = random.like(steps) < steps - below
     signed = below.add_(up).copysign_(steps)  # -0.0, and negative numbers that round to zero, keep their sign
@@ -130,9 +117,9 @@ def _round_stochastically_(steps: Tensor, random: UniformNumbers) -> Tensor:
 
 
 def _put_overflow_(values: Tensor, format: Format) -> Tensor:
-    """Replaces overflow, and NaN, in rounded values by what the format has for it, and returns them."""
+    """Replaces overflow and NaN in rounded values by the format's inf, NaN or -0, and returns them."""
     if format.has_inf:
         return values.masked_fill_(values > format.max, math.inf).masked_fill_(values < -format.max, -math.inf)
     if format.has_nan:
         return values.masked_fill_(values.abs() > format.max, math.nan)
-    return values.masked_fill_(values.isnan(), -0.0)  # the same as ml_dtypes makes of it
+    return values.masked_fill_(values.isnan(), -0.0)  # as in ml_dtypes

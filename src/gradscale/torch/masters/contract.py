@@ -1,4 +1,4 @@
-"""What every storage of master weights can do."""
+"""The interface of storages of master weights."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from gradscale.torch.masters.step_buffers import StepBuffer
 
 
 class MasterStorage(ABC):
-    """Makes float32 values of 16-bit weights and what is stored beside them, and writes them back.
+    """Computes float32 values from 16-bit weights and what is stored beside them, and writes them back.
 
     Attributes:
         stored_bytes: bytes stored beside each element of a weight.
@@ -33,17 +33,17 @@ class MasterStorage(ABC):
     def write(self, values: Sequence[Tensor], weights: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
         """Rounds the values into the weights, and stores what the rounding lost.
 
-        Values that `read` returned, written back unchanged, change nothing. A fused kernel may have skipped the step
-        without the host knowing it, and `write` is called all the same.
+        Values that `read` returned, written back unchanged, must change nothing: where a fused kernel has skipped the
+        step, the host does not know it, and `write` is called all the same.
         """
 
     def adopt(self, weight: Tensor, stored: Tensor) -> None:
-        """Makes what is stored fit a weight that was written to elsewhere. By default the low bits become 0."""
+        """Updates what is stored for a weight that other code has written to. By default the low bits become 0."""
         del weight
         stored.zero_()
 
     def restore(self, value: Tensor, weight: Tensor, stored: Tensor) -> None:
-        """Takes over saved values wherever they round to the weight. Elsewhere the weight takes precedence."""
+        """Loads saved values where they round to the weight. Elsewhere the weight takes precedence."""
         self.write([refined(weight, value)], [weight], [stored])
 
     def state(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class MasterStorage(ABC):
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes over what `state` returned, of this storage or of another."""
+        """Loads what `state` returned, of this storage or of another."""
         del state
 
 

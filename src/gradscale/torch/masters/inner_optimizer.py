@@ -33,7 +33,7 @@ def check_inner_optimizer(optimizer: Any) -> None:
         )
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise ValueError(
-            "A scheduler has been built on this optimizer, and what it changes would not be seen. "
+            "A scheduler has been built on this optimizer, and `MasterWeights` would not see its changes. "
             "Build it on the `MasterWeights` instead, after wrapping."
         )
 
@@ -47,7 +47,7 @@ def copy_settings(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str
 def can_be_split(optimizer: Optimizer) -> bool:
     """Returns whether stepping on one part of the parameters after the other is the same as stepping on all at once.
 
-    It is for torch's own optimizers, which treat each parameter separately. Others may count steps in a group, or use
+    True for torch's own optimizers, which treat each parameter separately. Others may count steps in a group, or use
     all gradients together; and a hook expects to be called once.
     """
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
@@ -73,6 +73,8 @@ class Gate:
         skip: a 0-d float32, 1 to skip and 0 to apply; None applies.
     """
 
+    # One for all chunks of a step: the skip is read at most once, and no chunk is stepped while another is skipped.
+
     def __init__(self, divisor: Tensor | None, skip: Tensor | None) -> None:
         self._divisor = divisor
         self._skip = skip
@@ -83,22 +85,19 @@ class Gate:
 
     @property
     def known_to_skip(self) -> bool:
-        """Whether the host knows already, without synchronizing, that the step is skipped."""
+        """Whether the host knows, without synchronizing, that the step is skipped."""
         return bool(self._skips)
 
     def step(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         """Steps the optimizer on divided gradients, unless the step is skipped.
 
-        A fused optimizer takes divisor and skip into its kernel, and nothing synchronizes. For any other the gradients
-        are divided by one multi-tensor kernel, and the host synchronizes with the device once, to read the skip.
-
-        Args:
-            optimizer: all of its visible parameters are stepped.
-            parameters: those with gradients.
+        The kernel of a fused optimizer does both, and nothing synchronizes. For any other, one multi-tensor kernel
+        divides the gradients of `parameters`, and the host synchronizes with the device once, to read the skip.
         """
         if self._divisor is None and self._skip is None:
             optimizer.step()
         elif apply.folds(optimizer):
+            # On the CPU the zero is known to the host, and the kernel is called without `found_inf`.
             skip = torch.zeros((), device="cpu") if self._skip is None else self._skip
             apply.step_folded(optimizer, self._divisor, skip)
         elif not self._read_skip():
@@ -113,7 +112,8 @@ class Gate:
 
 
 def _divide(parameters: Sequence[Tensor], divisor: Tensor) -> None:
-    """Divides the gradients in place. A division, not a product with the inverse, as in fused kernels."""
+    """Divides the gradients in place."""
+    # A division, as in fused kernels: a product with the inverse rounds twice where the divisor is no power of two.
     values = [values_of(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for group in tensor_groups(values):
         torch._foreach_div_(group.tensors, divisor.to(group.device, non_blocking=True))  # pyright: ignore[reportPrivateImportUsage]

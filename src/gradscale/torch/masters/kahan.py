@@ -13,8 +13,8 @@ from gradscale.torch.masters.step_buffers import StepBuffer
 class Kahan(MasterStorage):
     """Stores the difference between value and weight, rounded to the weight's dtype.
 
-    The value has at least as many bits as two weights together: 16 for BF16, 22 for FP16. The smallest FP16 number,
-    2**-24, bounds what FP16 can store of small weights.
+    A value has at least as many bits as two weights together: 16 for BF16, 22 for FP16. What FP16 can store of small
+    weights is bounded by its smallest number, 2**-24.
     """
 
     stored_bytes: ClassVar[int] = 2
@@ -27,6 +27,7 @@ class Kahan(MasterStorage):
         """Returns the sums of weight and error, in `buffer`. They are exact."""
         values = buffer.like(weights)
         for value, weight, error in zip(values, weights, stored, strict=True):
+            # Not `weight + error`, which would be rounded to 16 bits: the cast to float32 comes first.
             value.copy_(weight).add_(error)
         return values
 

@@ -18,8 +18,8 @@ class Master:
         tensor: the parameter of the inner optimizer: the weight itself if it is not 16-bit. Where the storage does not
             store values, it is empty between steps.
         stored: what the storage stores beside the weight.
-        version: the weight's version after the last step: counts in-place writes.
-        address: of the weight's data then: changes when the data is replaced.
+        version: the weight's version after the last step, which counts in-place writes.
+        address: the address of the weight's data then, which changes when the data is replaced.
     """
 
     weight: Tensor
@@ -45,17 +45,13 @@ class Master:
 
 @torch.no_grad()
 def make_master(weight: Tensor, storage: MasterStorage) -> Master:
-    """Returns the master of a parameter, with the value of the parameter.
-
-    Args:
-        weight: the model's parameter.
-        storage: what stores its low bits.
-    """
+    """Returns the master of a parameter, with the parameter's value."""
     seen = weight._version, weight.data_ptr()
     if weight.dtype not in HALF_DTYPES:
         return Master(weight, weight, weight, *seen)
     stored = storage.store(weight)
     if storage.stores_values:
         return Master(weight, stored, stored, *seen)
+    # Empty between steps: a step sets its data to a float32 buffer for one chunk, and no copy of the model is kept.
     empty = torch.empty(0, dtype=torch.float32, device=weight.device)
     return Master(weight, nn.Parameter(empty, requires_grad=weight.requires_grad), stored, *seen)

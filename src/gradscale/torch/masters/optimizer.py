@@ -35,8 +35,8 @@ class MasterWeights(Optimizer):
     all settings. Gradients are cast, unscaled, clipped and applied one part of the model after the other, so that no
     float32 copy of all of them is made.
 
-    The model's weight is the rounded master in every storage. A weight that was written to elsewhere, for instance by
-    `load_state_dict` of the model, is taken over at the next step.
+    The model's weight is the rounded master in every storage. A weight that other code has written to, for instance
+    `load_state_dict` of the model, becomes the master at the next step.
 
     Args:
         optimizer: the inner optimizer, which does the arithmetic, built on the model's parameters. Step only this
@@ -68,6 +68,7 @@ class MasterWeights(Optimizer):
         self._groups: list[list[Master]] = []
         self._loaded: dict[int, Tensor] = {}
         self._value_buffer, self._grad_buffer = StepBuffer(), StepBuffer()
+        # The base class calls `add_param_group`, which adds the masters to the inner optimizer in their place.
         groups, optimizer.param_groups = optimizer.param_groups, []
         super().__init__(groups, optimizer.defaults)
 
@@ -79,7 +80,7 @@ class MasterWeights(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Ignores what the base class sets before there are parameters: the inner optimizer has the state."""
+        """Does nothing: the base class sets an empty state, and the inner optimizer has the state."""
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -92,7 +93,7 @@ class MasterWeights(Optimizer):
         self._make_float32(masters)
 
     def _make_float32(self, masters: Sequence[Master]) -> None:
-        """Makes the existing state of 16-bit weights float32, and their gradients where that was asked for."""
+        """Casts the existing state of 16-bit weights to float32, and with `grad_fp32` their gradients."""
         state = self.optimizer.state
         for master in masters:
             if master.is_half and master.weight in state:
@@ -104,10 +105,10 @@ class MasterWeights(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates masters and parameters with the gradients of the model, and returns what `closure` returned.
 
-        `grad_scale` and `found_inf`, where a scaler has set them, divide the gradients and skip the step. A fused
-        inner optimizer takes both into its kernel, and nothing synchronizes; for any other the host synchronizes with
-        the device to read `found_inf`. 16-bit gradients are unchanged, still scaled; float32 gradients are divided, as
-        by any fused optimizer.
+        `grad_scale` and `found_inf`, if a scaler has set them, divide the gradients and skip the step. A fused inner
+        optimizer does both in its kernel, and nothing synchronizes; for any other the host synchronizes with the device
+        to read `found_inf`. 16-bit gradients are unchanged, still scaled; float32 gradients are divided, as by any
+        fused optimizer.
         """
         with torch.enable_grad():
             returned = None if closure is None else closure()
@@ -115,6 +116,7 @@ class MasterWeights(Optimizer):
         if gate.known_to_skip:
             return returned
         self._sync()
+        # At every step: schedulers write to the groups of this object.
         copy_settings(self.param_groups, self.optimizer.param_groups)
         if can_be_split(self.optimizer):
             for group, chunk in self._chunks():
@@ -122,6 +124,7 @@ class MasterWeights(Optimizer):
                     self._step(chunk, gate)
         else:
             self._step([master for master in self._masters() if master.weight.grad is not None], gate)
+            # Other optimizers may count steps or adapt their rate in a group.
             copy_settings(self.optimizer.param_groups, self.param_groups)
         return returned
 
@@ -154,13 +157,14 @@ class MasterWeights(Optimizer):
         values = self._storage.read(weights, stored, self._value_buffer)
         try:
             if not self._storage.stores_values:
+                # Through `data`: the tensor must stay the same object, by which the inner optimizer finds its state.
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.data = value
             set_gradients(tensors, weights, self._grad_buffer)
             gate.step(self.optimizer, [master.tensor for master in masters])
             self._storage.write(values, weights, stored)
         finally:
-            # The buffers are used again for the next chunk: masters must not refer to them any longer.
+            # The buffers are reused for the next chunk, so that masters must not refer to them.
             for tensor in tensors:
                 tensor.grad = None
                 if not self._storage.stores_values:
@@ -169,7 +173,7 @@ class MasterWeights(Optimizer):
             master.note_weight()
 
     def _sync(self) -> None:
-        """Takes over masters that were loaded, and weights that were written to elsewhere."""
+        """Applies masters that were loaded, and updates masters of weights that other code has written to."""
         for index, master in enumerate(self._masters()):
             if index in self._loaded:
                 self._storage.restore(self._loaded[index], master.weight, master.stored)
@@ -197,7 +201,7 @@ class MasterWeights(Optimizer):
     def sync_from_model(self) -> None:
         """Makes all masters again from the model's weights.
 
-        Only needed after writes that torch does not count, such as `parameter.data.copy_(...)`: others are noticed.
+        Only needed after writes that torch does not count, such as `parameter.data.copy_(...)`: others are detected.
         """
         self._loaded = {}
         for master in self._masters():
@@ -207,9 +211,9 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def refine(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Takes over float32 values, by the model's parameters, wherever they round to the weight.
+        """Sets masters to float32 values, by the model's parameters, where these round to the weight.
 
-        For weights that were float32 before a cast: masters that are made of the cast weights have lost the rest.
+        For weights that were float32 before a cast: masters made from the cast weights have lost the low bits.
         """
         for master in self._masters():
             if master.is_half and master.weight in values:
@@ -227,11 +231,11 @@ class MasterWeights(Optimizer):
         return super().state_dict() | {saved.KEY: saved.entry_of(values, self.storage, self._storage.state())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a saved state, of this class or of a plain optimizer, before or after the model's.
+        """Loads a saved state of this class or of a plain optimizer, before or after the model's.
 
-        The model's weights are not written to. A saved master is used where it rounds to the weight, as it does
-        everywhere if the model has been loaded from the same checkpoint, or will be before the next step. Where it does
-        not, and for a plain optimizer's state, the weight is the master.
+        The model's weights are not written to. A saved master is used where it rounds to the weight, which it does
+        everywhere if the model is loaded from the same checkpoint before the next step. Elsewhere, and for a plain
+        optimizer's state, the weight is the master.
         """
         masters, entry = list(self._masters()), state_dict.get(saved.KEY)
         if entry is not None:
@@ -245,13 +249,14 @@ class MasterWeights(Optimizer):
             self._loaded = saved.on_device(entry["values"], masters)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the contents of a copy or a pickle: without what schedulers and hooks have put on this object."""
+        """Returns the contents of a copy or a pickle, without attributes set by schedulers and hooks."""
         with torch.no_grad():
             self._sync()
         return {name: self.__dict__[name] for name in _FIELDS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # Copies of weights have new versions and addresses, and have lost their `grad_dtype`.
         for master in self._masters():
             master.note_weight()
         self._make_float32(list(self._masters()))
@@ -261,7 +266,7 @@ class MasterWeights(Optimizer):
 
 
 def _accumulate_in_float32(weight: Tensor) -> None:
-    # torch does not allow to change the dtype of a gradient that exists.
+    # torch raises if `grad_dtype` is set while there is a gradient.
     grad, weight.grad = weight.grad, None
     weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
     weight.grad = None if grad is None else grad.float()

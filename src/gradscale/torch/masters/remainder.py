@@ -10,7 +10,7 @@ from gradscale.torch.masters.contract import MasterStorage
 from gradscale.torch.masters.step_buffers import StepBuffer
 
 TIE = 1 << 15
-"""The one remainder that an int16 cannot hold: of a value midway between two weights that rounds to the lower one."""
+"""The only remainder that an int16 cannot hold: of a value midway between two weights that rounds to the lower one."""
 
 EXPONENT = 0x7F80_0000
 """The bits of a float32 that hold its exponent."""
@@ -24,13 +24,14 @@ SUBNORMAL_STEP = 2.0**-24
 
 
 class Remainder(MasterStorage):
-    """Stores, as an int16, what the rounding of a value took away.
+    """Stores, as an int16, what a value loses when it is rounded.
 
     The weight is the value rounded to nearest. With BF16 every float32 value is restored bit-exactly. With FP16 those
     with 2**-17 <= |value| < 65520 are; smaller ones are restored within 2**-41, and larger ones are inf, as the weight.
-    At a tie the weight may be the odd neighbour, where `.to(dtype)` takes the even one: with both of its ties an even
-    weight would stand for 2**16 + 1 values, one more than an int16 can tell apart.
+    At a tie the weight may be the odd neighbour, where `.to(dtype)` takes the even one.
     """
+
+    # With both of its ties an even BF16 weight would stand for 2**16 + 1 float32 values, one more than an int16 has.
 
     stored_bytes: ClassVar[int] = 2
 
@@ -44,6 +45,7 @@ class Remainder(MasterStorage):
         for value, weight, remainder in zip(values, weights, stored, strict=True):
             value.copy_(weight)
             if weight.dtype is torch.bfloat16:
+                # The bits of float32 numbers of one sign are consecutive integers, across powers of two as well.
                 value.view(torch.int32).add_(remainder)
             else:
                 value.add_(_unit(value).mul_(remainder))
@@ -68,6 +70,8 @@ def _split_bfloat16(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
 def _split_float16(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Stores how far each value is from its weight, in units that depend on the weight; 0 if that is inf or NaN."""
     wide = weight.float()
+    # The difference of neighbours is exact (Sterbenz), and so is the division by a power of two. `round_` changes only
+    # values below 2**-17, whose last bits are below the unit.
     lost = (value - wide).div_(_unit(wide)).round_().nan_to_num_(0.0, 0.0, 0.0)
     ties = _ties(lost)
     weight.copy_(wide.add_(ties, alpha=SUBNORMAL_STEP))
@@ -75,7 +79,8 @@ def _split_float16(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
 
 
 def _ties(lost: Tensor) -> Tensor:
-    """Returns 1 where a remainder is `TIE` and 0 elsewhere, in its own type. A comparison would be slow on the CPU."""
+    """Returns 1 where a remainder is `TIE` and 0 elsewhere, in its own type."""
+    # Arithmetic on whole numbers: a comparison and a cast of its bools are slower on the CPU.
     return (1 - (lost - TIE).abs_()).clamp_(min=0)
 
 
@@ -84,5 +89,6 @@ def _unit(wide: Tensor) -> Tensor:
 
     Half, since below a power of two float32 numbers are twice as dense as above it.
     """
+    # The step at 2**e is 2**(e - 23): half of it has an exponent that is 24 less.
     bits = wide.view(torch.int32).bitwise_and(EXPONENT).clamp_(min=SMALLEST)
     return bits.sub_(24 << 23).view(torch.float32)

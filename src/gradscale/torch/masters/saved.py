@@ -1,4 +1,4 @@
-"""What `MasterWeights` saves beside the state of its inner optimizer: every value in float32, whatever the storage."""
+"""The entry of `MasterWeights` in a saved state: every value in float32, whatever the storage."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,13 +13,7 @@ VERSION = 1
 
 
 def entry_of(values: Mapping[int, Tensor], storage: str, storage_state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entry of a saved state under `KEY`: plain values and tensors.
-
-    Args:
-        values: the value of each 16-bit parameter in float32, by its index among all parameters.
-        storage: how their low bits were stored.
-        storage_state: the other state of that storage.
-    """
+    """Returns the entry of a saved state under `KEY`: the float32 values of 16-bit parameters, by their index."""
     return {"version": VERSION, "storage": storage, "values": dict(values), "storage_state": storage_state}
 
 
@@ -43,6 +37,7 @@ def check_entry(entry: Mapping[str, Any], masters: Sequence[Master]) -> None:
 
 def on_device(values: Mapping[int, Tensor], masters: Sequence[Master]) -> dict[int, Tensor]:
     """Returns copies of saved values on the devices of their parameters."""
+    # Copied in any case: they are used at the next step, and the caller may change the dict before.
     return {
         index: value.detach().to(masters[index].weight.device, torch.float32, copy=True)
         for index, value in values.items()

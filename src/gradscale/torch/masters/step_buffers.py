@@ -1,4 +1,4 @@
-"""Float32 memory that exists for one step: gradients of masters, and their values where these are not stored."""
+"""Float32 memory for a step: gradients of masters, and their values where these are not stored."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -50,14 +50,9 @@ def _stride(tensor: Tensor) -> Sequence[int]:
 
 
 def set_gradients(masters: Sequence[Tensor], weights: Sequence[Tensor], buffer: StepBuffer) -> None:
-    """Gives every master the gradient of its weight in float32: the same tensor if it is float32 already, else a cast.
+    """Sets the gradient of every master to that of its weight: the same tensor if it is float32, else a cast.
 
-    One multi-tensor kernel casts all that need it. A sparse gradient is cast separately, and stays sparse.
-
-    Args:
-        masters: the parameters of the inner optimizer, with values.
-        weights: the model's parameters.
-        buffer: the memory for the casts.
+    One multi-tensor kernel casts all that need it, into `buffer`. A sparse gradient is cast separately.
     """
     to_cast: list[tuple[Tensor, Tensor]] = []
     for master, weight in zip(masters, weights, strict=True):

@@ -1,4 +1,4 @@
-"""Stochastic rounding: nothing is stored, and updates are right on average."""
+"""Stochastic rounding: nothing is stored, and updates are unbiased."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -15,10 +15,10 @@ NORMAL = 2.0**-14
 
 
 class Stochastic(MasterStorage):
-    """Rounds to one of the two nearest weights, with a probability that is higher the nearer it is.
+    """Rounds to one of the two nearest weights, the nearer one with the higher probability.
 
-    The mean of the weight is the value, so that updates far below half a unit in its last place add up. Beyond the
-    largest finite number it rounds to nearest.
+    The expected weight is the value, so that updates far below half a unit in its last place add up. Beyond the largest
+    finite number it rounds to nearest.
 
     Args:
         seed: of the random numbers. Every device has a generator of its own.
@@ -64,9 +64,11 @@ def _round(value: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Ten
     """Returns values that `dtype` holds exactly, or that are larger than its largest finite number.
 
     Uniform random bits are added to the bits that are cut off, and carry into the rest with the probability of rounding
-    up. Of a subnormal FP16 number more than 13 bits would have to be cut: 2**-14 is added first, after which its last
-    bit is that of a normal number, and subtracted afterwards. Both are exact but for bits far below the last.
+    up.
     """
+    # float32 has 16 bits more than BF16 and 13 more than FP16. Of a subnormal FP16 number more would have to be cut:
+    # 2**-14 is added first, after which its last bit is that of a normal number, and subtracted afterwards. Both are
+    # exact but for bits far below the last.
     cut = 16 if dtype is torch.bfloat16 else 13
     lift = _lift(value) if cut == 13 else 0.0
     bits = (value + lift).view(torch.int32).add_(_noise(value, cut, generator)).bitwise_and_(-1 << cut)
@@ -74,18 +76,14 @@ def _round(value: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Ten
 
 
 def _lift(value: Tensor) -> Tensor:
-    """Returns `NORMAL` with the sign of the value for values that are smaller, else 0.
-
-    `torch.where` on a comparison would be slower on the CPU.
-    """
+    """Returns `NORMAL` with the sign of the value for values that are smaller, else 0."""
+    # `ceil` makes 1 of every positive difference. `torch.where` on a comparison is slower on the CPU.
     return (NORMAL - value.abs()).clamp_(min=0.0).ceil_().mul_(NORMAL).copysign_(value)
 
 
 def _noise(like: Tensor, bits: int, generator: torch.Generator) -> Tensor:
-    """Returns uniform random int32 numbers of `bits` bits, at most 16.
-
-    Four are cut from one random 64-bit number: drawing is most of the cost.
-    """
+    """Returns uniform random int32 numbers of `bits` bits, at most 16."""
+    # Four are taken from one random 64-bit number: drawing is most of the cost.
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     words.random_(-(2**63), None, generator=generator)
     return words.view(torch.int16)[: like.numel()].view(like.shape).to(torch.int32).bitwise_and_((1 << bits) - 1)

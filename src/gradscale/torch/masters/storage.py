@@ -36,14 +36,12 @@ class Full(MasterStorage):
         torch._foreach_copy_(list(weights), list(values))  # pyright: ignore[reportPrivateImportUsage]
 
     def adopt(self, weight: Tensor, stored: Tensor) -> None:
-        """Takes the weight over wherever the stored value does not round to it.
-
-        So weights that were swapped for an average and back again have lost nothing.
-        """
+        """Sets the stored value to the weight where it does not round to it."""
+        # Not everywhere: weights that were swapped for an average and back again keep their low bits.
         stored.copy_(refined(weight, stored))
 
     def restore(self, value: Tensor, weight: Tensor, stored: Tensor) -> None:
-        """Takes over saved values wherever they round to the weight."""
+        """Loads saved values where they round to the weight."""
         stored.copy_(refined(weight, value))
 
 
@@ -56,12 +54,7 @@ _STORAGES: dict[str, type[MasterStorage]] = {
 
 
 def make_storage(storage: Storage, seed: int | None = None) -> MasterStorage:
-    """Returns a new storage.
-
-    Args:
-        storage: its name.
-        seed: of its random numbers; None takes one from torch's. Only `"stochastic"` has any.
-    """
+    """Returns a new storage. Only `"stochastic"` takes a `seed`; None draws one from torch's random numbers."""
     if storage not in _STORAGES:
         raise ValueError(
             f"`storage` must be one of {', '.join(map(repr, get_args(Storage)))}. Received: storage={storage!r}."

@@ -1,4 +1,4 @@
-"""Whether a run needs a scaler, and which of its dtypes are likely to be a mistake."""
+"""Advice on whether a run needs a scaler, and warnings of dtypes that are likely to be a mistake."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,13 +20,7 @@ REMOVE_SCALER = "Use `LossScaler(model, NoScaling())` or none."
 
 
 def advice(modules: Sequence[ModuleDtype], optimizers: Sequence[Optimizer], scaler: Any) -> tuple[str, list[str]]:
-    """Returns whether a scaler is needed and why, and warnings of what is likely to be a mistake.
-
-    Args:
-        modules: the modules with the dtypes they compute in.
-        optimizers: those of their parameters; without them there is no warning of lost updates.
-        scaler: the scaler, or None.
-    """
+    """Returns whether a scaler is needed and why, and warnings of likely mistakes."""
     trained = {
         weight.dtype for each in modules for weight in each.module.parameters(recurse=False) if weight.requires_grad
     }
@@ -74,6 +68,7 @@ def _vanishing_moments(optimizer: Optimizer) -> str | None:
         return None
     for group in optimizer.param_groups:
         fp16 = any(parameter.dtype is torch.float16 for parameter in group["params"])
+        # Adam's default `eps` of 1e-8 is below 2**-24 = 6e-8, the smallest FP16 number.
         if fp16 and group.get("eps", 1.0) < FP16.smallest_subnormal:
             return (
                 f"{type(optimizer).__name__} keeps squares of gradients in FP16. Those below "

@@ -1,4 +1,4 @@
-"""What `prepare` rejects, before it changes anything."""
+"""Checks of the arguments of `prepare`, before it changes anything."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -83,8 +83,8 @@ def _check_unwrapped(model: nn.Module) -> None:
         if wrapper := next((WRAPPERS[name] for name in classes if name in WRAPPERS), None):
             raise RuntimeError(
                 f"`prepare` must come before {wrapper}, which holds references to the model's parameters or code. "
-                f"Received: {where}. Prepare the plain model, then wrap what comes back. For an optimizer that must be "
-                "built after that, call `prepare(model, None)`."
+                f"Received: {where}. Prepare the plain model, then wrap it. For an optimizer that must be built after "
+                "that, call `prepare(model, None)`."
             )
         if "forward" in vars(module):
             raise RuntimeError(
@@ -97,13 +97,13 @@ def _check_parameters(model: nn.Module, precision: Precision) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
             raise ValueError(
-                f"`prepare` takes a model whose weights are there. Received: {name!r} without values. Load the weights "
-                "with `to_empty` and `load_state_dict`, or run a lazy module once, and prepare it then."
+                f"`prepare` takes a model with materialized weights. Received: {name!r} without values. Load the "
+                "weights with `to_empty` and `load_state_dict`, or run a lazy module once, and prepare it then."
             )
         allowed = (torch.float32,) if parameter.requires_grad else (torch.float32, precision.compute)
         if parameter.is_floating_point() and parameter.dtype not in allowed:
             raise ValueError(
-                "`prepare` takes a float32 model and casts it itself: what half weights have lost does not come back. "
+                "`prepare` takes a float32 model and casts it itself: half weights have lost their low bits. "
                 f"Received: {name!r} in {parameter.dtype}. Load the weights in float32 or call `model.float()`; "
                 f"frozen parameters may be {precision.compute} already."
             )
@@ -112,7 +112,7 @@ def _check_parameters(model: nn.Module, precision: Precision) -> None:
 def _check_optimizer(optimizer: Optimizer, precision: Precision) -> None:
     if isinstance(optimizer, MasterWeights):
         raise RuntimeError(
-            "`prepare` adds master weights where the precision asks for them. Received: a `MasterWeights`. "
+            "`prepare` adds master weights if the precision has them. Received: a `MasterWeights`. "
             "Pass its inner optimizer."
         )
     if precision.master_weights is not None:

@@ -27,7 +27,7 @@ class Explanation:
         modules: which modules compute in which dtype.
         optimizers: what is stored for each element.
         scaling: whether a scaler is needed, and why.
-        warnings: what is likely to be a mistake.
+        warnings: likely mistakes.
     """
 
     modules: tuple[LayerRow, ...]
@@ -50,7 +50,7 @@ def explain(
     *,
     warn: bool = False,
 ) -> Explanation:
-    """Returns which modules of `model` run and are stored in which dtype, and what is likely to be a mistake.
+    """Returns which modules of `model` run and are stored in which dtype, and likely mistakes.
 
         print(explain(model, optimizer, scaler))
 
@@ -74,7 +74,7 @@ def explain(
 
 
 def _row(found: ModuleDtype) -> tuple[str, LayerRow]:
-    """Returns the row of a module, and its name with stars for numbers: what it has in common with its siblings."""
+    """Returns the row of a module, and its name with stars for numbers, which it shares with its siblings."""
     weights = list(found.module.parameters(recurse=False))
     row = LayerRow(
         name=found.name,

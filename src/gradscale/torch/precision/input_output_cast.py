@@ -12,13 +12,12 @@ from torch import nn
 from gradscale.torch.cast import HALF_DTYPES, cast
 
 CASTABLE = (torch.float32, *HALF_DTYPES)
-"""Dtypes that are cast into one another. Integers, float64, complex and FP8 tensors are left alone: a model that takes
-or returns them does so on purpose."""
+"""Dtypes that are cast. Integers, float64, complex and FP8 tensors are not: a model uses them on purpose."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputOutputCast:
-    """What happens to a call of a module.
+    """The casts around a call of a module.
 
     Attributes:
         inputs: dtype that inputs are cast to; None leaves them as they are.
@@ -43,12 +42,10 @@ class InputOutputCast:
 
 
 class CastModule(nn.Module):
-    """The base that `set_input_output_cast` adds to the class of a module.
+    """The base that `set_input_output_cast` adds to the class of a module."""
 
-    A class, because the module stays the same object with the same names in its `state_dict`, and its copies and
-    pickles keep the cast. A `forward` replaced on the object would, in a copy, still run the original module.
-    """
-
+    # A class, not a wrapper: the module stays the same object with the same names in its `state_dict`, and copies and
+    # pickles keep the cast. A `forward` that is replaced on the object would, in a copy, still run the original module.
     # For a new module that is built by calling the class of another, `type(model)(...)`: it has no cast of its own.
     _gradscale_cast = InputOutputCast(None, None, None)
 
@@ -76,7 +73,8 @@ def original_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def device_type(module: nn.Module) -> str:
-    """Returns the type of the device that a module is on. It may move between calls, so it is not stored."""
+    """Returns the type of the device that a module is on."""
+    # Not stored: the module may move between calls.
     first = next(module.parameters(), None)
     return "cpu" if first is None else first.device.type
 

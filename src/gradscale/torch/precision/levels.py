@@ -1,4 +1,4 @@
-"""`Precision`, which says how a model is trained, and the opt levels O0 to O3 of APEX."""
+"""`Precision`, the settings of mixed-precision training, and the opt levels O0 to O3 of APEX."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -138,7 +138,7 @@ O2 = Precision(compute=torch.float16, half_weights=True, master_weights="fp32")
 """Half weights, activations and gradients, with float32 norms and float32 master weights."""
 
 O3 = Precision(compute=torch.float16, half_weights=True, keep_norm_fp32=False)
-"""Half throughout, with nothing kept: what half precision costs and saves at most."""
+"""Half throughout: the most that half precision saves, and the most that it costs."""
 
 
 def _levels() -> dict[str, Precision]:

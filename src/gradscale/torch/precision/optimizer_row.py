@@ -1,4 +1,4 @@
-"""What an optimizer holds for each element that it trains: a row of `explain`."""
+"""The memory of an optimizer for each element that it trains: a row of `explain`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ COLUMNS = ("optimizer", "state in", "elements", "weight", "master", "gradient", 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """What an optimizer holds, in bytes for each element that it trains.
+    """The memory of an optimizer, in bytes for each element that it trains.
 
     Attributes:
         kind: its class.

@@ -1,4 +1,4 @@
-"""`prepare`: makes a float32 model and its optimizer a mixed-precision pair, with the scaler they need."""
+"""`prepare`: casts a float32 model for mixed-precision training, with its optimizer and a scaler."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
@@ -54,8 +54,8 @@ def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tu
     before. Call it before `torch.compile`, DDP or FSDP.
 
     Args:
-        model: a float32 model, or a list of models; a list comes back then.
-        optimizer: the optimizer, or a list of optimizers, of their parameters; a list comes back then. None where the
+        model: a float32 model, or a list of models; a list is returned then.
+        optimizer: the optimizer, or a list of optimizers, of their parameters; a list is returned then. None if the
             optimizer has to be built later, as for FSDP; if the precision has master weights, wrap it in
             `MasterWeights` yourself.
         precision: a `Precision` or the name of a level: `"O0"` to `"O3"`; `"O1-bf16"` to `"O3-bf16"`; or `"fp32"`,
@@ -70,6 +70,7 @@ def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tu
     models, optimizers = check_modules(model), as_optimizers(optimizer)
     check_together(models, optimizers, chosen)
     weight_cast = plan_weight_cast(models, chosen)
+    # `_apply` sets `data`, so that these detached tensors keep the float32 values.
     float32 = {parameter: parameter.detach() for parameter in parameters_of(optimizers)}
     weight_cast.apply(chosen.compute)
     prepared = [_prepared(each, chosen, float32) for each in optimizers]
@@ -79,13 +80,7 @@ def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tu
 
 
 def _prepared(optimizer: Optimizer, precision: Precision, float32: Mapping[Tensor, Tensor]) -> Optimizer:
-    """Returns the optimizer for parameters that have just been cast.
-
-    Args:
-        optimizer: the one that was built for float32 parameters.
-        precision: the precision they were cast for.
-        float32: the value of each before the cast.
-    """
+    """Returns the optimizer for parameters that were cast, with their `float32` values from before."""
     if precision.master_weights is not None:
         masters = MasterWeights(optimizer, precision.master_weights)
         masters.refine(float32)

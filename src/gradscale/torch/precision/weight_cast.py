@@ -1,4 +1,4 @@
-"""The weight cast: which modules become half and which stay float32, and the change itself."""
+"""The weight cast: which modules become half, and which stay float32."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,13 +33,14 @@ class WeightCast:
     def apply(self, dtype: torch.dtype) -> None:
         """Casts the half modules to `dtype`, and sets the input/output casts. Parameters stay the same objects."""
         for module in self.half:
+            # One module at a time, and not `model.half()`: its submodules may stay float32.
             module._apply(_to(dtype), recurse=False)
         for module, how in self.casts:
             set_input_output_cast(module, how)
 
 
 def plan_weight_cast(models: Sequence[nn.Module], precision: Precision) -> WeightCast:
-    """Returns the changes that `precision` asks for. Changes nothing itself.
+    """Returns the changes for `precision`. Changes nothing itself.
 
     Raises:
         ValueError: a module that must stay float32 shares a weight with a model itself.

@@ -1,4 +1,4 @@
-"""Stage two, agree: what was measured, made the same on every rank that shares the scale."""
+"""Stage two, agree: the measurement, reduced over all ranks that share the scale."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ class Agreement:
     @property
     def ranks(self) -> int:
         """How many ranks decide together."""
+        # Looked up at every step: `torch.distributed` may be initialised after the scaler is built.
         if not (dist.is_available() and dist.is_initialized()):
             return 1
         return dist.get_world_size(self.group)
@@ -39,7 +40,8 @@ class Agreement:
         Gradients that overflowed outside of the step count as its own, and then a loss made from them is not the cause.
         Does not synchronize with the device.
         """
-        # Only where every rank has read sizes: a finite check reads them on the ranks that overflowed alone.
+        # Only where every rank has read sizes: a finite check reads them on the ranks that overflowed alone, and an
+        # all-reduce that some ranks do not join never returns. `values` is `grads` itself if all are plain and dense.
         if plan.sizes and plan.gradients.values is not plan.gradients.grads:
             measurement = joined(measurement, plan.gradients.grads)
         window, xp = plan.window, rule.xp
@@ -47,7 +49,8 @@ class Agreement:
         loss_finite = xp.logical_or(rule.leaf(window.loss_finite), overflowed)
         seen = rule.measurement(measurement).seen(rule.leaf(plan.divisor), loss_finite, xp, overflowed)
         if plan.edited:
-            # Edits inside `unscaled`, such as clipping, say nothing about what the backward pass has to hold.
+            # From before the edits inside `unscaled`: a policy that saw clipped gradients would raise the scale until
+            # the backward pass overflows.
             amax = xp.where(seen.finite, rule.leaf(window.unscaled_amax), np.inf)
             seen = replace(seen, amax=amax, upper_share=rule.leaf(window.unscaled_share))
         return measurement, seen if self.ranks == 1 else rule.leaves(self.over_ranks(rule.tensors(seen)))
@@ -55,13 +58,13 @@ class Agreement:
     def over_ranks(self, seen: Seen) -> Seen:
         """Returns `seen` as the worst that any rank saw: one small MAX all-reduce, or nothing for a single rank.
 
-        Each rank's own loss may be fine while the averaged gradients carry another rank's NaN. Without this, one rank
-        would hold its scale for the loss and another would back off, and their scales would part.
+        Each rank's own loss may be finite while the averaged gradients have another rank's NaN. Without this, one rank
+        would keep its scale because of the loss and another would back off, and their scales would differ.
         """
         if self.ranks == 1:
             return seen
         flags = [(~seen.finite).float(), (~seen.loss_finite).float()]
-        # MAX does not carry NaN reliably.
+        # MAX may drop a NaN. `posinf`, because `nan_to_num` turns inf into the largest float32 by default.
         sizes = [size.nan_to_num(nan=torch.inf, posinf=torch.inf) for size in (seen.amax, seen.norm, seen.upper_share)]
         packed = torch.stack(flags + sizes)
         dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.group)
@@ -88,9 +91,10 @@ def joined(measurement: Measurement, grads: Sequence[Tensor]) -> Measurement:
     if not sharded:
         return measurement
     has_norm, local, amax = measurement.norm is not None, cast(Tensor, measurement.sizes), measurement.amax
+    # Norms of shards add up as squares. SUM carries inf and NaN, MAX does not carry NaN.
     sizes = local.square() if has_norm else _largest_of(local)
     for group, positions in sharded:
-        part = sizes[positions]
+        part = sizes[positions]  # a copy, which is reduced and written back
         dist.all_reduce(part, dist.ReduceOp.SUM if has_norm else dist.ReduceOp.MAX, group=group)
         sizes[positions] = part
         if has_norm and amax is not None:
@@ -105,7 +109,7 @@ def joined(measurement: Measurement, grads: Sequence[Tensor]) -> Measurement:
 
 
 def _largest_of(sizes: Tensor) -> Tensor:
-    """Returns a copy with NaN as inf: MAX does not carry NaN reliably."""
+    """Returns a copy with NaN as inf, since MAX may drop a NaN."""
     return sizes.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 

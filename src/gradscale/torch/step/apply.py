@@ -1,4 +1,4 @@
-"""Stage four, apply: hands the decided factor and gate to the optimizers, inside their own kernels where they can."""
+"""Stage four, apply: steps the optimizers with the decided factor and gate, in their own kernels if these take them."""
 
 import inspect
 from collections.abc import Sequence
@@ -24,10 +24,11 @@ UNGATED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Ada
 def folds(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer's kernel takes `grad_scale` and `found_inf`, so that no host read is needed.
 
-    Every group must be fused: one that was added without refuses the two. Fused SGD with dampening cannot be gated by
-    its kernel before its momentum exists: a skipped first step would leave the buffer uninitialised, and a buffer of
-    zeros would not be what the first step makes. One that keeps masters takes care of all that itself.
+    Every group must be fused: torch raises an error for the two in a group that is not. An optimizer that keeps masters
+    handles all of this itself.
     """
+    # Fused SGD with dampening is not gated by its kernel before its momentum exists: a skipped first step leaves the
+    # buffer uninitialised, and zeros in it would give (1 - dampening) * grad where the first step of SGD takes grad.
     return takes_gate(optimizer) and not any(
         group.get("fused") is False or _lacks_dampened_momentum(optimizer, group)
         for group in (() if keeps_masters(optimizer) else optimizer.param_groups)
@@ -35,7 +36,7 @@ def folds(optimizer: Optimizer) -> bool:
 
 
 def takes_gate(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer says that it handles scaling, by the two attributes and not by an argument."""
+    """Returns whether the optimizer handles scaling by the attributes `grad_scale` and `found_inf`."""
     return _handles_scaling(optimizer) and not _has_argument(type(optimizer), "grad_scaler")
 
 
@@ -45,11 +46,9 @@ def takes_scaler(optimizer: Optimizer) -> bool:
 
 
 def _handles_scaling(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer itself says that it handles scaling.
-
-    A wrapper that looks up on the optimizer inside what it does not have would keep the two attributes to itself, and
-    the kernel would step on gradients that nobody has divided or checked.
-    """
+    """Returns whether the optimizer itself, and not one that it wraps, declares that it handles scaling."""
+    # A wrapper that forwards unknown attributes to its inner optimizer has the flag by `getattr`. The two attributes
+    # would be set on the wrapper, and the inner kernel would step on scaled, unchecked gradients.
     flag = "_step_supports_amp_scaling"
     return getattr(optimizer, flag, False) and (flag in vars(optimizer) or hasattr(type(optimizer), flag))
 
@@ -60,17 +59,13 @@ def _has_argument(kind: type[Optimizer], name: str) -> bool:
 
 
 def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Runs the optimizer's step with `divisor` and `skip` folded into its kernel, and returns what it does.
+    """Runs the optimizer's step with `divisor` and `skip` folded into its kernel, and returns its result.
 
-    Does not synchronize with the device.
-
-    Args:
-        optimizer: one for which `folds` holds.
-        divisor: what the kernel divides the gradients by, a 0-d float32; None leaves them as they are.
-        skip: 1.0 leaves weights and state alone, 0.0 updates them. No other value: fused kernels test for exactly 1.
-        *args: passed on to `optimizer.step`.
-        **kwargs: passed on to `optimizer.step`.
+    `divisor` is a 0-d float32, or None to leave the gradients as they are. `skip` is 1.0 to leave weights and state
+    alone and 0.0 to update them. Other arguments are passed on to `optimizer.step`. Does not synchronize.
     """
+    # Both must be 0-d: Adam and Adagrad raise for the shape (1,). `skip` must be exactly 1 to skip: with 2, which a sum
+    # of the flags of two devices may be, a fused kernel steps on gradients that are inf.
     _create_momentum(optimizer)
     users_own = getattr(optimizer, "grad_scale", None)
     if users_own is not None:
@@ -80,42 +75,39 @@ def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor, *arg
     try:
         return optimizer.step(*args, **kwargs)
     finally:
+        # Left behind, they would divide or skip a later step that is made without a scaler.
         del optimizer.grad_scale  # type: ignore[attr-defined]
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def _known_to_apply(optimizer: Optimizer, skip: Tensor) -> bool:
-    """Returns whether the kernel needs no gate, because the gate is in host memory, and open.
-
-    A gate makes Adam and Adagrad take back the step they have counted, for every parameter: with many small ones that
-    costs as much as to read the gradients. Only torch's own classes are known to do without one.
-    """
+    """Returns whether the step is known on the host to be applied, and the kernel does not need `found_inf`."""
+    # Adam and Adagrad add 1 to every `step`, and then subtract `found_inf` if it is given: for many small parameters
+    # that costs as much as reading the gradients. By exact type: only torch's own classes are known to do without.
     return type(optimizer) in UNGATED and host_value(skip) == 0.0
 
 
 def apply(plan: "StepPlan", applied: Tensor, factor: Tensor) -> bool | None:
-    """Updates every optimizer of the plan with its gradients times `factor`, or none, as `applied` says.
+    """Updates all optimizers of the plan with their gradients times `factor` if `applied`, a 0-d bool, is set.
 
-    Synchronizes with the device only if one of the optimizers does not fold, and then once for all of them. Returns
-    whether they were updated where that is known by then, and else None.
-
-    Args:
-        plan: has the optimizers, their gradients and the bound on every element, which costs a pass of its own.
-        applied: the gate, a 0-d bool.
-        factor: what unscales and clips, a 0-d float32. The gradients of a plan that divides have it already.
+    Returns whether they were updated if the host knows it by then, else None. Synchronizes with the device only if one
+    of the optimizers does not fold, and then once for all of them. A `clip_value` costs a pass of its own.
     """
     optimizers, gradients, clip_value = plan.optimizers, plan.gradients, plan.clip_value
+    # The factor of a skipped step is 0, and its inverse inf: 1 leaves the gradients as they are.
     divisor = None if plan.divides else torch.where(applied, 1.0 / factor, 1.0)
     if divisor is not None and (clip_value is not None or share_parameters(optimizers)):
-        # Two kernels that share a parameter would each divide its gradient.
+        # Fused kernels write the divided gradient back, so two that share a parameter would divide it twice; and the
+        # bound of a clip by value is on unscaled elements.
         multiply(gradients.values, torch.where(applied, factor, 1.0))
         divisor = None
     if clip_value is not None:
         clamp(gradients.values, torch.where(applied, torch.full_like(factor, clip_value), torch.inf))
-    waiting = [optimizer for optimizer in optimizers if optimizer not in plan.folding]
-    go = bool(applied) if waiting else None
+    unfused = [optimizer for optimizer in optimizers if optimizer not in plan.folding]
+    # Read once, before the first optimizer is stepped: all of them or none.
+    go = bool(applied) if unfused else None
     if go and divisor is not None:
-        multiply(gradients.owned_by(waiting).values, factor)
+        multiply(gradients.owned_by(unfused).values, factor)
     skip = (~applied).float()
     for optimizer in optimizers:
         if optimizer in plan.folding:
@@ -128,7 +120,7 @@ def apply(plan: "StepPlan", applied: Tensor, factor: Tensor) -> bool | None:
 
 
 def hold(optimizer: Optimizer) -> None:
-    """Leaves the optimizer as it is, and keeps torch's schedulers from warning that its `step` was never called."""
+    """Skips the optimizer, without torch's schedulers warning that its `step` was not called."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -136,25 +128,25 @@ def hold(optimizer: Optimizer) -> None:
 def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies every gradient in place by `factor`: one pass. FP16 gradients go through float32 arithmetic."""
     for group in tensor_groups(gradients):
+        # A 0-d float32 tensor, not a number: `float(factor)` would synchronize, and an FP16 factor loses 1 / scale.
         local = factor.to(group.device, non_blocking=True)
         torch._foreach_mul_(group.tensors, local)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @torch.no_grad()
 def clamp(gradients: Sequence[Tensor], bound: Tensor) -> None:
-    """Clamps every gradient element in place to [-bound, bound]; the two parts of a complex one each for itself."""
+    """Clamps every gradient element in place to [-bound, bound]; of a complex one, each of its two parts."""
     for group in tensor_groups(gradients):
         local = bound.to(group.device, group.dtype, non_blocking=True)
+        # `_foreach_clamp_max_` takes numbers or one bound for each tensor, not a single 0-d tensor.
         for grad in group.tensors:
             grad.clamp_(-local, local)
 
 
 def _create_momentum(optimizer: Optimizer) -> None:
-    """Gives fused SGD its momentum buffers before its first step.
-
-    torch 2.13 allocates them uninitialised and lets the kernel fill them, which a skipped step never does. Zeros are
-    exact where there is no dampening: 0 * momentum + grad is what the first step makes.
-    """
+    """Gives fused SGD its momentum buffers before its first step."""
+    # torch 2.13 allocates them uninitialised for the kernel to fill, which a skipped step does not: later steps then
+    # start from garbage. Zeros are exact where there is no dampening: 0 * momentum + grad is the first step's buffer.
     if not isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:

@@ -17,7 +17,7 @@ from gradscale.torch.step.host_copy import read_now
 
 
 class Decision(NamedTuple):
-    """What a step shall do, decided for every device, rank and optimizer that shares the scale.
+    """The decision of a step, the same for every device, rank and optimizer that shares the scale.
 
     Attributes:
         state: the state of the next step.
@@ -37,9 +37,8 @@ class Decision(NamedTuple):
 class Rule:
     """A policy and its present state: in host memory if the scale is kept on the CPU, else on the device.
 
-    On a device the rule runs on 0-d tensors, so that nothing synchronizes. In host memory it runs on numpy scalars, ten
-    times as fast: a small model's step is over sooner than fifty tiny tensor operations. Both give the same bits. The
-    state is replaced, never changed.
+    On a device the rule runs on 0-d tensors, so that nothing synchronizes. In host memory it runs on numpy scalars,
+    which is ten times as fast as tiny tensor operations. Both give the same bits. The state is replaced, never changed.
 
     Attributes:
         policy: the rule for the scale.
@@ -59,7 +58,7 @@ class Rule:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the scale is kept; None until the first loss has shown which device it is."""
+        """Where the scale is kept; None before the first loss, which decides it."""
         return self._device
 
     @property
@@ -75,13 +74,14 @@ class Rule:
     def leaf(self, value: Any) -> Any:
         """Returns a 0-d tensor on the device as a leaf of the state. Does not copy it where tensors are leaves.
 
-        A number of numpy's, which stands for what was not measured, is returned as it is.
+        A numpy number, a default for what was not measured, is returned as it is.
         """
         return _NUMPY[value.dtype](read_now(value)) if self._hosted and isinstance(value, Tensor) else value
 
     def tensor(self, leaf: Any) -> Tensor:
         """Returns a leaf of the state as a 0-d tensor on the device. Does not synchronize with the device."""
         if self._hosted:
+            # Exact through a Python number: a double holds every float32 and int32.
             return torch.tensor(leaf.item(), dtype=_TORCH[type(leaf)], device=self._device)
         if isinstance(leaf, Tensor) or self._device is None:
             return torch.as_tensor(leaf, device=self._device)  # its own, not torch's default device
@@ -93,17 +93,18 @@ class Rule:
         return Measurement(None, *(None if found is None else self.leaf(found) for found in measurement[1:]))
 
     def leaves(self, seen: Seen) -> Seen:
-        """Returns what was seen with leaves in place of tensors."""
+        """Returns `seen` with leaves in place of tensors."""
         return Seen(*(self.leaf(getattr(seen, field.name)) for field in fields(Seen)))
 
     def tensors(self, seen: Seen) -> Seen:
-        """Returns what was seen with tensors in place of leaves."""
+        """Returns `seen` with tensors in place of leaves."""
         return Seen(*(self.tensor(getattr(seen, field.name)) for field in fields(Seen)))
 
     def settle(self, device: torch.device) -> torch.device:
         """Moves the state to `device` unless it is kept somewhere already, and returns where it is kept."""
         if self._device is None:
             self._device = device
+            # numpy 1 makes float64 of a float32 scalar times a Python number: with it, tensors are leaves here too.
             self._hosted = EXACT and host_copy.in_host_memory(device)
             self.state = place(self.state, self._put)
             self.amax_ratio = self._put(self.amax_ratio)
@@ -113,13 +114,14 @@ class Rule:
         return array[()] if self._hosted else torch.as_tensor(array, device=self._device)
 
     def load(self, policy: Policy, state: ScaleState, amax_ratio: float = UNKNOWN_RATIO) -> None:
-        """Takes over another policy and its state, in numpy's numbers, to where the present one is kept."""
+        """Loads another policy and its state, given as numpy numbers, on the device of the present one."""
         self.policy, self.state, self.amax_ratio = policy, state, np.float32(amax_ratio)
         self.steps = int(state.applied) + int(state.skipped)
-        device, self._device = self._device, None
+        device, self._device = self._device, None  # `settle` does nothing while it is set
         if device is not None:
             self.settle(device)
 
+    # numpy warns where a scalar overflows or is divided by 0, and a device does not: inf and NaN are facts here.
     @np.errstate(all="ignore")
     def decide(
         self, seen: Seen, divisor: Tensor, clip_norm: float | None, *, follows_amax: bool = False, measured: bool = True
@@ -128,8 +130,8 @@ class Rule:
 
         Args:
             seen: what was measured, unscaled, in leaves.
-            divisor: what the gradients are to be divided by. That is the scale, unless they are unscaled already, or
-                a backward pass was run again at a lower scale and overflowed there too.
+            divisor: what the gradients must be divided by: the scale, unless they are unscaled already, or a backward
+                pass was run again at a lower scale and overflowed there too.
             clip_norm: bound on the norm of all gradients together.
             follows_amax: whether the policy needs the largest magnitude where a norm is read at every step.
             measured: whether this step has measured it. It is estimated from the norm otherwise.
@@ -142,6 +144,7 @@ class Rule:
 
     def commit(self, decision: Decision) -> None:
         """Makes the state that was decided the present one."""
+        # `hold` returns the present state itself: a step without gradients is not counted.
         self.steps += decision.state is not self.state
         self.state, self.amax_ratio = decision.state, decision.amax_ratio
 
@@ -151,13 +154,13 @@ class Rule:
         return self.policy.next(state, seen, self.xp)
 
     def hold(self, seen: Seen) -> Decision:
-        """Returns the decision to do nothing at all: neither step nor count."""
+        """Returns the decision of a step without gradients, which is neither applied nor counted."""
         no = torch.zeros((), dtype=torch.bool, device=self._device)
         return Decision(self.state, no, torch.ones_like(self.scale), seen, self.amax_ratio)
 
     @np.errstate(all="ignore")
     def lower(self) -> Tensor:
-        """Backs the scale off once, whatever the hysteresis says, and returns the new scale over the old one."""
+        """Backs the scale off once, without hysteresis, and returns the ratio of the new scale to the old one."""
         before = self.state.scale
         overflow = place(Seen(finite=np.bool_(False)), self._put)
         self.state = backed_off(self.policy, self.state, overflow, self.xp)

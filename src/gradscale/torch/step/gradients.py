@@ -1,4 +1,4 @@
-"""The gradients of one or more optimizers: which tensors to read and multiply, and what to call them."""
+"""The gradients of one or more optimizers: the tensors to read and multiply, and the names of their parameters."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,13 +11,14 @@ Optimizer = torch.optim.Optimizer
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Gradients, each parameter's once. In lists side by side: an object for each would cost more than its arithmetic.
+    """The gradients of optimizers, each parameter's once.
 
     Attributes:
-        parameters: who owns the gradients.
+        parameters: the parameters, as a list beside the others: an object for each gradient would cost more than its
+            arithmetic.
         grads: the gradients themselves.
-        values: the dense tensors that hold the numbers: the gradients again, but the values of a sparse one, and of a
-            distributed one the part that this rank holds.
+        values: the dense tensors that hold the numbers: the gradients themselves, the values of a sparse one, and the
+            local shard of a distributed one.
         optimizers: those that hold the parameters.
     """
 
@@ -41,6 +42,7 @@ class Gradients:
 
 def collect(optimizers: Sequence[Optimizer]) -> Gradients:
     """Returns every gradient the optimizers hold. Sparse gradients are coalesced in place."""
+    # At every step: a cached list saves 6 us in 88 per 1,000 parameters, and misses groups that are added or replaced.
     parameters = list(parameters_of(optimizers))
     if len(optimizers) > 1:
         parameters = list({id(parameter): parameter for parameter in parameters}.values())
@@ -48,9 +50,11 @@ def collect(optimizers: Sequence[Optimizer]) -> Gradients:
     grads = [grad for grad in found if grad is not None]
     if len(grads) < len(found):
         parameters = [parameter for parameter, grad in zip(parameters, found, strict=True) if grad is not None]
+    # By exact type: a subclass, such as DTensor, may hold its numbers elsewhere.
     if set(map(type, grads)) <= {Tensor} and not [grad for grad in grads if grad.layout is not torch.strided]:
         return Gradients(parameters, grads, grads, optimizers)
     values = [values_of(parameter, grad) for parameter, grad in zip(parameters, grads, strict=True)]
+    # Read again: coalescing has replaced the gradient.
     return Gradients(parameters, [parameter.grad for parameter in parameters], values, optimizers)  # type: ignore[misc]
 
 
@@ -70,16 +74,16 @@ def share_parameters(optimizers: Sequence[Optimizer]) -> bool:
 
 
 def keeps_masters(optimizer: Optimizer) -> bool:
-    """Returns whether 16-bit parameters lose nothing: their gradients are divided, and applied, in float32.
-
-    By its type: a wrapper that passes attributes on would say so too, and not know how to take a divisor.
-    """
+    """Returns whether the optimizer divides and applies the gradients of 16-bit parameters in float32."""
+    # By its type: a wrapper that forwards attributes has the flag too, and does not take a divisor.
     return getattr(type(optimizer), "keeps_masters", False)
 
 
 def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
     """Returns the dense tensor that holds the numbers of `parameter.grad` here. A sparse one is coalesced in place."""
     if grad.layout is torch.strided:
+        # The local shard shares its memory with the DTensor, so what is written to it reaches the gradient. Lists that
+        # mix DTensors and plain tensors are rejected by torch's multi-tensor kernels.
         return grad.to_local() if hasattr(grad, "to_local") else grad  # type: ignore[attr-defined]
     if grad.layout is not torch.sparse_coo:
         return grad.values()
@@ -90,9 +94,9 @@ def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
 
 
 class Names:
-    """What parameters are called: as in their module, else as in their optimizer, else by their place in it.
+    """Names of parameters: from their module, else from their optimizer, else by their position in it.
 
-    Looked up when somebody asks, which is seldom, so that replaced parameters are found too.
+    Looked up at every call, which is rare, so that replaced parameters are found too.
 
     Attributes:
         modules: those that give the names.
@@ -102,9 +106,9 @@ class Names:
         self.modules = modules
 
     def of(self, parameters: Iterable[Tensor | None], optimizers: Iterable[Optimizer]) -> list[str]:
-        """Returns the names of parameters of `optimizers`; with several modules, they start with which.
+        """Returns the names of parameters of `optimizers`; with several modules, the module's index comes first.
 
-        None stands for a parameter that is gone, and so does one that neither a module nor an optimizer holds.
+        None stands for a parameter that no longer exists.
         """
         several = len(self.modules) > 1
         known = {id(parameter): place for parameter, place in _placed(optimizers)} | {
@@ -116,7 +120,7 @@ class Names:
 
 
 def _placed(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, str]]:
-    """Yields every parameter of the optimizers with the name it has there, or with which of which group it is."""
+    """Yields every parameter of the optimizers with the name it has there, or with its group and index."""
     for optimizer in optimizers:
         for group_index, group in enumerate(optimizer.param_groups):
             names = group.get("param_names")

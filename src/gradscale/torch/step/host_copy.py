@@ -1,4 +1,4 @@
-"""Numbers on their way from the device to the host, so that nothing has to synchronize for them."""
+"""Copies of device numbers in host memory, made in the background."""
 
 import torch
 from torch import Tensor
@@ -7,18 +7,20 @@ from torch import Tensor
 class HostCopy:
     """A copy of a few device numbers in host memory, made without synchronizing.
 
-    On the CPU it is there at once. On an accelerator the copy runs behind the work already queued, and an event
-    says when it has arrived.
+    On the CPU it is ready at once. On an accelerator the copy is queued behind earlier work, and an event is recorded
+    after it.
     """
 
     __slots__ = ("_arrival", "_host")
 
     def __init__(self, *values: Tensor) -> None:
+        # One float32 vector, one transfer. Flags are exact in it, and so are counts up to 2**24.
         packed = torch.stack([value.detach().to(torch.float32) for value in values])
         self._arrival: torch.Event | None = None
         self._host = packed
         if packed.device.type != "cpu":
             self._host = packed.to("cpu", non_blocking=True)
+            # Recorded after the copy on the same stream: the host memory is not valid before the event is reached.
             self._arrival = torch.Event(packed.device)
             self._arrival.record()
 

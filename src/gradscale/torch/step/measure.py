@@ -1,4 +1,4 @@
-"""Stage one, measure: one read of the gradients that says whether they are finite, how large, and which are not."""
+"""Stage one, measure: one read of the gradients finds whether they are finite, how large, and which are not."""
 
 from collections.abc import Iterable, Sequence
 
@@ -41,7 +41,7 @@ def measure_sizes(
 ) -> Measurement:
     """Returns the sizes of `gradients` on `device`. Does not synchronize with the device.
 
-    Sizes are norms if `norm` is asked for, else largest magnitudes. A NaN anywhere makes a size NaN; an inf makes it
+    Sizes are norms if `norm` is set, else largest magnitudes. A NaN anywhere makes a size NaN; an inf makes it
     inf. A finite float32 gradient above 1.8e19 squares to inf and so counts as an overflow when norms are read.
 
     Args:
@@ -54,7 +54,7 @@ def measure_sizes(
             leave its range.
     """
     sizes = norms(gradients, device) if norm else largest(gradients, device)
-    # An empty vector has no maximum.
+    # The norm of the norms is the norm of all gradients. An empty vector has a norm, 0, and no maximum.
     total = torch.linalg.vector_norm(sizes) if norm or not gradients else sizes.amax()
     halves = [grad for grad in gradients if grad.dtype in HALF] if half else []
     peak = total if not norm or not gradients else largest(gradients, device).amax() if amax else None
@@ -86,26 +86,21 @@ def check(
         amax: whether the sizes are needed, as largest magnitudes.
     """
     if any(hasattr(kind, "to_local") for kind in set(map(type, gradients))):
-        # Distributed tensors: torch's kernel knows how to agree on the flag, and norms of shards are only partial.
+        # DTensors: torch's kernel reduces its flag over the mesh; a norm of shards is partial, and finite on the ranks
+        # whose own shard is finite.
         return _flagged(gradients, divisor), None
     on_cpu = host_copy.in_host_memory(divisor.device) and all_on_cpu(gradients)
     if on_cpu and not (grows or amax):
         overflow = _quick_check(gradients, divisor)
         if not host_value(overflow):
             return overflow, None
+        # The quick check also flags finite elements above 1.8e19, whose squares are inf: largest magnitudes decide.
     measurement = measure_sizes(gradients, divisor.device, norm=not (on_cpu or amax), amax=False, half=grows and half)
     return ~measurement.finite(divisor, torch), measurement
 
 
 def measure_if_overflowed(gradients: Sequence[Tensor], divisor: Tensor, *, grows: bool, half: bool) -> Measurement:
-    """Returns the sizes of the gradients; on the CPU only if one of them is not finite, and otherwise none.
-
-    Args:
-        gradients: dense tensors.
-        divisor: what they will be divided by, one float32.
-        grows: whether `divisor` may be below 1, so that a gradient may not be finite once divided.
-        half: whether FP16 gradients are divided in FP16.
-    """
+    """Returns the sizes of the gradients, on the CPU only if one of them is not finite. Arguments as in `check`."""
     overflow, measurement = check(gradients, divisor, grows=grows, half=half)
     return _without_sizes(overflow) if measurement is None else measurement
 
@@ -123,17 +118,14 @@ def divide_and_check(gradients: Sequence[Tensor], divisor: Tensor) -> Measuremen
 def multiply_and_check(gradients: Sequence[Tensor], factor: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
     """Multiplies `gradients` in place and returns, per device, whether one was not finite before: torch's own kernel.
 
-    One read and one write of the gradients. Does not synchronize with the device.
-
-    Args:
-        gradients: dense tensors of any floating or complex type.
-        factor: what to multiply by, one float32.
-        found_inf: one float32, to be copied to every device and set to 1 there if something was not finite.
+    `factor` and `found_inf` are one float32 each. The second is copied to every device, and set to 1 there if a
+    gradient was not finite. One read and one write of the gradients. Does not synchronize with the device.
     """
     flags: dict[torch.device, Tensor] = {}
     for group in tensor_groups(gradients):
         if group.device not in flags:
-            # A copy even where it is on that device already, as torch's callers expect.
+            # A copy even where it is on that device already, as torch's callers expect. The kernel only ever sets it to
+            # 1, so that all groups of a device share one.
             flags[group.device] = found_inf.to(group.device, non_blocking=True, copy=True)
         local = factor.to(group.device, non_blocking=True)
         torch._amp_foreach_non_finite_check_and_unscale_(group.tensors, flags[group.device], local)  # type: ignore[attr-defined]
@@ -141,7 +133,8 @@ def multiply_and_check(gradients: Sequence[Tensor], factor: Tensor, found_inf: T
 
 
 def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns one 0-d bool on `device`: whether any flag is set, be it to 1, to 2 or to NaN."""
+    """Returns one 0-d bool on `device`: whether any flag is set, to 1 or to any other number but 0."""
+    # A bool, not a sum of the flags as in torch: fused kernels skip only for a `found_inf` of exactly 1.
     found = [flag.to(device, non_blocking=True).reshape(()) for flag in flags]
     if len(found) == 1:
         return found[0].ne(0)
@@ -149,12 +142,13 @@ def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _without_sizes(overflow: Tensor) -> Measurement:
-    # In float32 whatever torch's default type is: the rule takes no other.
+    # In float32, the only type of the rule, whatever torch's default type is.
     return Measurement(None, torch.where(overflow, torch.inf, 0.0).to(torch.float32))
 
 
 def _quick_check(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
     """Returns whether a gradient is not finite, or so large that its square is not: the fastest read on the CPU."""
+    # By the mean size: below it most norms would cost a call that is longer than its loop.
     if sum([grad.numel() for grad in gradients]) < DOT_FROM * len(gradients):
         return _flagged(gradients, divisor)
     return ~torch.isfinite(torch.linalg.vector_norm(norms(gradients, divisor.device)) / divisor)
@@ -162,5 +156,6 @@ def _quick_check(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
 
 def _flagged(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
     """Returns whether a gradient is not finite, by torch's kernel: the fastest on the CPU for many small tensors."""
+    # The kernel writes what it has read times 1, which is bit-exact, and does not raise the gradients' versions.
     one = torch.ones((), dtype=torch.float32, device=divisor.device)
     return any_overflow(multiply_and_check(gradients, one, torch.zeros_like(one)).values(), divisor.device)

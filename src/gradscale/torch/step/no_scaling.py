@@ -1,4 +1,4 @@
-"""A step without a scale, for `NoScaling`: what `optimizer.step()` does, with clipping if it was asked for."""
+"""A step without a scale, for `NoScaling`: what `optimizer.step()` does, and clipping."""
 
 from collections.abc import Sequence
 
@@ -26,15 +26,7 @@ def step_without_scaling(
 ) -> StepResult:
     """Updates the optimizers and counts the step. Nothing is checked; gradients are read only for a norm or a bound.
 
-    Does not synchronize with the device.
-
-    Args:
-        rule: has the counter.
-        optimizers: those to update.
-        names: what their parameters are called.
-        clip_norm: bound on the norm of all gradients together.
-        clip_value: bound on the magnitude of every element.
-        norm: whether to measure the norm; needed for `clip_norm`.
+    `clip_norm` needs `norm`. Does not synchronize with the device.
     """
     gradients = collect(optimizers if norm or clip_value is not None else ())
     device = rule.settle(next(parameters_of(optimizers)).device)
@@ -59,17 +51,16 @@ def step_without_scaling(
 def _apply(
     optimizers: Sequence[Optimizer], gradients: Gradients, factor: Tensor | None, clip_value: float | None
 ) -> None:
-    """Updates every optimizer with its gradients times `factor`, whatever they hold.
-
-    One that keeps masters is given the factor, so that 16-bit gradients are not rounded once more.
-    """
+    """Updates every optimizer with its gradients times `factor`, finite or not."""
     if factor is not None:
+        # An optimizer that keeps masters divides in float32: multiplying here would round 16-bit gradients once more.
         folding = [optimizer for optimizer in optimizers if clip_value is None and keeps_masters(optimizer)]
         optimizers = [optimizer for optimizer in optimizers if optimizer not in folding]
         multiply(gradients.owned_by(optimizers).values if folding else gradients.values, factor)
         for optimizer in folding:
             step_folded(optimizer, 1.0 / factor, torch.zeros_like(factor))
     if clip_value is not None:
+        # On the CPU, whatever torch's default device is: `clamp` copies it to the device of the gradients.
         clamp(gradients.values, torch.tensor(clip_value, dtype=torch.float32, device="cpu"))
     for optimizer in optimizers:
         optimizer.step()

@@ -25,14 +25,14 @@ class StepPlan:
         optimizers: all that are updated together, or not at all.
         window: the accumulation window that the step ends.
         gradients: all gradients of the optimizers.
-        divisor: what they must be divided by: the scale that made them, or 1 where `unscaled` has divided them.
+        divisor: what they must be divided by: the scale of their losses, or 1 where `unscaled` has divided them.
         norm: whether their norm is read.
         amax: whether their largest magnitude is read.
-        edge: magnitude above which their elements are counted; None where no policy asks.
+        edge: magnitude above which their elements are counted; None where the policy does not need it.
         estimates_amax: whether the policy follows the largest magnitude, which a norm that is read at every step
             replaces at most steps.
-        divides: whether they are divided in the pass that checks them. Only where nobody asks for a size, no optimizer
-            folds the division into its own kernel, and no finite gradient can overflow by it.
+        divides: whether they are divided in the pass that checks them. Only where no size is needed, no optimizer folds
+            the division into its own kernel, and no finite gradient can overflow by it.
         grows: whether the divisor may be below 1, so that a finite gradient may not be finite once divided.
         half: whether FP16 gradients are divided in FP16 by a divisor that may be below 1.
         folding: the optimizers whose kernels divide the gradients and skip the update themselves.
@@ -80,19 +80,13 @@ def plan_step(
 ) -> StepPlan:
     """Returns the plan of the step that ends `window`. Reads no gradient and does not synchronize.
 
-    Args:
-        policy: names what it reads in its `needs`.
-        optimizers: those that the step updates.
-        window: the accumulation window.
-        step: how many steps came before: amax is read at some and estimated at others where a norm is read at all.
-        norm: whether the caller wants the norm.
-        sample: whether this step reads the largest magnitude for the metrics.
-        clip_norm: bound on the norm of all gradients together.
-        clip_value: bound on every element.
-        fold: whether the optimizers' own kernels may divide. Not where they are not stepped by the scaler.
+    `step` counts the steps before: where a norm is read, amax is read at some and estimated at others. With `norm` the
+    result has the norm, with `sample` the metrics get the largest magnitude. `fold` is False if the scaler does not
+    step the optimizers itself, whose kernels then cannot divide.
     """
     reads = Plan.of(policy, norm=norm, clip_norm=clip_norm)
     gradients, divisor = collect(optimizers), window.divisor(optimizers)
+    # Gradients that `unscaled` has divided may have been edited: their sizes were noted before the edits.
     as_made = divisor is window.scale
     follows = reads.amax and reads.norm and as_made
     # By the number of the step alone where later estimates depend on it, so that a resumed run is bit-exact.
@@ -120,6 +114,7 @@ def plan_step(
 
 
 def _at_least_one(divisor: Tensor, policy: Policy) -> bool:
-    """Returns whether `divisor` is surely not below 1, so that no finite gradient divided by it is infinite."""
+    """Returns whether `divisor` is known to be at least 1, so that no finite gradient divided by it is infinite."""
+    # On a device only the policy's bound is known: reading the divisor would synchronize.
     known = host_value(divisor)
     return getattr(policy, "min_scale", 0.0) >= 1.0 if known is None else known >= 1.0

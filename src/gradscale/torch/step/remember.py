@@ -19,8 +19,7 @@ from gradscale.torch.step.plan import StepPlan
 from gradscale.torch.step.result import StepResult, Traces
 
 SAMPLE_EVERY = 16
-"""Steps between two host copies of what nobody synchronizes for, the skip counter and the headroom: seldom enough to
-cost nothing."""
+"""Steps between two host copies of the skip counter, and between two reads of the largest gradient for the headroom."""
 
 
 def result_of(plan: StepPlan, measurement: Measurement, decision: Decision, rule: Rule, names: Names) -> StepResult:
@@ -47,7 +46,7 @@ def result_of(plan: StepPlan, measurement: Measurement, decision: Decision, rule
 
 
 class Memory:
-    """What a scaler remembers of its steps, read late and off the hot path.
+    """What a scaler remembers of its steps, read without synchronizing.
 
     Attributes:
         last: the result of the last step.
@@ -58,7 +57,7 @@ class Memory:
         self.forget()
 
     def __reduce__(self) -> tuple[type["Memory"], tuple[Any, ...]]:
-        """A copy starts afresh: results are about gradients of the original."""
+        """A copy starts empty: results refer to gradients of the original."""
         return Memory, (self._stuck_check.max_consecutive_skips, self._stuck_check.on_stuck)
 
     def forget(self) -> None:
@@ -73,7 +72,7 @@ class Memory:
 
     @property
     def samples(self) -> bool:
-        """Whether the next step shall read its largest gradient for the metrics."""
+        """Whether the next step reads its largest gradient for the metrics."""
         return self._steps % SAMPLE_EVERY == 0
 
     def keep(self, result: StepResult, decision: Decision) -> None:
@@ -88,6 +87,7 @@ class Memory:
             loss_finite = bool(decision.seen.loss_finite)
             self._stuck_check.check(int(state.consecutive_skips), bool(state.stuck), loss_finite, result)
             return
+        # At most one copy is pending: if the device falls behind, more of them would pile up.
         if self._counters is None and self._steps % SAMPLE_EVERY == 0:
             self._counters = HostCopy(state.consecutive_skips, state.stuck, result.loss_finite)
         if self._counters is not None and self._counters.arrived:
@@ -100,11 +100,11 @@ class Memory:
         self._receive()
         if self._numbers is None:
             self._numbers = self._copied(state)
-            self._receive()
+            self._receive()  # on the CPU the copy is ready at once
         return dict(self._metrics)
 
     def _copied(self, state: ScaleState) -> HostCopy:
-        # The host's numbers stay there, whatever torch's default device is.
+        # Numbers in host memory stay there, whatever torch's default device is.
         device = state.scale.device if isinstance(state.scale, Tensor) else "cpu"
         norm = None if self.last is None else self.last.grad_norm
         # Filled in: a copy of a number to the device would synchronize.

@@ -1,4 +1,4 @@
-"""The result of a step: known on the device at once, and on the host when it is asked for."""
+"""The result of a step: tensors on the device, copied to the host when they are read."""
 
 import math
 import weakref
@@ -15,11 +15,13 @@ from gradscale.torch.step.host_copy import HostCopy
 
 
 class Traces:
-    """Weak references to the gradients of a step, for when somebody asks which of them was not finite.
+    """Weak references to the gradients of a step, to find later which of them were not finite.
 
     Attributes:
-        parameters: who owned the gradients.
+        parameters: weak references to the parameters of the gradients.
     """
+
+    # Weak, because a result may be kept in a log: it must not hold a set of gradients after `zero_grad`.
 
     __slots__ = ("_grads", "_optimizers", "_versions", "parameters")
 
@@ -30,19 +32,19 @@ class Traces:
         self._optimizers = list(map(weakref.ref, gradients.optimizers))
 
     def names(self, indices: Sequence[int], names: Names) -> list[str]:
-        """Returns what the parameters at `indices` are called."""
+        """Returns the names of the parameters at `indices`."""
         optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
         return names.of([self.parameters[index]() for index in indices], optimizers)
 
     def count(self, index: int) -> int | None:
-        """Returns the non-finite elements of a gradient that nobody has touched since; None where it is gone.
+        """Returns how many elements of a gradient are not finite; None if it was freed or written to since.
 
         None too where all are finite, and only their squares were not.
         """
         grad = self._grads[index]()
         if grad is None or grad._version != self._versions[index]:
             return None
-        # Of a distributed gradient the shard held here: counting in all of it would wait for every other rank.
+        # Of a DTensor, the local shard: to count in all of it, every rank would have to make this call.
         held = grad.to_local() if hasattr(grad, "to_local") else grad  # type: ignore[attr-defined]
         values = held if held.layout is torch.strided else held.values()
         return int((~torch.isfinite(values)).sum()) or None
@@ -56,9 +58,9 @@ class StepResult(engine.StepResult):
     reading them does not synchronize. `poll` never does. `skipped`, `status` and `culprits` synchronize.
 
     Attributes:
-        traces: the gradients, as long as they live; None where all were seen to be finite.
-        parameter_names: what parameters are called.
-        gradient_count: how many gradients the step had; 0 where nobody counted them.
+        traces: weak references to the gradients; None where all are known to be finite.
+        parameter_names: the names of parameters.
+        gradient_count: how many gradients the step had; 0 where they were not counted.
     """
 
     traces: Traces | None = None

@@ -1,4 +1,4 @@
-"""How often the drop-in makes the host wait for the device: never with fused optimizers, else once a step."""
+"""How often the drop-in synchronizes with the device: never with fused optimizers, else once a step."""
 
 from typing import Any, ClassVar
 
@@ -46,24 +46,24 @@ def own_reads(kind: Any, **kwargs: Any) -> int:
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**-10])
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("bad", [False, True])
-def test_fused_step_never_waits(bad: bool, clip: bool, scale: float) -> None:
+def test_fused_step_never_synchronizes(bad: bool, clip: bool, scale: float) -> None:
     assert own_reads(OURS, fused=True, bad=bad, clip=clip, init_scale=scale) == 0
 
 
 @pytest.mark.parametrize("policy", [Headroom()])
-def test_fused_step_under_a_policy_never_waits(policy: Any) -> None:
+def test_fused_step_under_a_policy_never_synchronizes(policy: Any) -> None:
     assert own_reads(OURS, fused=True, policy=policy) == 0
     assert own_reads(OURS, fused=True, hysteresis=2) == 0
 
 
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**-10])
 @pytest.mark.parametrize("clip", [False, True])
-def test_skipped_step_of_another_optimizer_waits_once(clip: bool, scale: float) -> None:
+def test_skipped_step_of_another_optimizer_synchronizes_once(clip: bool, scale: float) -> None:
     assert own_reads(OURS, foreach=True, bad=True, clip=clip, init_scale=scale) == 1
 
 
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**-10])
-def test_applied_step_of_another_optimizer_waits_as_often_as_with_torch(scale: float) -> None:
+def test_applied_step_of_another_optimizer_synchronizes_as_often_as_with_torch(scale: float) -> None:
     ours, theirs = (_reads_of_sgd(kind("cpu", init_scale=scale)) for kind in (OURS, TORCH))
     assert ours == theirs == 1
 
@@ -94,7 +94,7 @@ def test_several_devices_are_read_at_once() -> None:
 
 
 class SlowCopy:
-    """A letter that arrives when the test says so, as on an accelerator that is busy."""
+    """A host copy that arrives when the test says so, as on an accelerator that is busy."""
 
     sent: ClassVar[list["SlowCopy"]] = []
 
@@ -103,12 +103,12 @@ class SlowCopy:
         SlowCopy.sent.append(self)
 
     def read(self) -> list[float]:
-        assert self.arrived, "read before it arrived: that would wait"
+        assert self.arrived, "read before it arrived: that would synchronize"
         return [self.value]
 
 
 @pytest.fixture
-def letters(monkeypatch: pytest.MonkeyPatch) -> list[SlowCopy]:
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[SlowCopy]:
     monkeypatch.setattr(scale_bound_module, "HostCopy", SlowCopy)
     SlowCopy.sent = []
     return SlowCopy.sent
@@ -120,56 +120,56 @@ def halve(known: ScaleBound, scale: torch.Tensor) -> None:
     known.lowered(scale, 0.5)
 
 
-def test_large_scale_is_known_to_be_above_one_without_asking(letters: list[SlowCopy]) -> None:
+def test_large_scale_is_known_to_be_above_one_without_a_host_copy(copies: list[SlowCopy]) -> None:
     known, scale = ScaleBound(), torch.tensor(2.0**16)
     known.set(scale, 2.0**16)
     for _ in range(8):
         halve(known, scale)
         assert not known.may_be_below_one(scale)
-    assert letters == []
+    assert copies == []
 
 
-def test_host_asks_early_and_is_careful_until_it_knows(letters: list[SlowCopy]) -> None:
+def test_host_copy_is_started_early_and_the_bound_is_kept_until_it_arrives(copies: list[SlowCopy]) -> None:
     known, scale = ScaleBound(), torch.tensor(ASK_BELOW)
     known.set(scale, ASK_BELOW)
     for _ in range(10):
         known.revalidate(scale)
         scale.mul_(1.0)
         known.lowered(scale, 0.5)
-    assert len(letters) == 1
+    assert len(copies) == 1
     assert known.may_be_below_one(scale)
-    letters[0].arrived = True
-    assert known.may_be_below_one(scale), "256 may have been halved nine times since the letter was sent"
+    copies[0].arrived = True
+    assert known.may_be_below_one(scale), "256 may have been halved nine times since the copy was started"
     known.revalidate(scale)
     known.lowered(scale, 0.5)
-    letters[1].arrived = True
+    copies[1].arrived = True
     assert not known.may_be_below_one(scale)
 
 
-def test_scale_below_one_is_never_missed(letters: list[SlowCopy]) -> None:
+def test_scale_below_one_is_never_missed(copies: list[SlowCopy]) -> None:
     known, scale = ScaleBound(), torch.tensor(2.0**10)
     known.set(scale, 2.0**10)
     for step in range(12):
         halve(known, scale)
-        for letter in letters[::2] if step % 3 else letters:
-            letter.arrived = True
+        for copy in copies[::2] if step % 3 else copies:
+            copy.arrived = True
         assert known.may_be_below_one(scale) or scale.item() >= 1
 
 
-def test_scale_that_others_wrote_to_is_unknown_until_it_is_read(letters: list[SlowCopy]) -> None:
+def test_scale_that_others_wrote_to_is_unknown_until_it_is_read(copies: list[SlowCopy]) -> None:
     known, scale = ScaleBound(), torch.tensor(2.0**16)
     known.set(scale, 2.0**16)
     scale.fill_(4.0)
     assert known.may_be_below_one(scale)
-    letters[0].arrived = True
+    copies[0].arrived = True
     assert not known.may_be_below_one(scale)
 
 
-def test_another_tensor_in_place_of_the_scale_is_unknown(letters: list[SlowCopy]) -> None:
+def test_another_tensor_in_place_of_the_scale_is_unknown(copies: list[SlowCopy]) -> None:
     known, scale, other = ScaleBound(), torch.tensor(2.0**16), torch.tensor(0.5)
     known.set(scale, 2.0**16)
     assert known.may_be_below_one(other)
-    assert [letter.value for letter in letters] == [0.5]
+    assert [copy.value for copy in copies] == [0.5]
 
 
 def test_scale_of_exactly_one_is_not_below_one() -> None:
