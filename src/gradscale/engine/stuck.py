@@ -50,6 +50,10 @@ class StuckCheck:
             raise ValueError(f"`on_stuck` must be 'raise', 'warn' or a function. Received: on_stuck={on_stuck!r}.")
         self.max_consecutive_skips = max_consecutive_skips
         self.on_stuck: OnStuck = on_stuck
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets that a stuck run was reported, so that the next one is."""
         self._reported = False
 
     def check(self, consecutive_skips: int, stuck: bool, loss_finite: bool, last: StepResult) -> None:

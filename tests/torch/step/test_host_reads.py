@@ -18,6 +18,7 @@ from gradscale.policies.histogram import Histogram
 from gradscale.policies.log_max import LogMax
 from gradscale.torch import LossScaler
 from gradscale.torch.step import host_copy
+from gradscale.torch.step.agree import Agreement
 
 pytestmark = pytest.mark.usefixtures("on_a_device")
 
@@ -192,6 +193,42 @@ def test_a_whole_loop_runs_on_a_device_that_cannot_be_read(monkeypatch: pytest.M
         assert result.poll() is None
         assert unknown(scaler.metrics())
         assert guard.step()
+        optimizer.zero_grad()
+
+
+@contextmanager
+def uploading(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Collects the numbers that are made into tensors on a device: such a copy synchronizes, and a fill does not."""
+    sent: list[Any] = []
+    with monkeypatch.context() as patched:
+        for name in ("tensor", "as_tensor"):
+            original = getattr(torch, name)
+
+            def watched(data: Any, *args: Any, original: Any = original, **kwargs: Any) -> Tensor:
+                made = original(data, *args, **kwargs)
+                if not isinstance(data, Tensor) and made.device.type != "cpu":
+                    sent.append(data)
+                return made
+
+            patched.setattr(torch, name, watched)
+        yield sent
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_a_loop_copies_nothing_to_the_device(monkeypatch: pytest.MonkeyPatch, policy: Policy, ranks: int) -> None:
+    monkeypatch.setattr("gradscale.torch.step.remember.HostCopy", NeverThere)
+    monkeypatch.setattr(Agreement, "ranks", ranks)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
+    model = small_model().to("meta")
+    optimizer = Folding(model.parameters())
+    scaler = LossScaler(model, policy, device="meta")
+    for norm in (False, True):
+        scaler.backward(model(torch.ones(3, 4, device="meta")).sum())
+        with uploading(monkeypatch) as sent:
+            scaler.step(optimizer, norm=norm)
+            scaler.metrics()
+        assert sent == []
         optimizer.zero_grad()
 
 

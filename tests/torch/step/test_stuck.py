@@ -192,3 +192,16 @@ def test_settings_that_cannot_be_are_refused(arguments: dict[str, Any], error: t
     with pytest.raises(error) as caught:
         LossScaler(**arguments)
     assert text in str(caught.value)
+
+
+def test_a_loaded_run_that_is_stuck_is_reported_again() -> None:
+    found: list[ScaleStuck] = []
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = LossScaler(model, Static(8.0), max_consecutive_skips=2, on_stuck=found.append)
+    for _ in range(3):
+        train_step(scaler, model, optimizer, bad=INF)
+    assert len(found) == 1
+    scaler.load_state_dict(scaler.state_dict())
+    train_step(scaler, model, optimizer, bad=INF)
+    assert len(found) == 2

@@ -79,11 +79,14 @@ class Rule:
         return _NUMPY[value.dtype](read_now(value)) if self._hosted and isinstance(value, Tensor) else value
 
     def tensor(self, leaf: Any) -> Tensor:
-        """Returns a leaf of the state as a 0-d tensor on the device."""
+        """Returns a leaf of the state as a 0-d tensor on the device. Does not synchronize with the device."""
         if self._hosted:
             # Exact through a Python number: a double holds every float32 and int32.
             return torch.tensor(leaf.item(), dtype=_TORCH[type(leaf)], device=self._device)
-        return torch.as_tensor(leaf, device=self._device)
+        if isinstance(leaf, Tensor) or self._device is None:
+            return torch.as_tensor(leaf, device=self._device)  # its own, not torch's default device
+        # A number of numpy's stands for what was not measured. Filled in: a copy to the device would synchronize.
+        return torch.full((), leaf.item(), dtype=_TORCH[type(leaf)], device=self._device)
 
     def measurement(self, measurement: Measurement) -> Measurement:
         """Returns a measurement with leaves in place of tensors, without its sizes, which no decision needs."""

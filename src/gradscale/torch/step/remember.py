@@ -41,6 +41,7 @@ def result_of(plan: StepPlan, measurement: Measurement, decision: Decision, rule
         sizes=None if all_finite else measurement.sizes,
         traces=None if all_finite else Traces(plan.gradients),
         parameter_names=names,
+        gradient_count=len(plan.gradients),
     )
 
 
@@ -61,6 +62,7 @@ class Memory:
 
     def forget(self) -> None:
         """Forgets every step, as at the start."""
+        self._stuck_check.forget()
         self.last: StepResult | None = None
         self._amax: Tensor | None = None
         self._steps = 0
@@ -105,7 +107,9 @@ class Memory:
         # Numbers in host memory stay there, whatever torch's default device is.
         device = state.scale.device if isinstance(state.scale, Tensor) else "cpu"
         norm = None if self.last is None else self.last.grad_norm
-        sizes = [math.nan if size is None else size for size in (norm, self._amax)]
+        # Filled in: a copy of a number to the device would synchronize.
+        unknown = torch.full((), math.nan, dtype=torch.float32, device=device)
+        sizes = [unknown if size is None else size for size in (norm, self._amax)]
         numbers = (state.scale, state.applied, state.skipped, *sizes)
         return HostCopy(*(torch.as_tensor(number, device=device) for number in numbers))
 

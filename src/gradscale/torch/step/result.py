@@ -60,9 +60,11 @@ class StepResult(engine.StepResult):
     Attributes:
         traces: weak references to the gradients; None where all are known to be finite.
         parameter_names: the names of parameters.
+        gradient_count: how many gradients the step had; 0 where they were not counted.
     """
 
     traces: Traces | None = None
+    gradient_count: int = 0
     parameter_names: Names = field(default_factory=lambda: Names(()))
     _flags: HostCopy | None = field(default=None, init=False)
 
@@ -83,8 +85,8 @@ class StepResult(engine.StepResult):
 
     @property
     def parameters(self) -> int:
-        """How many gradients the result keeps track of: all of the step, or none where all are known to be finite."""
-        return 0 if self.traces is None else len(self.traces.parameters)
+        """How many gradients the step had, where that was recorded."""
+        return self.gradient_count if self.traces is None else len(self.traces.parameters)
 
     def culprits(self) -> list[Culprit]:
         """Returns the parameters whose gradients were not finite, in the optimizers' order. Synchronizes.
