@@ -34,6 +34,11 @@ Difference = Literal["losses", "no grads", "no scaling", "norm", "result", "stat
 `test_differences` proves each of them.
 """
 
+Table = Literal["states", "scales", "updates", "results"]
+
+TABLES: frozenset[Table] = frozenset({"states", "scales", "updates", "results"})
+NO_TABLES: frozenset[Table] = frozenset()
+
 
 @dataclass(frozen=True)
 class Step:
@@ -77,8 +82,8 @@ class Adapter(Protocol):
     differs: Mapping[Difference, str]
     """Where it does as its peer does, and why."""
 
-    sampled: bool
-    """Whether it runs only the first case of each kind of policy, as it compiles every case."""
+    sampled: frozenset[Table]
+    """Tables of which it runs only the first case of each kind of policy, as it compiles every case."""
 
     def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> Session:
         """Returns a new session."""

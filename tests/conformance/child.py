@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from tests.conformance.adapters import Array, Difference, Session, Step
+from tests.conformance.adapters import NO_TABLES, Array, Difference, Session, Step
 
 from gradscale import Policy
 
@@ -42,7 +42,7 @@ class ChildSession:
 class ChildAdapter:
     """Runs the adapter of another module in a process with its own environment, started when it is first needed."""
 
-    sampled = False
+    sampled = NO_TABLES
     differs: Mapping[Difference, str] = {}
 
     def __init__(self, module: str, environment: Mapping[str, str], dtypes: frozenset[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax  # noqa: TID253
 import numpy as np
 import optax  # noqa: TID253
-from tests.conformance.adapters import Array, Difference, Step
+from tests.conformance.adapters import NO_TABLES, Array, Difference, Step, Table
 from tests.conformance.reported import reported
 
 from gradscale import Policy
@@ -86,12 +86,12 @@ class JaxSession:
 
 
 class JaxAdapter:
-    sampled = False
     dtypes = frozenset({"float16", "bfloat16", "float64", "complex64"})
     differs: Mapping[Difference, str] = {}
 
     def __init__(self, *, compiled: bool) -> None:
         self._compiled = compiled
+        self.sampled: frozenset[Table] = frozenset({"results"}) if compiled else NO_TABLES
 
     def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> JaxSession:
         return JaxSession(step_by_hand, (lr,), Scaler(policy), params, compiled=self._compiled)

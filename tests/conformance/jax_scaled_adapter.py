@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import jax  # noqa: TID253
 import optax  # noqa: TID253
-from tests.conformance.adapters import Array, Difference
+from tests.conformance.adapters import NO_TABLES, TABLES, Array, Difference
 from tests.conformance.jax_adapter import JaxSession, Stepped
 
 from gradscale import Policy
@@ -25,7 +25,8 @@ class ScaledAdapter:
     differs: Mapping[Difference, str] = {"result": "a transformation of optax returns updates and its state"}
 
     def __init__(self, *, compiled: bool) -> None:
-        self._compiled = self.sampled = compiled
+        self._compiled = compiled
+        self.sampled = TABLES if compiled else NO_TABLES
 
     def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> JaxSession:
         opt_state = scaled(optax.sgd(lr), policy).init(dict(params))

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import jax  # noqa: TID253
 import optax  # noqa: TID253
-from tests.conformance.adapters import Array, Difference
+from tests.conformance.adapters import NO_TABLES, TABLES, Array, Difference
 from tests.conformance.jax_adapter import JaxSession, Stepped
 
 from gradscale import Policy
@@ -47,7 +47,8 @@ class ValueAndGradAdapter:
     differs: Mapping[Difference, str] = {}
 
     def __init__(self, *, compiled: bool) -> None:
-        self._compiled = self.sampled = compiled
+        self._compiled = compiled
+        self.sampled = TABLES if compiled else NO_TABLES
 
     def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> JaxSession:
         return JaxSession(step_by_value_and_grad, (lr,), Scaler(policy), params, compiled=self._compiled)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import keras  # noqa: TID253
 import numpy as np
-from tests.conformance.adapters import Array, Difference, Step
+from tests.conformance.adapters import NO_TABLES, Array, Difference, Step
 from tests.conformance.reported import reported
 
 from gradscale import Policy
@@ -52,7 +52,7 @@ class KerasSession:
 
 
 class KerasAdapter:
-    sampled = False
+    sampled = NO_TABLES
     differs: Mapping[Difference, str] = {}
 
     def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> KerasSession:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import mxnet as mx  # noqa: TID253
 from mxnet import autograd, gluon, nd  # noqa: TID253
-from tests.conformance.adapters import Array, Difference, Step
+from tests.conformance.adapters import NO_TABLES, Array, Difference, Step
 from tests.conformance.reported import reported
 
 from gradscale import Policy
@@ -74,7 +74,7 @@ class MxnetSession:
 
 
 class MxnetAdapter:
-    sampled = False
+    sampled = NO_TABLES
     differs: Mapping[Difference, str] = {}
     dtypes = frozenset({"float16", "float64"})
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
-from tests.conformance.adapters import Array, Difference, Step
+from tests.conformance.adapters import NO_TABLES, Array, Difference, Step
 from tests.conformance.reported import reported
 
 from gradscale import Policy
@@ -34,7 +34,7 @@ class NumpySession:
 
 
 class NumpyAdapter:
-    sampled = False
+    sampled = NO_TABLES
     dtypes = frozenset({"float16", "bfloat16", "float64", "complex64"})
     differs: Mapping[Difference, str] = {}
 

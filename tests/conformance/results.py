@@ -148,3 +148,10 @@ RESULT_CASES = (
     ),
     *cases("a long tensor", Headroom(init_scale=SCALE), LONG_STEPS, LONG),
 )
+
+EXTREMES: Mapping[str, list[float]] = {
+    "squares overflow": [2.0**70, 1.0, 0.0, 0.0],
+    "sums overflow": [3e38, 3e38, -3e38, 3e38],
+    "squares vanish": [2.0**-80, 0.0, 0.0, 0.0],
+}
+"""Scaled gradients that are finite, and of which float32 cannot hold what a kernel may make of them on the way."""

@@ -8,10 +8,10 @@ import pytest
 from tests.conformance.adapters import Adapter, Array, Difference
 from tests.conformance.gradient_types import NUMPY_TYPES, parameter_type, skip_unless_taken
 from tests.conformance.reported import Reported
-from tests.conformance.results import NO_GRADS, RESULT_CASES, Report, ResultCase
+from tests.conformance.results import EXTREMES, NO_GRADS, RESULT_CASES, Report, ResultCase
 from tests.conformance.skips import losses, skip_if_different, skip_if_sampled
 
-from gradscale import FP16, Dynamic, NoScaling, Status
+from gradscale import FP16, Dynamic, Headroom, NoScaling, Policy, Static, Status
 from gradscale.engine.culprits import Culprit
 from gradscale.engine.metrics import METRICS
 
@@ -33,9 +33,33 @@ def test_the_result_has_every_name(adapter: Adapter, grad: float | None) -> None
     assert found.missing == ()
 
 
+@pytest.mark.parametrize("clip_norm", [None, 1.0], ids=["not clipped", "clipped"])
+@pytest.mark.parametrize("policy", [Static(1024.0), Headroom(init_scale=1024.0)], ids=["Static", "Headroom"])
+@pytest.mark.parametrize("grads", EXTREMES.values(), ids=EXTREMES)
+def test_the_result_agrees_with_itself(
+    adapter: Adapter, grads: list[float], policy: Policy, clip_norm: float | None
+) -> None:
+    """Whether such gradients are applied or skipped is up to the kernels; what is reported must then be so."""
+    skip_if_different(adapter, ["result"])
+    if "results" in adapter.sampled:
+        pytest.skip("compiles every case: it runs the first of each kind of policy")
+    session = adapter.open(policy, {"weight": np.zeros(4, "f4")}, lr=0.125)
+    step = session.step({"weight": np.array(grads, "f4")}, clip_norm=clip_norm)
+    assert step.reported is not None
+    sizes = [size for size in (step.reported.amax, step.reported.grad_norm) if size is not None]
+    assert np.isfinite(step.params["weight"]).all()
+    if step.reported.applied:
+        assert np.isfinite(sizes).all()
+        assert step.reported.culprits == []
+    else:
+        assert step.reported.status is Status.OVERFLOW
+        assert np.isinf(sizes).all()
+        assert 0 not in [culprit.count for culprit in step.reported.culprits]
+
+
 @pytest.mark.parametrize("case", RESULT_CASES, ids=lambda case: case.name)
 def test_what_every_step_reports_is_as_the_table_says(adapter: Adapter, case: ResultCase) -> None:
-    skip_if_sampled(adapter, case, RESULT_CASES)
+    skip_if_sampled(adapter, "results", case, RESULT_CASES)
     skip_if_different(adapter, involved(case))
     skip_unless_taken(adapter, case.dtype)
     params = {name: np.zeros(size, parameter_type(case.dtype)) for name, size in case.elements.items()}

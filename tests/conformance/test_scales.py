@@ -12,7 +12,7 @@ from tests.conformance.skips import losses, skip_if_different, skip_if_sampled
 def test_the_scale_follows_the_gradients_of_the_table(
     adapter: Adapter, case: ScaleCase, clip_norm: float | None
 ) -> None:
-    skip_if_sampled(adapter, case, SCALE_CASES)
+    skip_if_sampled(adapter, "scales", case, SCALE_CASES)
     skip_if_different(adapter, losses(row.loss for row in case.rows))
     params = {name: np.zeros(ELEMENTS, np.float32) for name in ("first", "second")}
     session = adapter.open(case.policy, params, lr=0.125)

@@ -43,7 +43,7 @@ def involved(case: StateCase) -> set[Difference]:
 
 @pytest.mark.parametrize("case", STATE_CASES, ids=lambda case: case.name)
 def test_the_whole_state_is_as_the_table_says_after_every_step(adapter: Adapter, case: StateCase) -> None:
-    skip_if_sampled(adapter, case, STATE_CASES)
+    skip_if_sampled(adapter, "states", case, STATE_CASES)
     skip_if_different(adapter, involved(case))
     names = ONLY_TORCHS if "state" in adapter.differs else Row._fields[1:]
     session = adapter.open(case.policy, {"weight": np.zeros(2, np.float32)}, lr=0.125)

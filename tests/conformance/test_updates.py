@@ -47,7 +47,7 @@ def involved(case: UpdateCase) -> set[Difference]:
 @pytest.mark.parametrize("case", UPDATE_CASES, ids=lambda case: case.name)
 def test_gradients_become_the_update_of_the_table(adapter: Adapter, case: UpdateCase) -> None:
     skip_unless_taken(adapter, case.dtype)
-    skip_if_sampled(adapter, case, UPDATE_CASES)
+    skip_if_sampled(adapter, "updates", case, UPDATE_CASES)
     skip_if_different(adapter, involved(case))
     params = arrays(case.params, parameter_type(case.dtype))
     session = adapter.open(case.policy, params, lr=LR)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 import torch  # noqa: TID253
-from tests.conformance.adapters import Array, Difference, Step
+from tests.conformance.adapters import NO_TABLES, Array, Difference, Step
 from tests.conformance.reported import reported
 
 from gradscale import Policy
@@ -80,7 +80,7 @@ class TorchSession:
 
 
 class TorchAdapter:
-    sampled = False
+    sampled = NO_TABLES
     differs: Mapping[Difference, str] = {}
 
     def __init__(self, dtypes: frozenset[str], **kind: bool) -> None:

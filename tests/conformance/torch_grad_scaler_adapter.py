@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch  # noqa: TID253
-from tests.conformance.adapters import Array, Difference, Step
+from tests.conformance.adapters import NO_TABLES, Array, Difference, Step
 from tests.conformance.torch_adapter import FOREACH_TYPES, FUSED_TYPES, PLAIN_TYPES, Model
 
 from gradscale import Dynamic, Policy
@@ -37,7 +37,7 @@ class GradScalerSession:
 
 
 class GradScalerAdapter:
-    sampled = False
+    sampled = NO_TABLES
     differs: Mapping[Difference, str] = {
         "losses": "torch's GradScaler does not check the loss",
         "no grads": "torch's GradScaler raises where no optimizer has gradients",

@@ -41,6 +41,11 @@ def test_an_fp16_gradient_that_leaves_fp16_when_it_is_divided_counts() -> None:
     assert measured(40000.0, half_amax=40000.0).seen(np.float32(1.0), YES, np).finite
 
 
+def test_a_norm_that_overflows_counts() -> None:
+    seen = measured(3.0, amax=3.0, norm=np.inf).seen(SCALE, YES, np)
+    assert (seen.finite, seen.amax, seen.norm) == (False, np.inf, np.inf)
+
+
 def test_an_overflow_elsewhere_counts() -> None:
     assert not measured(1.0).seen(SCALE, YES, np, overflowed=YES).finite
     assert measured(1.0).seen(SCALE, YES, np, overflowed=NO).finite

@@ -33,8 +33,14 @@ class Measurement(NamedTuple):
     half_amax: Array | None = None
 
     def finite(self, divisor: Array, xp: Namespace) -> Array:
-        """Returns whether every gradient is finite, now and once it is divided by `divisor`, in its own type too."""
+        """Returns whether every gradient is finite, now and once it is divided by `divisor`, in its own type too.
+
+        A norm that was asked for and is not finite counts as an overflow.
+        """
         finite = xp.isfinite(self.total / divisor)
+        if self.norm is not None and self.norm is not self.total:
+            # Squares overflow before the gradients do, and nothing can be clipped by an infinite norm.
+            finite = xp.logical_and(finite, xp.isfinite(self.norm / divisor))
         return finite if self.half_amax is None else xp.logical_and(finite, self.half_amax / divisor <= FP16.max)
 
     def seen(self, divisor: Array, loss_finite: Array, xp: Namespace, overflowed: Array | None = None) -> Seen:

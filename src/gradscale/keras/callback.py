@@ -8,15 +8,14 @@ from typing import Any
 
 import keras
 
-from gradscale.engine.metrics import METRICS
 from gradscale.engine.result import StepResult
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, StuckCheck
 from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.policies.checks import check_count
 from gradscale.policies.contract import ScaleState
 
-LOGGED = tuple(name for name in METRICS if name in ("scale", "skipped"))
-"""Names of the metrics that the progress bar, the history and TensorBoard show."""
+LOGGED = ("scale", "skipped")
+"""The metrics that the progress bar, the history and TensorBoard show, under the names of `optimizer.metrics()`."""
 
 
 @dataclass(frozen=True, slots=True)

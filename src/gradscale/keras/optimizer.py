@@ -93,7 +93,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         """The variables that the optimizer was built with."""
         return self._trainable_variables
 
-    def metrics(self, last: StepResult | None = None) -> dict[str, float]:
+    def metrics(self, result: StepResult | None = None) -> dict[str, float]:
         """Returns scale, counts, skip rate, gradient norm and headroom: Python numbers, NaN where one is not known.
 
         The optimizer keeps scale and counts only, as every further variable costs time on JAX. `grad_norm` and
@@ -101,9 +101,9 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         result of a step. Synchronizes with the device.
 
         Args:
-            last: the result of the last step of a custom loop.
+            result: that of the last step of a custom loop.
         """
-        return metrics_on_host(self.state, last)
+        return metrics_on_host(self.state, result)
 
     def scale_loss(self, loss: Any, optimizer_variables: Sequence[Any] | None = None) -> Any:
         """Returns `loss` times the scale, in float32 or wider.

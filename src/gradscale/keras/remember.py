@@ -1,7 +1,7 @@
 """Remember: the result of a step of a custom loop, and the metrics of an optimizer."""
 
 from dataclasses import fields
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import keras
 import numpy as np
@@ -12,40 +12,22 @@ from gradscale.engine.metrics import host_metrics
 from gradscale.policies.contract import ScaleState
 from gradscale.record import Array
 
+STATIC = ("retries", "attempted", "counts", "names")
+"""Fields of a result that are part of a compiled program, not of its data."""
+
+TENSORS = tuple(field.name for field in fields(result.StepResult) if field.name not in STATIC)
+
 
 class StepResult(result.StepResult):
     """The result of one step. It may be returned from a `tf.function` and from a function that `jax.jit` compiles.
 
-    `skipped`, `status` and `culprits` synchronize with the device, so call them outside of compiled functions. From
-    `strategy.run` return its tensors one by one; they are the same on all replicas.
-
-    Attributes:
-        applied: whether the inner optimizer was run.
-        scale: the scale that made the gradients.
-        next_scale: the scale of the next step.
-        loss_finite: False if the loss was given, and was inf or NaN.
-        grad_norm: norm of all gradients, unscaled and before the inner optimizer clips; inf after an overflow; None
-            unless `norm=True` was given.
-        amax: largest magnitude of any gradient, unscaled; inf after an overflow; None if nothing was checked.
-        retries: 0: a step is not run again here.
-        attempted: whether there were gradients at all.
-        sizes: one number per gradient, inf or NaN where the gradient holds one; None if nothing was checked.
-        counts: empty: elements are not counted here.
-        names: paths of the variables, in the order of `sizes`.
+    The attributes are those of every other adapter. `grad_norm` is the norm before the inner optimizer clips, `names`
+    are paths of variables, and no step is run again or has its elements counted. `skipped`, `status` and `culprits`
+    synchronize with the device, so call them outside of compiled functions. From `strategy.run` return the tensors one
+    by one; they are the same on all replicas.
     """
 
     __slots__ = ()
-
-    TENSORS: ClassVar[tuple[str, ...]] = (
-        "applied",
-        "scale",
-        "next_scale",
-        "loss_finite",
-        "grad_norm",
-        "amax",
-        "sizes",
-    )
-    """Fields that are data. The others are part of a compiled program."""
 
     def culprits(self) -> list[Culprit]:
         """Returns the variables whose gradients were not finite, in their order. Synchronizes with the device.
@@ -56,15 +38,12 @@ class StepResult(result.StepResult):
 
     def __tf_flatten__(self) -> tuple[Any, Any]:
         """Returns what is static, and the tensors. `tf.function` calls this."""
-        static = [field.name for field in fields(self) if field.name not in self.TENSORS]
-        return tuple((name, getattr(self, name)) for name in static), tuple(
-            getattr(self, name) for name in self.TENSORS
-        )
+        return tuple(getattr(self, name) for name in STATIC), tuple(getattr(self, name) for name in TENSORS)
 
     @classmethod
     def __tf_unflatten__(cls, static: Any, tensors: Any) -> Self:
         """Returns the result with other tensors in it. `tf.function` calls this."""
-        return cls(**dict(zip(cls.TENSORS, tensors, strict=True)), **dict(static))
+        return cls(**dict(zip(STATIC + TENSORS, (*static, *tensors), strict=True)))
 
 
 def result_of(step: Any, variables: Any, *, norm: bool) -> StepResult:

@@ -212,10 +212,17 @@ def test_policy_and_numbers_together_are_refused(argument: dict[str, Any], text:
         GradScaler("cpu", policy=Static(2.0), **argument)
 
 
-@pytest.mark.parametrize("bad", [Dynamic, "auto", 3])
+@pytest.mark.parametrize("bad", [Dynamic, "fast", 3])
 def test_what_is_no_policy_is_refused(bad: Any) -> None:
-    with pytest.raises(TypeError, match=r"`policy` must be a policy, such as `Dynamic\(\)`\. Received: policy="):
+    with pytest.raises(
+        TypeError, match=r"`policy` must be (.* or )?a policy, such as `Dynamic\(\)`\. Received: policy="
+    ):
         GradScaler("cpu", policy=bad)
+
+
+def test_auto_is_headroom() -> None:
+    saved = GradScaler("cpu", policy="auto").state_dict()
+    assert saved == GradScaler("cpu", policy=Headroom()).state_dict()
 
 
 def test_policy_that_needs_a_share_above_an_unknown_edge_is_refused() -> None:

@@ -1,7 +1,6 @@
 """Keras on JAX: everything is a pure function inside, so that a step can be compiled."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jax.experimental.sparse import JAXSparse
 
 from gradscale.engine.measurement import Measurement
 from gradscale.keras.backends import Assign, Observation, StepPlan, only_observation, single_call
-from gradscale.keras.remember import StepResult
+from gradscale.keras.remember import STATIC, TENSORS, StepResult
 from gradscale.kernels.jax import peak, real_parts, share_above, square
 
 XP = jnp
@@ -21,11 +20,7 @@ XP = jnp
 # Arrays that `keras.distribution` has spread over devices are one array here: there are no replicas.
 agree, merge_call = only_observation, single_call
 
-jax.tree_util.register_dataclass(
-    StepResult,
-    data_fields=list(StepResult.TENSORS),
-    meta_fields=[field.name for field in fields(StepResult) if field.name not in StepResult.TENSORS],
-)
+jax.tree_util.register_dataclass(StepResult, data_fields=TENSORS, meta_fields=STATIC)
 
 
 def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
@@ -39,7 +34,7 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
         sizes=sizes,
         total=jnp.sum(to_unscale),  # not the maximum, which may lose a NaN
         amax=jnp.max(to_unscale, initial=0.0) if plan.amax else None,
-        norm=jnp.sqrt(_sum([square(value) for value in scaled])) if plan.norm else None,
+        norm=_norm(scaled, jnp.maximum(jnp.float32(plan.scale), 1.0)) if plan.norm else None,
         upper_share=None if plan.edge is None else share_above(scaled, plan.edge),
         half_amax=jnp.max(_stacked(_peak_or_inf, [values[place] for place in plan.half])) if plan.half else None,
     )
@@ -120,6 +115,11 @@ def _peak_or_inf(value: Array) -> Array:
 
 def _inf_unless_finite(value: Array) -> Array:
     return jnp.where(jnp.all(jnp.isfinite(value)), jnp.float32(0), jnp.inf)
+
+
+def _norm(gradients: Sequence[Array], scale: Array) -> Array:
+    """Returns the norm, from squares of unscaled gradients: those of scaled ones may overflow though all is finite."""
+    return jnp.sqrt(_sum([square(gradient * (1.0 / scale)) for gradient in gradients])) * scale
 
 
 def _sum(squares: Sequence[Array]) -> Array:

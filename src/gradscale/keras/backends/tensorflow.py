@@ -38,7 +38,7 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
         sizes=tf.stack(sizes),
         total=_sum(plan.to_unscale(sizes)),
         amax=_largest(scaled) if plan.amax else None,
-        norm=tf.sqrt(_sum([tf.reduce_sum(tf.square(part)) for part in scaled])) if plan.norm else None,
+        norm=_norm(scaled, tf.maximum(tf.cast(plan.scale, tf.float32), 1.0)) if plan.norm else None,
         upper_share=None if plan.edge is None else _share_above(scaled, plan.edge),
         half_amax=_largest(half) if half else None,
     )
@@ -169,6 +169,11 @@ def _magnitudes(grad: Any) -> list[tf.Tensor]:
 
 def _sum(numbers: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.add_n(numbers) if numbers else tf.constant(0.0)
+
+
+def _norm(magnitudes: Sequence[tf.Tensor], scale: tf.Tensor) -> tf.Tensor:
+    """Returns the norm, from squares of unscaled gradients: those of scaled ones may overflow though all is finite."""
+    return tf.sqrt(_sum([tf.reduce_sum(tf.square(part / scale)) for part in magnitudes])) * scale
 
 
 def _largest(magnitudes: Sequence[tf.Tensor]) -> tf.Tensor:

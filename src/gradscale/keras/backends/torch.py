@@ -40,6 +40,10 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
         overwrites=sizes[own].amax() if plan.overwrites else None,
         bad_loss=bad_loss,
     )
+    if plan.norm and np.isfinite(known["total"]) and not np.isfinite(known["norm"]):
+        # The squares of scaled gradients overflow though all is finite. Seldom enough to copy them.
+        scale = max(float(plan.scale), 1.0)
+        known |= _on_host(norm=torch.linalg.vector_norm(norms(multiplied(scaled, 1.0 / scale), device)) * scale)
     loss_finite, overwrites = np.bool_(known.pop("bad_loss", 0) == 0), known.pop("overwrites", None)
     return Observation(Measurement(sizes, amax=known["total"], **known), loss_finite, overwrites)
 

@@ -66,7 +66,8 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: what the scale is multiplied by when it backs off.
         growth_interval: clean steps in a row before the scale grows.
         enabled: False makes every method do nothing, and `step` just call the optimizer's.
-        policy: a rule for the scale, instead of the four numbers above. `NoScaling()` is the same as `enabled=False`.
+        policy: a rule for the scale, or `"auto"`, instead of the four numbers above. `NoScaling()` is the same as
+            `enabled=False`.
         min_scale: the scale never falls below; by default 2**-126.
         max_scale: the scale never rises above; by default the largest float32.
         hysteresis: overflows it takes to back off for the first time.

@@ -35,14 +35,17 @@ class Traces:
         return names.of([self.parameters[index]() for index in indices], optimizers)
 
     def count(self, index: int) -> int | None:
-        """Returns the non-finite elements of a gradient that nobody has touched since; None where it is gone."""
+        """Returns the non-finite elements of a gradient that nobody has touched since; None where it is gone.
+
+        None too where all are finite, and only their squares were not.
+        """
         grad = self._grads[index]()
         if grad is None or grad._version != self._versions[index]:
             return None
         # Of a distributed gradient the shard held here: counting in all of it would wait for every other rank.
         held = grad.to_local() if hasattr(grad, "to_local") else grad  # type: ignore[attr-defined]
         values = held if held.layout is torch.strided else held.values()
-        return int((~torch.isfinite(values)).sum())
+        return int((~torch.isfinite(values)).sum()) or None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
