@@ -236,6 +236,24 @@ def test_headroom_is_unknown_after_an_overflow() -> None:
     assert math.isnan(scaler.metrics()["headroom_bits"])
 
 
+@pytest.mark.filterwarnings("error")
+def test_headroom_of_gradients_that_float32_cannot_hold_once_scaled() -> None:
+    scaler = LossScaler(Static(2.0**14))
+    scaler.step([np.float64([65504 * 2.0**900])])
+    assert scaler.metrics()["headroom_bits"] == -900
+    scaler = LossScaler(Dynamic(init_scale=2.0**14, growth_interval=1))
+    scaler.step([f32(65504 * 2.0**111)])
+    assert scaler.metrics()["headroom_bits"] == -112
+
+
+@pytest.mark.filterwarnings("error")
+def test_metrics_at_a_scale_of_zero_do_not_warn() -> None:
+    scaler = LossScaler(preset("torch", init_scale=1e-38))
+    for _ in range(40):
+        scaler.step([f32(math.inf)])
+    assert math.isnan(scaler.metrics()["headroom_bits"])
+
+
 def test_the_gradients_of_a_result_live_no_longer_than_it_does() -> None:
     scaler = LossScaler()
     result = scaler.step([f32(1)])

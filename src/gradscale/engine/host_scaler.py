@@ -10,7 +10,7 @@ import numpy as np
 from gradscale.engine.decide import Outcome
 from gradscale.engine.host import decide_on_host
 from gradscale.engine.measurement import Measurement
-from gradscale.engine.metrics import metrics_of
+from gradscale.engine.metrics import host_metrics
 from gradscale.engine.result import StepResult
 from gradscale.engine.saved import check_state, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, StuckCheck
@@ -79,7 +79,7 @@ class HostScaler(ABC):
         `headroom_bits` is how often the scale could double before the largest gradient overflows FP16.
         """
         norm, amax = (None, None) if self._last is None else (self._last.grad_norm, self._last.amax)
-        return {name: float(value) for name, value in metrics_of(self._state, norm, amax, np).items()}
+        return host_metrics(self._state, norm, amax)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the policy and its state as plain values that go through JSON: enough to continue bit-exactly."""

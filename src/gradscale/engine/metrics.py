@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+import numpy as np
+
 from gradscale.formats import FP16
 from gradscale.policies.arithmetic import larger
 from gradscale.policies.contract import ScaleState
@@ -30,3 +32,18 @@ def metrics_of(state: ScaleState, grad_norm: Array | None, amax: Array | None, x
         "grad_norm": unknown if grad_norm is None else grad_norm,
         "headroom_bits": xp.where(known, xp.log2(FP16.max / xp.where(known, peak, 1.0)), math.nan),
     }
+
+
+# An overflow at a scale of 0, which the rules of some systems reach: inf times 0 is NaN, as it shall be.
+@np.errstate(invalid="ignore")
+def host_metrics(state: ScaleState, grad_norm: Any, amax: Any) -> dict[str, float]:
+    """Returns the same as Python numbers.
+
+    Args:
+        state: the state of the scale, as numpy scalars.
+        grad_norm: as above, a number in host memory.
+        amax: as above, a number in host memory.
+    """
+    # Times a Python number or a float32, the scale stays a float32, which the product may exceed.
+    wide = None if amax is None else np.float64(amax)
+    return {name: float(value) for name, value in metrics_of(state, grad_norm, wide, np).items()}

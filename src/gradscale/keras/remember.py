@@ -8,7 +8,7 @@ import numpy as np
 
 from gradscale.engine import result
 from gradscale.engine.culprits import Culprit, culprits_of
-from gradscale.engine.metrics import metrics_of
+from gradscale.engine.metrics import host_metrics
 from gradscale.policies.contract import ScaleState
 from gradscale.record import Array
 
@@ -75,8 +75,7 @@ def metrics_on_host(state: ScaleState, last: result.StepResult | None) -> dict[s
     Synchronizes with the device of the result.
     """
     sizes = (None, None) if last is None else (last.grad_norm, last.amax)
-    norm, amax = (None if size is None else np.float32(_on_host(size)) for size in sizes)
-    return {name: np.asarray(value).item() for name, value in metrics_of(state, norm, amax, np).items()}
+    return host_metrics(state, *(None if size is None else _on_host(size) for size in sizes))
 
 
 def _on_host(value: Array) -> Any:
