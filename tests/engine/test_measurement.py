@@ -66,7 +66,7 @@ def test_amax_is_estimated_from_the_norm_by_the_last_ratio() -> None:
     assert (seen.amax, kept) == (4, 0.25)
 
 
-@pytest.mark.parametrize(("amax", "norm"), [(np.inf, np.inf), (0.0, 0.0), (1.0, 0.0)])
+@pytest.mark.parametrize(("amax", "norm"), [(np.inf, np.inf), (0.0, 0.0), (1.0, 0.0), (0.0, 1.0)])
 def test_a_step_without_a_known_ratio_keeps_the_last(amax: float, norm: float) -> None:
     with np.errstate(all="ignore"):
         seen = Seen(amax=np.float32(amax), norm=np.float32(norm))

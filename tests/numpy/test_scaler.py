@@ -239,11 +239,11 @@ def test_headroom_is_unknown_after_an_overflow() -> None:
 @pytest.mark.filterwarnings("error")
 def test_headroom_of_gradients_that_float32_cannot_hold_once_scaled() -> None:
     scaler = LossScaler(Static(2.0**14))
-    scaler.step([np.float64([65504 * 2.0**900])])
-    assert scaler.metrics()["headroom_bits"] == -900
+    scaler.step([np.array([65504 * 2.0**900])])
+    assert scaler.metrics()["headroom_bits"] == pytest.approx(-900)
     scaler = LossScaler(Dynamic(init_scale=2.0**14, growth_interval=1))
     scaler.step([f32(65504 * 2.0**111)])
-    assert scaler.metrics()["headroom_bits"] == -112
+    assert scaler.metrics()["headroom_bits"] == pytest.approx(-112)
 
 
 @pytest.mark.filterwarnings("error")

@@ -98,4 +98,6 @@ def with_amax(seen: Seen, ratio: Array, xp: Namespace, *, measured: bool) -> tup
     if not measured:
         return replace(seen, amax=seen.norm * ratio), ratio
     found = seen.amax / seen.norm
-    return seen, xp.where(xp.isfinite(found), smaller(found, 1.0, xp), ratio)
+    # Above 0: gradients so small that only the norm is left after the division say nothing either.
+    known = xp.logical_and(xp.isfinite(found), found > 0)
+    return seen, xp.where(known, smaller(found, 1.0, xp), ratio)

@@ -60,11 +60,13 @@ def agree(observation: Observation) -> Observation:
     bad_loss = tf.cast(~observation.loss_finite, tf.float32)
     known: dict[str, Any] = measurement._asdict() | {"overwrites": observation.overwrites, "bad_loss": bad_loss}
     sizes = known.pop("sizes")
-    numbers = {name: number for name, number in known.items() if number is not None}
-    worst = _worst(context, tf.concat([tf.stack(list(numbers.values())), sizes], 0))
-    agreed = dict(zip(numbers, tf.unstack(worst[: len(numbers)]), strict=True))
+    # Zeros for what was not read: the collectives of a process share keys, and so one shape under any policy.
+    numbers = tf.stack([tf.constant(0.0) if number is None else number for number in known.values()])
+    worst = _worst(context, tf.concat([numbers, sizes], 0))
+    together = zip(known.items(), tf.unstack(worst[: len(known)]), strict=True)
+    agreed = {name: number for (name, mine), number in together if mine is not None}
     loss_finite, overwrites = agreed.pop("bad_loss") == 0, agreed.pop("overwrites", None)
-    return Observation(measurement._replace(sizes=worst[len(numbers) :], **agreed), loss_finite, overwrites)
+    return Observation(measurement._replace(sizes=worst[len(known) :], **agreed), loss_finite, overwrites)
 
 
 def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
