@@ -90,9 +90,9 @@ def language(model: nn.Module, generator: torch.Generator) -> Tensor:
 
 def cases(quick: bool) -> Iterator[Case]:
     """Yields the models."""
-    steps = 150 if quick else 500
+    steps = 40 if quick else 500
     yield Case("MLP, width 256", lambda: mlp(256), classified((32,)), steps)
-    yield Case("MLP, width 1024", lambda: mlp(1024), classified((32,)), steps // 5)
+    yield Case("MLP, width 1024", lambda: mlp(1024), classified((32,)), max(40, steps // 5))
     yield Case("CNN with BatchNorm", cnn, classified((3, 8, 8)), steps)
     yield Case("char-GPT", Language, language, steps)
 
