@@ -1,6 +1,12 @@
-"""Keeps doctest collection away from adapters whose framework is not installed."""
+"""Keeps doctest collection away from adapters whose framework is not installed, and tests free of time limits."""
 
 from importlib.util import find_spec
+
+from hypothesis import settings
+
+# A loaded machine is no fault of the code.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 NEEDS = {
     "torch": "torch",
