@@ -15,6 +15,7 @@ PY := $(VENV)/bin/python
 MXNET := .venv-mxnet
 MXNET_PY := $(MXNET)/bin/python
 PYTHON ?=
+WORKERS ?= 2 # of the tests; each takes up to 5 GB of memory
 
 # What each stage adds. pip resolves every stage against the same pins, so the stages can come in any order.
 DEMO := -e '.[demo,torch]'
@@ -45,7 +46,7 @@ test: test-main $(if $(ARGS),,test-mxnet) ## run the tests and the doctests, wit
 
 .PHONY: test-main
 test-main: $(VENV)/.stage-test ## run all of them but those of MXNet
-	@$(PY) -m pytest -q -m 'not slow' $(ARGS)
+	@$(PY) -m pytest -q -m 'not slow' -n $(WORKERS) $(ARGS)
 
 .PHONY: test-mxnet
 test-mxnet: $(MXNET)/.stage-test-mxnet ## run those of MXNet, in their own environment
