@@ -43,7 +43,7 @@ def result_of(
     # In host memory the outcome is known, and gradients that are all finite need not be traced.
     total = host_value(measurement.total)
     all_finite = total is not None and math.isfinite(total)
-    # The gradients may be cleared before anyone asks. In a step that may have been applied, counting is a pass too many.
+    # Counted now, as gradients may be cleared before anyone asks; not in a step that may have been applied.
     known_skip = updated is False or total is not None
     has_amax = plan.edited or measurement.amax is not None
     return StepResult(
