@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.metrics import metrics_of
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck
-from gradscale.policies.contract import ScaleState
 from gradscale.torch.step.decide import Decision, Rule
 from gradscale.torch.step.gradients import Names
 from gradscale.torch.step.host_copy import HostCopy, host_value, read_now
@@ -24,6 +23,21 @@ Optimizer = torch.optim.Optimizer
 
 SAMPLE_EVERY = 16
 """Steps between two host copies of the skip counter, and between two reads of the largest gradient for the headroom."""
+
+
+class Counted(Protocol):
+    """The numbers of a `ScaleState` that are shown and checked: numbers in host memory, or all of them 0-d tensors."""
+
+    @property
+    def scale(self) -> Any: ...
+    @property
+    def applied(self) -> Any: ...
+    @property
+    def skipped(self) -> Any: ...
+    @property
+    def consecutive_skips(self) -> Any: ...
+    @property
+    def stuck(self) -> Any: ...
 
 
 def result_of(
@@ -98,7 +112,7 @@ class Memory:
         """Measures the weights before the first step. Does not synchronize with the device."""
         self._weights.begin(optimizers, device)
 
-    def keep(self, result: StepResult, state: ScaleState, optimizers: Sequence[Optimizer]) -> None:
+    def keep(self, result: StepResult, state: Counted, optimizers: Sequence[Optimizer]) -> None:
         """Keeps the result, and raises or warns if the run has been stuck for too long. Does not synchronize.
 
         `state` is the state after the step. The weights of `optimizers` are measured only for a report. On an
@@ -115,14 +129,14 @@ class Memory:
         if progress is not None:
             self._stuck_check.check(progress, result, lambda: self._weights.now(optimizers, result.parameter_names))
 
-    def _progress(self, result: StepResult, state: ScaleState) -> Progress:
+    def _progress(self, result: StepResult, state: Counted) -> Progress:
         """Returns where the run stands, from a state in host memory."""
         loss_finite = bool(read_now(result.loss_finite))
         if loss_finite:
             self._last_finite_loss = int(state.applied) + int(state.skipped)
         return Progress.of(state, loss_finite, self._last_finite_loss or None)
 
-    def _late_progress(self, result: StepResult, state: ScaleState) -> Progress | None:
+    def _late_progress(self, result: StepResult, state: Counted) -> Progress | None:
         """Returns where the run stood a few steps ago, if a copy of it has arrived; starts a copy now and then."""
         # Counted by the steps since the start of this object, which are known here.
         self._last_finite_loss = torch.where(result.loss_finite, self._steps, self._last_finite_loss)
@@ -137,7 +151,7 @@ class Memory:
         since = None if not last_finite_loss else applied + skipped - (copied_at - last_finite_loss)
         return Progress(applied, skipped, skips, bool(stuck), bool(loss_finite), since)
 
-    def metrics(self, state: ScaleState) -> dict[str, float]:
+    def metrics(self, state: Counted) -> dict[str, float]:
         """Returns the newest numbers known on the host, and starts a copy of newer ones. Does not synchronize."""
         self._receive()
         if self._numbers is None:
@@ -145,7 +159,7 @@ class Memory:
             self._receive()  # on the CPU the copy is ready at once
         return dict(self._metrics)
 
-    def _copied(self, state: ScaleState) -> HostCopy:
+    def _copied(self, state: Counted) -> HostCopy:
         # Numbers in host memory stay there, whatever torch's default device is.
         device = state.scale.device if isinstance(state.scale, Tensor) else "cpu"
         norm = None if self.last is None else self.last.grad_norm

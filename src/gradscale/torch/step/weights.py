@@ -13,20 +13,26 @@ Optimizer = torch.optim.Optimizer
 
 
 class WeightSizes:
-    """The largest weight before the first step, to compare with when a run is stuck."""
+    """The largest weight before the first step of its optimizer, to compare with when a run is stuck."""
 
     # One read of the weights, once. Without it, a model whose weights are large by design would look diverged.
 
-    __slots__ = ("_at_start",)
+    __slots__ = ("_at_start", "_known")
 
     def __init__(self) -> None:
         self._at_start: Tensor | None = None
+        self._known: set[int] = set()
 
     def begin(self, optimizers: Sequence[Optimizer], device: torch.device) -> None:
-        """Measures the weights at the first call. Does not synchronize with the device."""
-        if self._at_start is None:
-            sizes = largest(_readable(optimizers)[1], device)
-            self._at_start = sizes.amax() if sizes.numel() else torch.zeros((), device=device)
+        """Measures the weights of optimizers that it has not seen yet. Does not synchronize with the device."""
+        new = [optimizer for optimizer in optimizers if id(optimizer) not in self._known]
+        if not new:
+            return
+        self._known.update(map(id, new))
+        values = _readable(new)[1]
+        if values:
+            size = largest(values, device).amax()
+            self._at_start = size if self._at_start is None else torch.maximum(self._at_start, size)
 
     def now(self, optimizers: Sequence[Optimizer], names: Names) -> Weights | None:
         """Returns how large the weights are now; None if none can be read. Synchronizes with the device."""
@@ -41,11 +47,13 @@ class WeightSizes:
 def _readable(optimizers: Sequence[Optimizer]) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the parameters whose numbers can be read, and the tensors that hold them: of a shard, the local one."""
     # By exact type: quantized weights and the like need not have the kernel, and a report is not worth an error.
-    held = [
-        (each, each.to_local() if hasattr(each, "to_local") else each.detach()) for each in parameters_of(optimizers)
-    ]  # type: ignore[attr-defined]
+    held = [(each, _local(each.detach())) for each in parameters_of(optimizers)]
     found = [(each, values) for each, values in held if type(values) is Tensor and _is_dense_float(values)]
-    return [each for each, _ in found], [values.detach() for _, values in found]
+    return [each for each, _ in found], [values for _, values in found]
+
+
+def _local(values: Tensor) -> Tensor:
+    return values.to_local() if hasattr(values, "to_local") else values  # type: ignore[attr-defined]
 
 
 def _is_dense_float(values: Tensor) -> bool:
