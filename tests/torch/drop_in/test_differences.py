@@ -80,6 +80,28 @@ def test_overflow_on_two_devices_skips_a_fused_step(kind: Any, optimizer_of: Any
     assert torch.equal(owner.detach(), torch.ones(3))
 
 
+def test_one_of_several_losses_is_differentiated_at_the_scale_that_will_divide_it(kind: Any) -> None:
+    owner = parameter()
+    optimizer = torch.optim.SGD([owner], lr=0.5)
+    scaler = kind("cpu", init_scale=8.0, growth_interval=1)
+    for loss in scaler.scale([owner.sum(), owner.sum()]):
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert owner.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_fused_optimizer_unscaled_before_it_has_gradients_is_refused_by_the_error_of_others(kind: Any) -> None:
+    owner = parameter()
+    optimizer = torch.optim.Adam([owner], fused=True)
+    scaler = ready(kind("cpu"))
+    scaler.unscale_(optimizer)
+    give((owner, 1.0))
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        scaler.step(optimizer)
+
+
 def test_positional_closure_is_refused(kind: Any) -> None:
     owner = parameter()
     optimizer = torch.optim.SGD([owner], lr=0.1)
@@ -265,6 +287,15 @@ def test_saved_scale_that_was_lost_is_refused(kind: Any, bad: float) -> None:
     with pytest.raises(ValueError, match=r"A saved scale must lie between 2\*\*-126 and 2\*\*126.*Received: scale="):
         scaler.load_state_dict(saved)
     assert (scaler.get_scale(), scaler.get_growth_factor()) == (8.0, 2.0)
+
+
+def test_saved_state_without_an_entry_changes_nothing(kind: Any) -> None:
+    scaler = ready(kind("cpu", init_scale=8.0))
+    saved = scaler.state_dict() | {"scale": 4.0}
+    del saved["_growth_tracker"]
+    with pytest.raises(KeyError):
+        scaler.load_state_dict(saved)
+    assert scaler.get_scale() == 8.0
 
 
 def test_scheduler_does_not_warn_of_a_step_that_was_skipped(kind: Any) -> None:

@@ -302,6 +302,20 @@ def test_losses_scaled_before_two_rounds_with_a_shared_parameter_are_the_same(se
     assert_same(*both(run))
 
 
+def test_several_losses_are_differentiated_after_an_update_that_left_the_scale_as_it_was() -> None:
+    def run(kind: Any) -> list[Tensor]:
+        scaler, owner = kind("cpu", init_scale=128.0), parameter()
+        optimizer = torch.optim.SGD([owner], lr=0.5)
+        for loss in scaler.scale([owner.sum(), owner.sum() * 2]):
+            loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [owner]
+
+    assert_same(*both(run))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizer_with_a_grad_scaler_argument_is_handed_the_scaler(kind: Any) -> None:
     class Takes(torch.optim.SGD):

@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -133,29 +134,43 @@ class GradScaler(torch.amp.GradScaler):
             return outputs
         return self._scaled(outputs)
 
-    def _scaled(self, outputs: Any) -> Any:
+    def _scaled(self, outputs: Any, copies: dict[torch.device, Tensor] | None = None) -> Any:
         if isinstance(outputs, Tensor):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             scale, _ = self._check_scale_growth_tracker("scale")
+            # Autograd keeps the scale for the backward pass, and refuses one that `update` has written to. As in torch,
+            # several losses get a copy, so that one may be differentiated after an update for another.
+            if copies is not None and outputs.device not in copies:
+                copies[outputs.device] = scale.to(outputs.device, non_blocking=True, copy=True)
+            local = scale.to(outputs.device, non_blocking=True) if copies is None else copies[outputs.device]
             wide = outputs.float() if outputs.dtype is torch.float16 else outputs
-            scaled = wide * scale.to(device=outputs.device, non_blocking=True)
-            if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(scaled):
-                # Neither the loss nor a hook on it may leave the transformation.
-                self._divided.clear()
-            elif scaled.requires_grad:
-                self._steps.losses.add(wide)
-                scaled.register_hook(self._on_backward)
-            return scaled
+            return self._followed(wide * local, wide, local)
         if not isinstance(outputs, Iterable) or isinstance(outputs, str):
             raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-        scaled = map(self._scaled, outputs)
+        scaled = map(partial(self._scaled, copies={} if copies is None else copies), outputs)
         return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 
-    def _on_backward(self, _: Tensor) -> None:
+    def _followed(self, scaled: Tensor, loss: Tensor, made_with: Tensor) -> Tensor:
+        """Returns `scaled`, with its loss noted and a hook on its backward pass."""
+        if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(scaled):
+            # Neither the loss nor a hook on it may leave the transformation.
+            self._divided.clear()
+        elif scaled.requires_grad:
+            self._steps.losses.add(loss)
+            version = self._scale._version  # type: ignore[union-attr]
+            scaled.register_hook(partial(self._on_backward, made_with, version))
+        return scaled
+
+    def _on_backward(self, made_with: Tensor, version: int, grad: Tensor) -> Tensor | None:
         # New gradients: parameters that optimizers share may be divided once more. Known only when the backward pass
         # begins: its loss may have been scaled long before.
         self._divided.clear()
+        scale = self._scale
+        if scale is None or scale._version == version:
+            return None
+        # The scale may have changed since, and the gradients will be divided by the present one.
+        return grad * (scale.to(made_with.device, non_blocking=True) / made_with)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
