@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import keras
+import numpy as np
 
 from gradscale.engine.diagnosis import Weights
 
@@ -14,7 +15,7 @@ def weights_of(model: Any, at_start: Weights | None = None) -> Weights | None:
     `at_start` is what this returned before the first step.
     """
     sizes = [(_largest(variable), variable.path) for variable in model.trainable_variables if math.prod(variable.shape)]
-    rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+    rate = _on_host(model.optimizer.learning_rate)
     return Weights.of(sizes, None if at_start is None else at_start.largest, rate)
 
 
@@ -22,5 +23,9 @@ def _largest(variable: Any) -> float:
     # In float32: a maximum of float16 numbers is not supported by every backend.
     magnitudes = keras.ops.abs(keras.ops.cast(keras.ops.convert_to_tensor(variable.value), "float32"))
     # Twice, because some backends' maximum loses a NaN, and a sum never does.
-    total = float(keras.ops.convert_to_numpy(keras.ops.sum(magnitudes)))
-    return total if math.isnan(total) else float(keras.ops.convert_to_numpy(keras.ops.max(magnitudes)))
+    total = _on_host(keras.ops.sum(magnitudes))
+    return total if math.isnan(total) else _on_host(keras.ops.max(magnitudes))
+
+
+def _on_host(number: Any) -> float:
+    return float(np.asarray(keras.ops.convert_to_numpy(number)))

@@ -91,8 +91,9 @@ def _number(name: str, saved: Mapping[str, Any]) -> Any:
             f"Received: {sorted(map(str, saved))[:10]}. Another system's state is read by `gradscale.import_state`."
         )
         raise error
-    value = saved[name]
-    value = value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value
+    value: Any = saved[name]
+    if isinstance(value, Tensor | np.generic) and value.ndim == 0:
+        value = value.item()
     check_number(name, value)
     return value
 
