@@ -228,7 +228,7 @@ def test_fp16_gradients_are_read_once_where_their_division_cannot_overflow(monke
 
     monkeypatch.setattr("gradscale.torch.step.measure.measure_sizes", watched)
     model = half_model()
-    for optimizer, scale in ((wrapped(model), 0.5), (INNER["sgd fused"](model.parameters()), 2.0)):
+    for optimizer, scale in ((wrapped(model), 0.5), (INNER["adagrad fused"](model.parameters()), 2.0)):
         optimizer.zero_grad()
         scaler = LossScaler(policy=Static(scale))
         scaler.backward(loss_of_half(model))
