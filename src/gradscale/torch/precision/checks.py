@@ -63,8 +63,8 @@ def check_updates(optimizers: Sequence[Optimizer]) -> None:
             raise ValueError(
                 f"FP16 holds no `eps` below {FP16.smallest_subnormal:.1e}, and squares of small gradients are 0 in it "
                 "too: without master weights torch's optimizers divide 0 by 0, and the weights become NaN. "
-                f"Received: {type(optimizer).__name__} with eps={eps:g}. Build it with `eps=1e-4`, or use master "
-                "weights, as 'O2' does, or BF16."
+                f"Received: {type(optimizer).__name__} with eps={eps:g}. Use master weights, as 'O2' does, or BF16; or "
+                "build it with an `eps` that FP16 holds, such as 1e-4."
             )
 
 
