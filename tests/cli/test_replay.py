@@ -116,6 +116,11 @@ def test_a_scale_that_a_peer_lets_grow_to_infinity_is_still_json() -> None:
     assert run["summary"]["final_scale"] == "inf"
 
 
+def test_steps_whose_gradients_are_all_zero_are_still_json() -> None:
+    trace = json.dumps({"amax": [1.0, 0.0, 2.0]})
+    assert len(scales("-p", "openseq2seq/LogMaxScaler", stdin=trace)) == 3
+
+
 def test_the_table_has_a_row_for_each_policy() -> None:
     shown = invoke("-p", "dynamic:init_scale=2", "-p", "static:1024", "-p", "torch", stdin="0 1 1")
     assert shown.exit_code == 0

@@ -213,7 +213,7 @@ class LossScaler:
             # Noted before the edits: clipping, for instance, may make a non-finite gradient finite.
             window.note_overflow(~found.finite(window.scale, torch))
             multiply(values, 1.0 / window.scale)
-            window.note_unscaled(scaled, found.total / window.scale, share, sum(map(Tensor.numel, values)))
+            window.note_unscaled(scaled, found.amax / window.scale, share, sum(map(Tensor.numel, values)))
         yield
 
     def grad(self, loss: Tensor, inputs: Tensor | Sequence[Tensor], **kwargs: Any) -> tuple[Tensor | None, ...]:
