@@ -21,6 +21,7 @@ from gradscale.torch.accumulation.guard import Guard, OnSkip
 from gradscale.torch.accumulation.retry import Retry, check_backward, retriable_parameters, synchronising
 from gradscale.torch.accumulation.window import Windows, map_losses
 from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, warn_of_half
+from gradscale.torch.fused_sgd import refuse_broken_fused_sgd
 from gradscale.torch.step.agree import Agreement
 from gradscale.torch.step.apply import apply, multiply
 from gradscale.torch.step.decide import Decision, Rule
@@ -150,13 +151,14 @@ class LossScaler:
             norm: measure the norm for the result even if nothing is clipped.
 
         Raises:
-            RuntimeError: nothing was scaled or no backward pass was run since the last step, or gradients from before
-                it were not cleared. Nothing has been changed then.
+            RuntimeError: nothing was scaled or no backward pass was run since the last step, gradients from before it
+                were not cleared, or an optimizer has a kernel that is known to be wrong. Nothing has been changed then.
             ScaleStuck: step after step was skipped, and no lower scale is left to try.
         """
         check_optimizers(optimizers)
         check_clip("clip_norm", clip_norm)
         check_clip("clip_value", clip_value)
+        refuse_broken_fused_sgd(optimizers)
         if not self.policy.needs:
             wants_norm = norm or clip_norm is not None
             result = step_without_scaling(self._rule, optimizers, self._names, clip_norm, clip_value, norm=wants_norm)
