@@ -234,6 +234,13 @@ def test_a_policy_that_is_misspelt_is_refused(spec: str, text: str) -> None:
         ([], b"\xff\xfe0\x001\x00", "standard input must be UTF-8 text: invalid start byte at byte 0"),
         ([], "[0, 1", "standard input is not valid JSON"),
         ([], "[" * 100_000, "standard input is not valid JSON"),
+        ([], "[[], []]" * 50_000, "standard input is not valid JSON for a replay: one list, or one object"),
+        (
+            [],
+            f'{{"{"k" * 9999}": [0]}}',
+            r"has some of the keys .* Received: \['k{30,40}\.\.\.k{30,40}'\]",
+        ),
+        ([], "[" + '"0",' * 9999 + f'"{"x" * 9999}"]', "standard input must hold numbers. Received: 'x{40}'"),
         ([], "{}", r"has some of the keys found_inf, amax, .* Received: \[\]"),
         ([], '{"flags": [0]}', r"has some of the keys found_inf, amax, .* Received: \['flags'\]"),
         ([], '{"amax": 1}', "standard input: amax must be a JSON list"),
@@ -263,6 +270,12 @@ def test_mistakes_are_reported_in_one_line_and_exit_with_2(
     assert shown.stderr.startswith("Error: ")
     with pytest.raises(AssertionError, match=text):
         raise AssertionError(shown.stderr)
+
+
+def test_a_file_without_end_is_refused() -> None:
+    shown = invoke("/dev/zero")
+    assert shown.exit_code == 2
+    assert "/dev/zero must not be larger than 33554432 bytes" in shown.stderr
 
 
 def test_amax_given_twice_is_refused(tmp_path: Path) -> None:

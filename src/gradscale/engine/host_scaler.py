@@ -12,7 +12,7 @@ from gradscale.engine.host import decide_on_host
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.metrics import host_metrics
 from gradscale.engine.result import StepResult
-from gradscale.engine.saved import check_state, read_saved, write_saved
+from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, StuckCheck
 from gradscale.formats import FP32
 from gradscale.policies.auto import as_policy
@@ -92,7 +92,9 @@ class HostScaler(ABC):
             TypeError: a value has the wrong type.
             ValueError: a key is missing or unknown, or a value is out of range. Nothing has changed then.
         """
-        saved = read_saved(mapping)
+        self._load(read_saved(mapping))
+
+    def _load(self, saved: Saved) -> None:
         self._policy, self._state, self._last = saved.policy, saved.state, None
         self._reset()
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from gradscale._shown import short, shown, shown_keys
 from gradscale.engine.measurement import UNKNOWN_RATIO
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_number
 from gradscale.policies.contract import Policy, ScaleState, check_policy
@@ -97,19 +98,19 @@ def _check_parts(mapping: Any) -> None:
     saved = cast(Mapping[Any, Any], mapping)
     if set(saved) - {AMAX_RATIO} != set(KEYS):
         raise ValueError(
-            f"A saved LossScaler has the keys {list(KEYS)}. Received: {sorted(map(str, saved))}. "
+            f"A saved LossScaler has the keys {list(KEYS)}. Received: {shown_keys(saved)}. "
             "Another system's state is read by `gradscale.import_state`."
         )
     for key in KEYS:
         if not isinstance(part := saved[key], Mapping):
-            raise TypeError(f"`{key}` of a saved LossScaler must be a mapping. Received: {part!r}.")
+            raise TypeError(f"`{key}` of a saved LossScaler must be a mapping. Received: {shown(part)}.")
 
 
 def _ratio(value: Any) -> float:
     """Returns a saved ratio of amax to norm; raises unless it can be one."""
     check_number(AMAX_RATIO, value)
     if not 0 < value <= 1:
-        raise ValueError(f"`{AMAX_RATIO}` must be above 0 and at most 1. Received: {AMAX_RATIO}={value!r}.")
+        raise ValueError(f"`{AMAX_RATIO}` must be above 0 and at most 1. Received: {AMAX_RATIO}={short(value)}.")
     return float(value)
 
 
@@ -130,7 +131,9 @@ def policy_from_dict(mapping: Mapping[str, Any]) -> Policy:
     kinds = {kind.__name__: kind for kind in _policies(Record)}
     wanted = mapping.get("kind")
     if not isinstance(wanted, str) or wanted not in kinds:
-        raise ValueError(f"A saved policy has a `kind`. Received: kind={wanted!r}. Known: {', '.join(sorted(kinds))}.")
+        raise ValueError(
+            f"A saved policy has a `kind`. Received: kind={short(wanted)}. Known: {', '.join(sorted(kinds))}."
+        )
     return kinds[wanted].from_dict(mapping)  # pyright: ignore[reportReturnType]
 
 

@@ -11,6 +11,7 @@ from jax import Array, lax
 from gradscale.engine.measurement import LARGEST_NORM, Measurement
 from gradscale.engine.plan import Plan
 from gradscale.jax.measure import LocalSizes
+from gradscale.jax.tree import Gradients
 
 AxisNames = str | Sequence[str] | None
 """Names of mapped axes; None means all axes of `shard_map` and `pmap`."""
@@ -93,6 +94,13 @@ def zeros(kind: Any) -> Array:
     plain = jnp.zeros_like(kind)
     axes = tuple(sorted(varying_axes(kind) - varying_axes(jax.typeof(plain))))
     return lax.pcast(plain, axes, to="varying") if axes else plain
+
+
+def averaged(gradients: Gradients, axes: str | Sequence[str]) -> Gradients:
+    """Returns gradients averaged over `axes`: one all-reduce. Of next values, the largest."""
+    # Scales and amax histories of FP8, of which flax takes the maximum too where a layer is used twice.
+    overwrites = lax.pmax(gradients.overwrites, axes) if gradients.overwrites else ()
+    return Gradients(lax.pmean(gradients.trained, axes), overwrites)
 
 
 def anywhere(flag: Array, axes: Sequence[str]) -> Array:

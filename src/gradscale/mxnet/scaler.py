@@ -11,6 +11,7 @@ from gradscale.engine.decide import check_clip
 from gradscale.engine.host_scaler import HostScaler
 from gradscale.engine.plan import Plan
 from gradscale.engine.result import StepResult
+from gradscale.engine.saved_file import read_file
 from gradscale.mxnet.agree import Observation, observe
 from gradscale.mxnet.checks import check_loss
 from gradscale.mxnet.gradients import Gradients, multiply
@@ -139,11 +140,7 @@ class LossScaler(HostScaler):
         Raises:
             ValueError: the file is not as `save` wrote it. Nothing has changed then.
         """
-        try:
-            mapping = json.loads(Path(path).read_text())
-        except ValueError as error:
-            raise ValueError(f"`path` must name a JSON file that `save` wrote. Received: {path} ({error}).") from error
-        self.load_state_dict(mapping)
+        self._load(read_file(path))
 
     def _observe(self, gradients: Gradients, divisor: float, rescale: float) -> Observation:
         return observe(gradients, Plan.of(self._policy, clip_norm=self.clip_norm), divisor=divisor, rescale=rescale)

@@ -147,6 +147,11 @@ def compiled(rule: Ladder) -> Ladder:
     """Returns a `one_factor_ladder` as graph compilers run it: multiplied by 1 / factor in float32, not divided."""
     # XLA and TensorFlow's graph optimizer replace a division by a constant. The last bit differs, and only for a factor
     # that is not a power of two.
+    if not 2.0**-126 <= rule.backoff_divisor <= 2.0**126:
+        raise ValueError(
+            "The factor by which a compiled rule backs off must lie between 2**-126 and 2**126, so that float32 holds "
+            f"1 / factor in full precision. Received: {rule.backoff_divisor!r}."
+        )
     reciprocal = float(np.float32(1) / np.float32(rule.backoff_divisor))
     return replace(rule, backoff_factor=reciprocal, backoff_divisor=1.0)
 

@@ -150,7 +150,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     clips = saved.flag("clipOutput") if "clipOutput" in named else True
     rule = automatic_loss_scaling(lossScaling=saved.factor("lossScaling"), clipOutput=clips, **keywords)
     policy = cast("PopartScaling", rule)
-    factor = np.float32(saved.scale("lossScaleUpdateFactor"))
+    factor = saved.scale32("lossScaleUpdateFactor")
     counter = saved.count("counter", lowest=-1) if "counter" in named else 0
     return started(policy, scale=factor * np.float32(policy.loss_scaling), update_factor=factor, counter=counter)
 

@@ -159,12 +159,10 @@ class Rule:
         return Decision(self.state, no, torch.ones_like(self.scale), seen, self.amax_ratio)
 
     @np.errstate(all="ignore")
-    def lower(self) -> Tensor:
-        """Backs the scale off once, without hysteresis, and returns the ratio of the new scale to the old one."""
-        before = self.state.scale
+    def lowered(self) -> ScaleState:
+        """Returns the state backed off once, without hysteresis. Does not synchronize with the device."""
         overflow = place(Seen(finite=np.bool_(False)), self._put)
-        self.state = backed_off(self.policy, self.state, overflow, self.xp)
-        return self.tensor(self.state.scale / before)
+        return backed_off(self.policy, self.state, overflow, self.xp)
 
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.int32: np.int32, torch.bool: np.bool_}
