@@ -21,6 +21,7 @@ from gradscale.torch.accumulation.guard import Guard, OnSkip
 from gradscale.torch.accumulation.retry import Retry, check_backward, check_retriable, synchronising
 from gradscale.torch.accumulation.window import Window, Windows, map_losses
 from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, refuse_unnamed, warn_of_half
+from gradscale.torch.fused_sgd import refuse_broken_fused_sgd
 from gradscale.torch.step.agree import Agreement
 from gradscale.torch.step.apply import apply, multiply
 from gradscale.torch.step.decide import Decision, Rule
@@ -153,13 +154,14 @@ class LossScaler:
             norm: measure the norm for the result even if nothing is clipped.
 
         Raises:
-            RuntimeError: nothing was scaled or no backward pass was run since the last step, or gradients from before
-                it were not cleared. Nothing has been changed then.
+            RuntimeError: nothing was scaled or no backward pass was run since the last step, gradients from before it
+                were not cleared, or an optimizer has a kernel that is known to be wrong. Nothing has been changed then.
             ScaleStuck: step after step was skipped, and no lower scale is left to try.
         """
         check_optimizers(optimizers)
         check_clip("clip_norm", clip_norm)
         check_clip("clip_value", clip_value)
+        refuse_broken_fused_sgd(optimizers)
         if not self.policy.needs:
             wants_norm = norm or clip_norm is not None
             result = step_without_scaling(self._rule, optimizers, self._names, clip_norm, clip_value, norm=wants_norm)
@@ -230,7 +232,7 @@ class LossScaler:
         # Noted before the edits: clipping, for instance, may make a non-finite gradient finite.
         window.note_overflow(~found.finite(window.scale, torch))
         multiply(scaled.values, 1.0 / window.scale)
-        window.unscaled.note(scaled, found.total / window.scale, share)
+        window.unscaled.note(scaled, found.amax / window.scale, share)
 
     @torch._disable_dynamo
     def grad(self, loss: Tensor, inputs: Tensor | Sequence[Tensor], **kwargs: Any) -> tuple[Tensor | None, ...]:

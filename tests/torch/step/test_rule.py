@@ -90,7 +90,9 @@ def scales_on_torch(row: dict[str, Any]) -> list[float]:
     amaxes = row.get("amax") or [0.0] * len(row["found_inf"])
     for found_inf, amax in zip(row["found_inf"], amaxes, strict=True):
         event = ("inf" if found_inf else "clean", amax, float(found_inf))
-        rule.state = rule.decide(rule.leaves(seen_by(event, in_torch)), rule.scale, None).state
+        # The rule itself: a run keeps its scale where gradients can be divided by it.
+        with np.errstate(all="ignore"):
+            rule.state = rule.policy.next(rule.state, rule.leaves(seen_by(event, in_torch)), rule.xp)
         scales.append(float(rule.state.scale))
     return scales
 

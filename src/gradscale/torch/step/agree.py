@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradscale.engine.measurement import Measurement
+from gradscale.kernels.torch import single, single_norm
 from gradscale.policies.contract import Seen
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.plan import StepPlan
@@ -102,10 +103,10 @@ def joined(measurement: Measurement, grads: Sequence[Tensor]) -> Measurement:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
     if not has_norm:
         total = sizes.amax()
-        return measurement._replace(sizes=sizes, total=total, amax=total)
+        return measurement._replace(sizes=sizes, total=total, amax=single(total))
     sizes = sizes.sqrt()
     total = torch.linalg.vector_norm(sizes)
-    return measurement._replace(sizes=sizes, total=total, norm=total, amax=amax)
+    return measurement._replace(sizes=sizes, total=total, norm=single_norm(total), amax=amax)
 
 
 def _largest_of(sizes: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def step_without_scaling(
     device = rule.settle(next((parameter.device for parameter in parameters_of(optimizers)), CPU))
     measured = measure_sizes(gradients.values if norm else (), device, norm=True, amax=False)
     yes, scale = torch.ones((), dtype=torch.bool, device=device), rule.scale
-    seen = Seen(finite=rule.leaf(yes), loss_finite=rule.leaf(yes), norm=rule.leaf(measured.total))
+    seen = Seen(finite=rule.leaf(yes), loss_finite=rule.leaf(yes), norm=rule.leaf(measured.norm))
     decision = rule.decide(seen, scale, clip_norm)
     _apply(optimizers, gradients, None if clip_norm is None else decision.factor, clip_value)
     rule.commit(decision)
@@ -43,7 +43,7 @@ def step_without_scaling(
         scale=scale,
         next_scale=scale,
         loss_finite=yes,
-        grad_norm=measured.total if norm else None,
+        grad_norm=measured.norm if norm else None,
         sizes=measured.sizes,
         traces=Traces(gradients) if norm else None,
         parameter_names=names,
