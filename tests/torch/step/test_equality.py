@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.helpers import OPTIMIZERS, loss_of, small_model
+from tests.torch.helpers import OPTIMIZERS, autocast, loss_of, small_model
 from torch import Tensor, nn
 
 from gradscale import Dynamic, Policy, Static
@@ -114,7 +114,7 @@ def test_a_step_inside_autocast_is_the_same_step(fused: bool) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
         scaler = LossScaler(model, Static(1024.0))
         for step in range(3):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with autocast(dtype=torch.bfloat16):
                 loss = loss_of(model, step)
                 if inside:
                     scaler.backward(loss)
