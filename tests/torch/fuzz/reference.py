@@ -1,0 +1,549 @@
+"""The reference: a plain training loop without a scale, which is told what goes wrong and does what should happen then."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import singledispatchmethod
+
+import torch
+from torch import Tensor, nn
+
+from gradscale.engine.result import Status
+from gradscale.torch.accumulation.closure import RETRIES
+from tests.torch.fuzz import operations as ops
+from tests.torch.fuzz.gradient import Gradient, added, made, norm_of, rounded
+from tests.torch.fuzz.outcome import Bad, Outcome, Refused, Result, Undefined
+from tests.torch.fuzz.scale_rule import ScaleRule
+from tests.torch.fuzz.setup import DTYPES, INEXACT, Model, Setup, initial, make_optimizer, names_of
+
+
+@dataclass
+class Window:
+    """What happened since the last step, as far as the result of the next depends on it.
+
+    Attributes:
+        scale: of all its losses.
+        began: whether a backward pass has begun.
+        loss_finite: whether every loss was finite.
+        overflowed: whether gradients outside of the step overflowed.
+        retries: how often a backward pass was run again.
+        unscaled: the parameters whose gradients `unscaled` has divided.
+        as_made: these gradients before any edit.
+    """
+
+    scale: float
+    began: bool = False
+    loss_finite: bool = True
+    overflowed: bool = False
+    retries: int = 0
+    unscaled: set[str] = field(default_factory=set)
+    as_made: dict[str, Gradient] = field(default_factory=dict)
+
+    @property
+    def amax(self) -> float:
+        """The largest of the gradients that were divided, before any edit."""
+        return max((each.amax for each in self.as_made.values()), default=0.0)
+
+
+class Reference:
+    """Interprets a program in plain torch.
+
+    Gradients are known without autograd: they are the coefficients of the batches, and the faults say which elements
+    are not finite. Nothing is scaled. The scale is only computed to know what overflows in FP16, and to compare it.
+
+    Attributes:
+        model: its own copy of the model, whose forward pass gives losses and buffers.
+        masters: for each optimizer, the float32 masters of its 16-bit parameters.
+        optimizers: torch's, on the model's parameters and on the masters.
+        gradients: what `.grad` holds, unscaled; a parameter without a gradient is not in it.
+        defined: parameters whose `.grad` has a defined value: scaled inside a window, unscaled after an applied step.
+        loose: parameters whose weights the last operation computed with roundings of its own.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.model = Model(setup)
+        self.rule = ScaleRule(setup.policy)
+        self.groups = [[list(group) for group in optimizer.groups] for optimizer in setup.optimizers]
+        self.masters: list[dict[str, nn.Parameter]] = [
+            {name: self._master(name) for name in names_of(optimizer.groups) if self._has_master(index, name)}
+            for index, optimizer in enumerate(setup.optimizers)
+        ]
+        self.optimizers = [
+            make_optimizer(optimizer, lambda name, index=index: self.leaf(index, name))
+            for index, optimizer in enumerate(setup.optimizers)
+        ]
+        self.gradients: dict[str, Gradient] = {}
+        self.defined: set[str] = set()
+        self.loose: set[str] = set()
+        self.window: Window | None = None
+        self._stale: set[str] = set()
+        self._touched: set[str] = set()
+        self._aliased: set[str] = set()
+        self._written: list[set[str]] = [set() for _ in setup.optimizers]
+        self._before_forward: dict[str, Tensor] | None = None
+
+    def leaf(self, optimizer: int, name: str) -> Tensor:
+        """Returns the tensor that an optimizer steps: the master of a 16-bit parameter, or the parameter itself."""
+        return self.masters[optimizer].get(name) if name in self.masters[optimizer] else self.model.get_parameter(name)  # type: ignore[return-value]
+
+    def names(self, optimizers: Sequence[int]) -> list[str]:
+        """Returns the parameters of optimizers, each once, in their order."""
+        return names_of([group for index in optimizers for group in self.groups[index]])
+
+    def run(self, operation: ops.Operation) -> Result:
+        """Runs one operation, and returns what gradscale should give."""
+        self.loose = set()
+        self.rule.estimates = False
+        return self._run(operation)
+
+    @singledispatchmethod
+    def _run(self, operation: ops.Operation) -> Result:
+        raise NotImplementedError(f"The reference does not know {operation}.")
+
+    # Passes over a batch.
+
+    @_run.register
+    def _(self, operation: ops.Backward) -> Result:
+        loss_finite = self._forward(operation.batch)
+        if not self.rule.scales:
+            self._accumulate(self._made(operation.batch, 1.0), 1.0)
+            return None
+        window = self._opened()
+        if not operation.retries:
+            window.loss_finite &= loss_finite
+        if window.unscaled & self.gradients.keys():
+            return Refused()
+        window.unscaled, window.as_made, window.began = set(), {}, True
+        window.loss_finite &= loss_finite
+        fresh = self._attempts(operation.batch, window, operation.retries if loss_finite else 0)
+        self._accumulate(fresh, window.scale)
+        return None
+
+    @_run.register
+    def _(self, operation: ops.Grad) -> Result:
+        loss_finite = self._forward(operation.batch)
+        if not self.rule.scales:
+            return tuple(each.values for each in self._made(operation.batch, 1.0).values())
+        window = self._opened()
+        window.loss_finite &= loss_finite
+        window.began = True
+        found = self._made(operation.batch, window.scale)
+        window.overflowed |= window.loss_finite and not all(each.finite for each in found.values())
+        return tuple(each.values for each in found.values())
+
+    def _forward(self, batch: ops.Batch) -> bool:
+        """Runs the forward pass, which updates the buffers; returns whether the loss is finite."""
+        if self._before_forward is None:
+            self._before_forward = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        with torch.no_grad():
+            return bool(torch.isfinite(self.model(batch)))
+
+    def _made(self, batch: ops.Batch, scale: float, names: Sequence[str] | None = None) -> dict[str, Gradient]:
+        """Returns the gradients that one backward pass makes, of all trained parameters or of those named."""
+        return {
+            name: made(self.setup.parameter(name), batch, scale, self.setup.gradient_dtype(name))
+            for name in batch.parameters
+            if self.model.get_parameter(name).requires_grad and (names is None or name in names)
+        }
+
+    def _attempts(
+        self, batch: ops.Batch, window: Window, retries: int, checked: Sequence[str] | None = None
+    ) -> dict[str, Gradient]:
+        """Returns the gradients of the last attempt, at the scale that the window then has."""
+        before = self.rule.state
+        for _ in range(retries):
+            fresh = self._made(batch, window.scale, checked)
+            if all(each.finite for each in fresh.values()) or not self.rule.lowered():
+                break
+            window.scale, window.retries = self.rule.scale, window.retries + 1
+        fresh = self._made(batch, window.scale)
+        if not all(each.finite for name, each in fresh.items() if checked is None or name in checked):
+            # No scale helped: the step that follows backs off once, and the attempts leave the rule as it was.
+            self.rule.state = before
+        return fresh
+
+    def _accumulate(self, fresh: dict[str, Gradient], scale: float) -> None:
+        if self._aliased & fresh.keys():
+            raise Undefined("A backward pass adds to a tensor that is `.grad` of two parameters.")
+        for name, gradient in fresh.items():
+            earlier = self.gradients.get(name)
+            self.gradients[name] = added(earlier, gradient, scale, self.setup.gradient_dtype(name))
+            self._touched.add(name)
+            if name not in self._stale:
+                self.defined.add(name)
+
+    def _opened(self) -> Window:
+        if self.window is None:
+            self.window = Window(self.rule.scale)
+            self.defined -= self._stale
+        return self.window
+
+    # Steps.
+
+    @_run.register
+    def _(self, operation: ops.Step) -> Result:
+        names = self.names(operation.optimizers)
+        if not self.rule.scales:
+            return self._step_unchecked(operation, names)
+        window = self.window
+        if window is None or not window.began:
+            return Refused()
+        if self._stale & set(names):
+            self._close()
+            return Refused()
+        if operation.clip_value is not None and self._keeps_half(names):
+            return Refused()
+        held = {name: self.gradients[name] for name in names if name in self.gradients}
+        outcome = self._decided(operation, window, held)
+        if outcome.status is Status.APPLIED:
+            self._apply(operation, held, outcome.norm)
+        self._settle_buffers(applied=outcome.status is Status.APPLIED)
+        self._close(held if outcome.status is Status.APPLIED else ())
+        return outcome
+
+    def _decided(self, operation: ops.Step, window: Window, held: dict[str, Gradient]) -> Outcome:
+        """Returns the outcome of a step, and takes the next state of the rule."""
+        norm_read = operation.norm or operation.clip_norm is not None
+        # Sizes of what `unscaled` has divided are those from before the edits.
+        as_made = {name: gradient for name, gradient in held.items() if name not in window.unscaled}
+        divisor = window.scale if len(as_made) == len(held) else 1.0
+        scaled_norm = norm_of(held.values(), divisor)
+        finite = self._all_finite(held) and not window.overflowed and not (norm_read and scaled_norm == torch.inf)
+        loss_finite = window.loss_finite or window.overflowed
+        status = Status.of(finite and loss_finite, loss_finite)
+        largest = max([window.amax, *(each.amax for each in as_made.values())])
+        amax = largest if finite else torch.inf
+        share = self.rule.share([*window.as_made.values(), *as_made.values()], window.scale)
+        if held:
+            self.rule.step(finite=finite, loss_finite=loss_finite, amax=amax, share=share, norm_read=norm_read)
+        norm = norm_of(held.values()) if finite else torch.inf
+        return Outcome(
+            status=status if held else Status.NO_GRADS,
+            scale=window.scale,
+            next_scale=self.rule.scale,
+            norm=norm if norm_read and held else None,
+            amax=amax if held else None,
+            retries=window.retries,
+            culprits=self._culprits(operation.optimizers, held, norm_read=norm_read, divisor=divisor),
+        )
+
+    def _all_finite(self, held: dict[str, Gradient]) -> bool:
+        """Returns whether all gradients are finite, also once they are divided by the scale in their dtype."""
+        return all(
+            gradient.finite and Gradient(rounded(gradient.values, 1.0, self._divided_dtype(name)), gradient.rows).finite
+            for name, gradient in held.items()
+        )
+
+    def _divided_dtype(self, name: str) -> torch.dtype:
+        """Returns the type in which a gradient is divided: masters divide in float32."""
+        return torch.float32 if self.setup.masters_of(name) else self.setup.gradient_dtype(name)
+
+    def _culprits(
+        self, optimizers: Sequence[int], held: dict[str, Gradient], *, norm_read: bool, divisor: float
+    ) -> tuple[Bad, ...] | None:
+        """Returns the gradients that were not finite; None where it is not defined which are named."""
+        window = self.window
+        if window is not None and window.unscaled:
+            return None  # edits may have hidden what was not finite
+        if self._all_finite(held) != all(each.finite for each in held.values()):
+            return None  # finite until divided by a scale below 1
+        if norm_read and norm_of(held.values(), divisor) == torch.inf and all(each.finite for each in held.values()):
+            return None  # only the squares are not finite
+        called = self._called(optimizers)
+        return tuple(
+            Bad(called[name], each.kind, each.bad_elements) for name, each in held.items() if not each.finite
+        )
+
+    def _called(self, optimizers: Sequence[int]) -> dict[str, str]:
+        """Returns what a result calls each parameter: its name in the model, or its place in the last optimizer."""
+        return {
+            name: name if self.setup.has_model else f"param_groups[{group}].params[{position}]"
+            for index in optimizers
+            for group, names in enumerate(self.groups[index])
+            for position, name in enumerate(names)
+        }
+
+    def _step_unchecked(self, operation: ops.Step, names: Sequence[str]) -> Outcome:
+        """Steps without any check, as `NoScaling` does."""
+        held = {name: self.gradients[name] for name in names if name in self.gradients}
+        norm_read = operation.norm or operation.clip_norm is not None
+        norm = norm_of(held.values())
+        self.rule.step(finite=True, loss_finite=True, amax=0.0, share=0.0, norm_read=False)
+        self._apply(operation, held, norm)
+        return Outcome(Status.APPLIED, 1.0, 1.0, norm if norm_read else None, None, 0, None)
+
+    def _apply(self, operation: ops.Step, held: dict[str, Gradient], norm: float | None) -> None:
+        """Clips the gradients and steps the optimizers."""
+        coefficient = 1.0
+        if operation.clip_norm is not None and norm is not None:
+            # As `torch.nn.utils.clip_grad_norm_` computes it.
+            coefficient = min(1.0, operation.clip_norm / (norm + 1e-6)) if norm == norm else norm
+        for gradient in {id(gradient): gradient for gradient in held.values()}.values():
+            gradient.values = _times(gradient.values, coefficient)
+            if operation.clip_value is not None:
+                gradient.values = _clamped(gradient.values, operation.clip_value)
+        for index in operation.optimizers:
+            self._give(index)
+            self.optimizers[index].step()
+            self._keep_left_gradients(index)
+            self._round_masters(index)
+        if coefficient != 1.0 or self.setup.policy in INEXACT:
+            self.loose = set(held)
+
+    def _give(self, index: int) -> None:
+        """Gives the gradients to the tensors that an optimizer steps."""
+        self._adopt_written(index)
+        for name in self.names([index]):
+            leaf, gradient = self.leaf(index, name), self.gradients.get(name)
+            leaf.grad = None if gradient is None else gradient.as_torch(self._leaf_dtype(index, name))
+
+    def _keep_left_gradients(self, index: int) -> None:
+        """Takes over what an optimizer left in `.grad`: torch's foreach SGD adds its momentum there, for instance."""
+        for name, gradient in self.gradients.items():
+            if name in self.names([index]) and name not in self.masters[index] and gradient.rows is None:
+                gradient.values = self.leaf(index, name).grad.to(gradient.values.dtype)  # type: ignore[union-attr]
+
+    def _leaf_dtype(self, index: int, name: str) -> torch.dtype:
+        return torch.float32 if name in self.masters[index] else self.setup.gradient_dtype(name)
+
+    def _close(self, divided: Iterable[str] = ()) -> None:
+        """Ends the window. Of the gradients, those in `divided` are unscaled now, but for 16-bit ones of masters."""
+        self.window = None
+        self._stale = set(self.gradients)
+        self.defined = {name for name in divided if not self.setup.masters_of(name)}
+
+    # Masters.
+
+    def _has_master(self, index: int, name: str) -> bool:
+        return self.setup.optimizers[index].storage is not None and self.setup.parameter(name).is_half
+
+    def _master(self, name: str) -> nn.Parameter:
+        return nn.Parameter(self.model.get_parameter(name).detach().float())
+
+    @torch.no_grad()
+    def _round_masters(self, index: int) -> None:
+        """Rounds the masters of an optimizer into its weights, and notes the writes for other optimizers."""
+        stepped = [name for name in self.names([index]) if name in self.gradients]
+        for name in stepped:
+            if name in self.masters[index]:
+                self.model.get_parameter(name).copy_(self.masters[index][name])
+        for other, written in enumerate(self._written):
+            if other != index:
+                written |= {name for name in stepped if name in self.masters[other]}
+
+    @torch.no_grad()
+    def _adopt_written(self, index: int) -> None:
+        """Makes a weight that other code has written to the master."""
+        for name in self._written[index]:
+            master, weight = self.masters[index][name], self.model.get_parameter(name)
+            keeps = self.setup.optimizers[index].storage == "fp32"
+            kept = (master.to(weight.dtype) == weight) & keeps
+            master.copy_(torch.where(kept, master, weight.float()))
+        self._written[index] = set()
+
+    def _keeps_half(self, names: Sequence[str]) -> bool:
+        """Returns whether an optimizer with masters holds FP16 gradients, which cannot be unscaled in place."""
+        return any(
+            self.setup.masters_of(name) and name in self.gradients and self.setup.gradient_dtype(name) is torch.float16
+            for name in names
+        )
+
+    # Clearing and editing gradients.
+
+    @_run.register
+    def _(self, operation: ops.ZeroGrad) -> Result:
+        every = [parameter.name for parameter in self.setup.parameters]
+        for name in every if operation.optimizer is None else self.names([operation.optimizer]):
+            self._clear(name, set_to_none=operation.set_to_none)
+        if self.window is not None and not self._touched:
+            # The batch is abandoned: with its gradients, everything that was known of it is gone.
+            self.window.loss_finite, self.window.overflowed = True, False
+        return None
+
+    def _clear(self, name: str, *, set_to_none: bool) -> None:
+        self.defined.add(name)
+        self._stale.discard(name)
+        self._touched.discard(name)
+        if self.window is not None:
+            self.window.unscaled.discard(name)
+        gradient = self.gradients.pop(name, None)
+        if set_to_none:
+            self._aliased.discard(name)
+        if gradient is not None and not set_to_none:
+            rows = None if gradient.rows is None else set()
+            self.gradients[name] = Gradient(torch.zeros_like(gradient.values), rows)
+
+    @_run.register
+    def _(self, operation: ops.Unscaled) -> Result:
+        names = self.names(operation.optimizers)
+        if self.rule.scales:
+            window = self.window
+            if window is None or not window.began:
+                return Refused()
+            if self._stale & set(names):
+                self._close()
+                return Refused()
+            if self._keeps_half(names):
+                return Refused()
+            held = {name: self.gradients[name] for name in names if name in self.gradients}
+            fresh = {name: gradient for name, gradient in held.items() if name not in window.unscaled}
+            window.as_made |= {name: replace(gradient) for name, gradient in fresh.items()}
+            window.overflowed |= window.loss_finite and not self._all_finite(fresh)
+            for name, gradient in fresh.items():
+                gradient.values = rounded(gradient.values, 1.0, self.setup.gradient_dtype(name))
+            window.unscaled |= set(fresh)
+        for inner in operation.inside:
+            self._run(inner)
+        return None
+
+    @_run.register
+    def _(self, operation: ops.Multiply) -> Result:
+        if (gradient := self.gradients.get(operation.parameter)) is not None:
+            gradient.values = _times(gradient.values, operation.factor)
+        return None
+
+    @_run.register
+    def _(self, operation: ops.Clamp) -> Result:
+        if (gradient := self.gradients.get(operation.parameter)) is not None:
+            gradient.values = _clamped(gradient.values.nan_to_num(0.0, torch.inf, -torch.inf), operation.bound)
+        return None
+
+    @_run.register
+    def _(self, operation: ops.Poke) -> Result:
+        gradient = self.gradients.get(operation.parameter)
+        if gradient is not None and gradient.held.numel():
+            row = 0 if gradient.rows is None else min(gradient.rows) * gradient.values.shape[1]
+            count = gradient.held.numel() if gradient.rows is None else gradient.values.shape[1]
+            gradient.values.view(-1)[row + operation.index % count] = operation.value
+        return None
+
+    @_run.register
+    def _(self, operation: ops.ShareGradient) -> Result:
+        if (gradient := self.gradients.get(operation.source)) is not None:
+            self.gradients[operation.target] = gradient
+            self.defined.discard(operation.target)
+            self._touched.add(operation.target)
+            self._aliased |= {operation.source, operation.target}
+            if self.window is not None and operation.source in self.window.unscaled:
+                self.window.unscaled.add(operation.target)
+        return None
+
+    # Changes of the model and the optimizers between steps.
+
+    @_run.register
+    def _(self, operation: ops.AddGroup) -> Result:
+        index = operation.optimizer
+        self.groups[index].append(list(operation.parameters))
+        for name in operation.parameters:
+            if self._has_master(index, name):
+                self.masters[index][name] = self._master(name)
+        leaves = [self.leaf(index, name) for name in operation.parameters]
+        self.optimizers[index].add_param_group({"params": leaves})
+        return None
+
+    @_run.register
+    def _(self, operation: ops.Freeze) -> Result:
+        self.model.get_parameter(operation.parameter).requires_grad_(operation.trained)
+        return None
+
+    @_run.register
+    def _(self, operation: ops.SetRate) -> Result:
+        for group in self.optimizers[operation.optimizer].param_groups:
+            group["lr"] = operation.lr
+        return None
+
+    @_run.register
+    @torch.no_grad()
+    def _(self, operation: ops.WriteWeight) -> Result:
+        weight = self.model.get_parameter(operation.parameter)
+        weight.copy_(initial(self.setup.parameter(operation.parameter)))
+        for masters, written in zip(self.masters, self._written, strict=True):
+            if operation.parameter in masters:
+                written.add(operation.parameter)
+        return None
+
+    @_run.register
+    def _(self, operation: ops.WriteBuffer) -> Result:
+        self.model.total.fill_(operation.value)
+        return None
+
+    def _settle_buffers(self, *, applied: bool) -> None:
+        """Restores the buffers to what they were before the forward passes of a skipped step."""
+        if self.setup.protects_buffers and not applied and self._before_forward is not None:
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(self._before_forward[name])
+        self._before_forward = None
+
+    # Everything else.
+
+    @_run.register
+    def _(self, operation: ops.Evaluate) -> Result:
+        return None
+
+    @_run.register
+    def _(self, operation: ops.Look) -> Result:
+        return None
+
+    @_run.register
+    def _(self, operation: ops.Closure) -> Result:
+        index, names = operation.optimizer, self.names([operation.optimizer])
+        outcomes: list[Outcome] = []
+        self.optimizers[index].step(lambda: self._evaluated(index, names, operation.batch, outcomes))
+        self._round_masters(index)
+        if self.setup.policy in INEXACT:
+            self.loose = set(names)
+        return outcomes[-1]
+
+    def _evaluated(self, index: int, names: Sequence[str], batch: ops.Batch, outcomes: list[Outcome]) -> Tensor:
+        """Evaluates the loss for an optimizer, leaves its gradients, and returns the loss."""
+        for name in names:
+            self._clear(name, set_to_none=True)
+        loss_finite = self._forward(batch)
+        with torch.no_grad():
+            state = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            loss = self.model(batch)
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(state[name])
+        window = self.window = Window(self.rule.scale, began=True, loss_finite=loss_finite)
+        scales = self.rule.scales and loss_finite
+        self._accumulate(self._attempts(batch, window, RETRIES if scales else 0, names), window.scale)
+        held = {name: self.gradients[name] for name in names if name in self.gradients}
+        outcome = self._decided(ops.Step((index,), norm=True), window, held)
+        if not self.rule.scales:
+            outcome = replace(outcome, status=Status.APPLIED, norm=norm_of(held.values()), amax=None, culprits=None)
+        # The gradients of a skipped evaluation are replaced by zeros, and nobody can count their elements later.
+        culprits = outcome.culprits and tuple(replace(bad, count=None) for bad in outcome.culprits)
+        outcomes.append(replace(outcome, culprits=culprits))
+        if outcome.status is not Status.APPLIED:
+            for gradient in held.values():
+                gradient.values = torch.zeros_like(gradient.values)
+        self._settle_buffers(applied=outcome.status is Status.APPLIED)
+        self._close(held)
+        self._give(index)
+        return loss
+
+    @_run.register
+    def _(self, operation: ops.Save) -> Result:
+        if operation.how in ("deepcopy", "pickle") and self.window is not None:
+            return Refused()
+        self.window = None
+        if operation.how in ("in place", "fresh scaler"):
+            self._stale |= self._touched
+            self.defined -= self._touched
+        else:
+            # Neither copies of parameters nor new ones have gradients.
+            for name in list(self.gradients):
+                self._clear(name, set_to_none=True)
+        self._before_forward = None
+        return None
+
+
+def _times(values: Tensor, factor: float) -> Tensor:
+    return values if factor == 1.0 else values * factor
+
+
+def _clamped(values: Tensor, bound: float) -> Tensor:
+    """Clamps every element; of a complex one, each of its two parts."""
+    if values.is_complex():
+        return torch.view_as_complex(torch.view_as_real(values).clamp(-bound, bound))
+    return values.clamp(-bound, bound)
