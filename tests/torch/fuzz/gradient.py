@@ -76,6 +76,11 @@ def rounded(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return (values * scale).to(dtype).double() / scale
 
 
+def times(values: Tensor, factor: float) -> Tensor:
+    """Returns values times a real factor. A complex product would make NaN of the other part of an inf."""
+    return torch.view_as_complex(torch.view_as_real(values) * factor) if values.is_complex() else values * factor
+
+
 def made(parameter: Parameter, batch: Batch, scale: float, dtype: torch.dtype) -> Gradient:
     """Returns the gradient that the backward pass of a batch makes at a scale, in `dtype`."""
     # A 16-bit parameter has 16-bit gradients at first, also where they are accumulated in float32.
@@ -83,7 +88,7 @@ def made(parameter: Parameter, batch: Batch, scale: float, dtype: torch.dtype) -
     values = batch.coefficients(parameter)
     rows = batch.rows(parameter) if parameter.sparse else None
     entries = values if rows is None else values[rows]
-    entries = entries * batch.loss_factor
+    entries = times(entries, batch.loss_factor)
     for each in [*narrow, dtype]:
         entries = rounded(entries, scale, each)
     for fault in batch.faults:

@@ -9,6 +9,10 @@ class Undefined(Exception):
     """Raised by the reference for an order of operations that has no defined result, and is never drawn."""
 
 
+class TorchRaises(Undefined):
+    """Raised by the reference where torch's own optimizer raises: the program ends there."""
+
+
 @dataclass(frozen=True)
 class Refused:
     """The call was refused with an error, and nothing was changed."""

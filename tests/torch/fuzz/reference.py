@@ -1,8 +1,10 @@
 """The reference: a plain training loop without a scale, which is told what goes wrong and does what should happen then."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import singledispatchmethod
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +12,18 @@ from torch import Tensor, nn
 from gradscale.engine.result import Status
 from gradscale.torch.accumulation.closure import RETRIES
 from tests.torch.fuzz import operations as ops
-from tests.torch.fuzz.gradient import Gradient, added, made, norm_of, rounded
-from tests.torch.fuzz.outcome import Bad, Outcome, Refused, Result, Undefined
+from tests.torch.fuzz.gradient import Gradient, added, made, norm_of, rounded, times
+from tests.torch.fuzz.outcome import Bad, Outcome, Refused, Result, TorchRaises, Undefined
 from tests.torch.fuzz.scale_rule import ScaleRule
-from tests.torch.fuzz.setup import DTYPES, INEXACT, Model, Setup, initial, make_optimizer, names_of
+from tests.torch.fuzz.setup import DTYPES, INEXACT, Model, OptimizerSetup, Setup, initial, make_optimizer, names_of
+
+
+LOOSE = 2.0**-18
+"""Relative difference where a factor was rounded: a clip that binds, or a scale that is no power of two. The factor is a
+float32 number and is applied in one or two roundings; a few more follow in the optimizer."""
+
+LOOSE_HALF = 2.0**-7
+"""The same where gradients are BF16, whose numbers have 8 bits."""
 
 
 @dataclass
@@ -26,6 +36,7 @@ class Window:
         loss_finite: whether every loss was finite.
         overflowed: whether gradients outside of the step overflowed.
         retries: how often a backward pass was run again.
+        abandoned: whether all gradients were cleared, so that the next backward pass opens another window.
         unscaled: the parameters whose gradients `unscaled` has divided.
         as_made: these gradients before any edit.
     """
@@ -35,6 +46,7 @@ class Window:
     loss_finite: bool = True
     overflowed: bool = False
     retries: int = 0
+    abandoned: bool = False
     unscaled: set[str] = field(default_factory=set)
     as_made: dict[str, Gradient] = field(default_factory=dict)
 
@@ -56,7 +68,8 @@ class Reference:
         optimizers: torch's, on the model's parameters and on the masters.
         gradients: what `.grad` holds, unscaled; a parameter without a gradient is not in it.
         defined: parameters whose `.grad` has a defined value: scaled inside a window, unscaled after an applied step.
-        loose: parameters whose weights the last operation computed with roundings of its own.
+        loose: parameters whose weights the last operation computed with roundings of its own, and how large they are,
+            relative to the weights.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -74,7 +87,7 @@ class Reference:
         ]
         self.gradients: dict[str, Gradient] = {}
         self.defined: set[str] = set()
-        self.loose: set[str] = set()
+        self.loose: dict[str, float] = {}
         self.window: Window | None = None
         self._stale: set[str] = set()
         self._touched: set[str] = set()
@@ -90,9 +103,18 @@ class Reference:
         """Returns the parameters of optimizers, each once, in their order."""
         return names_of([group for index in optimizers for group in self.groups[index]])
 
+    def masters_of(self, name: str) -> OptimizerSetup | None:
+        """Returns the optimizer that has a master for a parameter; None without one."""
+        return next((each for each, held in zip(self.setup.optimizers, self.masters, strict=True) if name in held), None)
+
+    def gradient_dtype(self, name: str) -> torch.dtype:
+        """Returns the type in which autograd accumulates the gradients of a parameter."""
+        masters = self.masters_of(name)
+        return torch.float32 if masters and masters.grad_fp32 else DTYPES[self.setup.parameter(name).dtype]
+
     def run(self, operation: ops.Operation) -> Result:
         """Runs one operation, and returns what gradscale should give."""
-        self.loose = set()
+        self.loose = {}
         self.rule.estimates = False
         return self._run(operation)
 
@@ -138,26 +160,24 @@ class Reference:
         with torch.no_grad():
             return bool(torch.isfinite(self.model(batch)))
 
-    def _made(self, batch: ops.Batch, scale: float, names: Sequence[str] | None = None) -> dict[str, Gradient]:
-        """Returns the gradients that one backward pass makes, of all trained parameters or of those named."""
+    def _made(self, batch: ops.Batch, scale: float) -> dict[str, Gradient]:
+        """Returns the gradients that one backward pass makes, of all trained parameters."""
         return {
-            name: made(self.setup.parameter(name), batch, scale, self.setup.gradient_dtype(name))
+            name: made(self.setup.parameter(name), batch, scale, self.gradient_dtype(name))
             for name in batch.parameters
-            if self.model.get_parameter(name).requires_grad and (names is None or name in names)
+            if self.model.get_parameter(name).requires_grad
         }
 
-    def _attempts(
-        self, batch: ops.Batch, window: Window, retries: int, checked: Sequence[str] | None = None
-    ) -> dict[str, Gradient]:
+    def _attempts(self, batch: ops.Batch, window: Window, retries: int) -> dict[str, Gradient]:
         """Returns the gradients of the last attempt, at the scale that the window then has."""
         before = self.rule.state
+        fresh = self._made(batch, window.scale)
         for _ in range(retries):
-            fresh = self._made(batch, window.scale, checked)
             if all(each.finite for each in fresh.values()) or not self.rule.lowered():
                 break
             window.scale, window.retries = self.rule.scale, window.retries + 1
-        fresh = self._made(batch, window.scale)
-        if not all(each.finite for name, each in fresh.items() if checked is None or name in checked):
+            fresh = self._made(batch, window.scale)
+        if not all(each.finite for each in fresh.values()):
             # No scale helped: the step that follows backs off once, and the attempts leave the rule as it was.
             self.rule.state = before
         return fresh
@@ -167,13 +187,13 @@ class Reference:
             raise Undefined("A backward pass adds to a tensor that is `.grad` of two parameters.")
         for name, gradient in fresh.items():
             earlier = self.gradients.get(name)
-            self.gradients[name] = added(earlier, gradient, scale, self.setup.gradient_dtype(name))
+            self.gradients[name] = added(earlier, gradient, scale, self.gradient_dtype(name))
             self._touched.add(name)
             if name not in self._stale:
                 self.defined.add(name)
 
     def _opened(self) -> Window:
-        if self.window is None:
+        if self.window is None or self.window.abandoned:
             self.window = Window(self.rule.scale)
             self.defined -= self._stale
         return self.window
@@ -191,15 +211,23 @@ class Reference:
         if self._stale & set(names):
             self._close()
             return Refused()
-        if operation.clip_value is not None and self._keeps_half(names):
+        held = self._held(names)
+        if window.unscaled & set(held) and set(held) - window.unscaled and self._keeps_half(names):
             return Refused()
-        held = {name: self.gradients[name] for name in names if name in self.gradients}
+        first = self._held_twice(operation.optimizers) if operation.clip_value is None else operation.optimizers
+        if self._keeps_half(self.names(first)):
+            return Refused()
         outcome = self._decided(operation, window, held)
         if outcome.status is Status.APPLIED:
             self._apply(operation, held, outcome.norm)
         self._settle_buffers(applied=outcome.status is Status.APPLIED)
         self._close(held if outcome.status is Status.APPLIED else ())
         return outcome
+
+    def _held(self, names: Sequence[str]) -> dict[str, Gradient]:
+        """Returns the gradients of parameters, each once: two parameters may have one."""
+        found = {id(self.gradients[name]): name for name in reversed(names) if name in self.gradients}
+        return {name: self.gradients[name] for name in names if name in found.values()}
 
     def _decided(self, operation: ops.Step, window: Window, held: dict[str, Gradient]) -> Outcome:
         """Returns the outcome of a step, and takes the next state of the rule."""
@@ -236,7 +264,7 @@ class Reference:
 
     def _divided_dtype(self, name: str) -> torch.dtype:
         """Returns the type in which a gradient is divided: masters divide in float32."""
-        return torch.float32 if self.setup.masters_of(name) else self.setup.gradient_dtype(name)
+        return torch.float32 if self.masters_of(name) else self.gradient_dtype(name)
 
     def _culprits(
         self, optimizers: Sequence[int], held: dict[str, Gradient], *, norm_read: bool, divisor: float
@@ -247,7 +275,7 @@ class Reference:
             return None  # edits may have hidden what was not finite
         if self._all_finite(held) != all(each.finite for each in held.values()):
             return None  # finite until divided by a scale below 1
-        if norm_read and norm_of(held.values(), divisor) == torch.inf and all(each.finite for each in held.values()):
+        if norm_read and any(each.finite and norm_of([each], divisor) == torch.inf for each in held.values()):
             return None  # only the squares are not finite
         called = self._called(optimizers)
         return tuple(
@@ -265,7 +293,7 @@ class Reference:
 
     def _step_unchecked(self, operation: ops.Step, names: Sequence[str]) -> Outcome:
         """Steps without any check, as `NoScaling` does."""
-        held = {name: self.gradients[name] for name in names if name in self.gradients}
+        held = self._held(names)
         norm_read = operation.norm or operation.clip_norm is not None
         norm = norm_of(held.values())
         self.rule.step(finite=True, loss_finite=True, amax=0.0, share=0.0, norm_read=False)
@@ -277,9 +305,10 @@ class Reference:
         coefficient = 1.0
         if operation.clip_norm is not None and norm is not None:
             # As `torch.nn.utils.clip_grad_norm_` computes it.
-            coefficient = min(1.0, operation.clip_norm / (norm + 1e-6)) if norm == norm else norm
-        for gradient in {id(gradient): gradient for gradient in held.values()}.values():
-            gradient.values = _times(gradient.values, coefficient)
+            coefficient = min(1.0, operation.clip_norm / (norm + 1e-6)) if norm == norm else 1.0
+        for gradient in held.values():
+            if coefficient != 1.0:
+                gradient.values = times(gradient.values, coefficient)
             if operation.clip_value is not None:
                 gradient.values = _clamped(gradient.values, operation.clip_value)
         for index in operation.optimizers:
@@ -288,7 +317,25 @@ class Reference:
             self._keep_left_gradients(index)
             self._round_masters(index)
         if coefficient != 1.0 or self.setup.policy in INEXACT:
-            self.loose = set(held)
+            self.loose = dict.fromkeys(held, LOOSE) | {name: LOOSE_HALF for name in held if self._multiplied_in_half(name)}
+
+    def _make_momentum(self, index: int) -> None:
+        """Gives fused SGD the momentum of parameters whose first gradient came later than that of others."""
+        # torch 2.13 raises for a list in which some are missing. Zeros are exact without dampening.
+        optimizer = self.optimizers[index]
+        for group in optimizer.param_groups:
+            if not (isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"]):
+                continue
+            stepped = [leaf for leaf in group["params"] if leaf.grad is not None]
+            missing = [leaf for leaf in stepped if optimizer.state[leaf].get("momentum_buffer") is None]
+            if group["dampening"] and missing and len(missing) < len(stepped):
+                raise TorchRaises("Fused SGD with dampening, and a first gradient later than others.")
+            for leaf in [] if group["dampening"] else missing:
+                optimizer.state[leaf]["momentum_buffer"] = torch.zeros_like(leaf)
+
+    def _multiplied_in_half(self, name: str) -> bool:
+        """Returns whether a gradient may be multiplied in 16 bits, as that of a 16-bit weight without masters is."""
+        return self.gradient_dtype(name).itemsize < 4
 
     def _give(self, index: int) -> None:
         """Gives the gradients to the tensors that an optimizer steps."""
@@ -296,6 +343,7 @@ class Reference:
         for name in self.names([index]):
             leaf, gradient = self.leaf(index, name), self.gradients.get(name)
             leaf.grad = None if gradient is None else gradient.as_torch(self._leaf_dtype(index, name))
+        self._make_momentum(index)
 
     def _keep_left_gradients(self, index: int) -> None:
         """Takes over what an optimizer left in `.grad`: torch's foreach SGD adds its momentum there, for instance."""
@@ -304,13 +352,13 @@ class Reference:
                 gradient.values = self.leaf(index, name).grad.to(gradient.values.dtype)  # type: ignore[union-attr]
 
     def _leaf_dtype(self, index: int, name: str) -> torch.dtype:
-        return torch.float32 if name in self.masters[index] else self.setup.gradient_dtype(name)
+        return torch.float32 if name in self.masters[index] else self.gradient_dtype(name)
 
     def _close(self, divided: Iterable[str] = ()) -> None:
         """Ends the window. Of the gradients, those in `divided` are unscaled now, but for 16-bit ones of masters."""
         self.window = None
         self._stale = set(self.gradients)
-        self.defined = {name for name in divided if not self.setup.masters_of(name)}
+        self.defined = {name for name in divided if not self.masters_of(name)}
 
     # Masters.
 
@@ -342,11 +390,17 @@ class Reference:
         self._written[index] = set()
 
     def _keeps_half(self, names: Sequence[str]) -> bool:
-        """Returns whether an optimizer with masters holds FP16 gradients, which cannot be unscaled in place."""
-        return any(
-            self.setup.masters_of(name) and name in self.gradients and self.setup.gradient_dtype(name) is torch.float16
-            for name in names
-        )
+        """Returns whether an optimizer with masters has FP16 gradients, which cannot be unscaled in place."""
+        return any(self.masters_of(name) and self.gradient_dtype(name) is torch.float16 for name in names)
+
+    def _held_twice(self, optimizers: Sequence[int]) -> list[int]:
+        """Returns the optimizers that hold a gradient which they or another hold once more."""
+        held = {
+            index: [id(self.gradients[name]) for name in chain(*self.groups[index]) if name in self.gradients]
+            for index in optimizers
+        }
+        count = Counter(chain(*held.values()))
+        return [index for index, gradients in held.items() if any(count[each] > 1 for each in gradients)]
 
     # Clearing and editing gradients.
 
@@ -355,9 +409,11 @@ class Reference:
         every = [parameter.name for parameter in self.setup.parameters]
         for name in every if operation.optimizer is None else self.names([operation.optimizer]):
             self._clear(name, set_to_none=operation.set_to_none)
-        if self.window is not None and not self._touched:
-            # The batch is abandoned: with its gradients, everything that was known of it is gone.
+        if self.window is not None and self.window.began and not self._touched:
+            # The batch is abandoned: with its gradients, everything that was known of it is gone. Where zeros are left,
+            # the window goes on at its scale.
             self.window.loss_finite, self.window.overflowed = True, False
+            self.window.abandoned = not self.gradients
         return None
 
     def _clear(self, name: str, *, set_to_none: bool) -> None:
@@ -385,12 +441,12 @@ class Reference:
                 return Refused()
             if self._keeps_half(names):
                 return Refused()
-            held = {name: self.gradients[name] for name in names if name in self.gradients}
+            held = self._held(names)
             fresh = {name: gradient for name, gradient in held.items() if name not in window.unscaled}
             window.as_made |= {name: replace(gradient) for name, gradient in fresh.items()}
             window.overflowed |= window.loss_finite and not self._all_finite(fresh)
             for name, gradient in fresh.items():
-                gradient.values = rounded(gradient.values, 1.0, self.setup.gradient_dtype(name))
+                gradient.values = rounded(gradient.values, 1.0, self.gradient_dtype(name))
             window.unscaled |= set(fresh)
         for inner in operation.inside:
             self._run(inner)
@@ -399,13 +455,16 @@ class Reference:
     @_run.register
     def _(self, operation: ops.Multiply) -> Result:
         if (gradient := self.gradients.get(operation.parameter)) is not None:
-            gradient.values = _times(gradient.values, operation.factor)
+            gradient.values = times(gradient.values, operation.factor)
         return None
 
     @_run.register
     def _(self, operation: ops.Clamp) -> Result:
         if (gradient := self.gradients.get(operation.parameter)) is not None:
-            gradient.values = _clamped(gradient.values.nan_to_num(0.0, torch.inf, -torch.inf), operation.bound)
+            window = self.window
+            scaled = window is not None and operation.parameter not in window.unscaled
+            bound = operation.bound / (window.scale if window is not None and scaled else 1.0)
+            gradient.values = _clamped(gradient.values.nan_to_num(0.0, torch.inf, -torch.inf), bound)
         return None
 
     @_run.register
@@ -487,11 +546,13 @@ class Reference:
     @_run.register
     def _(self, operation: ops.Closure) -> Result:
         index, names = operation.optimizer, self.names([operation.optimizer])
+        if self._keeps_half(names):
+            return Refused()
         outcomes: list[Outcome] = []
         self.optimizers[index].step(lambda: self._evaluated(index, names, operation.batch, outcomes))
         self._round_masters(index)
         if self.setup.policy in INEXACT:
-            self.loose = set(names)
+            self.loose = dict.fromkeys(names, LOOSE)
         return outcomes[-1]
 
     def _evaluated(self, index: int, names: Sequence[str], batch: ops.Batch, outcomes: list[Outcome]) -> Tensor:
@@ -506,11 +567,11 @@ class Reference:
                 buffer.copy_(state[name])
         window = self.window = Window(self.rule.scale, began=True, loss_finite=loss_finite)
         scales = self.rule.scales and loss_finite
-        self._accumulate(self._attempts(batch, window, RETRIES if scales else 0, names), window.scale)
-        held = {name: self.gradients[name] for name in names if name in self.gradients}
+        self._accumulate(self._attempts(batch, window, RETRIES if scales else 0), window.scale)
+        held = self._held(names)
         outcome = self._decided(ops.Step((index,), norm=True), window, held)
         if not self.rule.scales:
-            outcome = replace(outcome, status=Status.APPLIED, norm=norm_of(held.values()), amax=None, culprits=None)
+            outcome = replace(outcome, status=Status.APPLIED, amax=None, culprits=None)
         # The gradients of a skipped evaluation are replaced by zeros, and nobody can count their elements later.
         culprits = outcome.culprits and tuple(replace(bad, count=None) for bad in outcome.culprits)
         outcomes.append(replace(outcome, culprits=culprits))
@@ -536,10 +597,6 @@ class Reference:
                 self._clear(name, set_to_none=True)
         self._before_forward = None
         return None
-
-
-def _times(values: Tensor, factor: float) -> Tensor:
-    return values if factor == 1.0 else values * factor
 
 
 def _clamped(values: Tensor, bound: float) -> Tensor:

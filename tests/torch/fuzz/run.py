@@ -7,7 +7,7 @@ import torch
 from tests.torch.fuzz.compare import differences
 from tests.torch.fuzz.draw import draw
 from tests.torch.fuzz.operations import Program
-from tests.torch.fuzz.outcome import Undefined
+from tests.torch.fuzz.outcome import TorchRaises, Undefined
 from tests.torch.fuzz.reference import Reference
 from tests.torch.fuzz.subject import Subject
 
@@ -24,7 +24,10 @@ def failure(program: Program) -> str | None:
     torch.manual_seed(0)
     reference, subject = Reference(program.setup), Subject(program.setup)
     for index, operation in enumerate(program.operations):
-        expected = reference.run(operation)
+        try:
+            expected = reference.run(operation)
+        except TorchRaises:
+            return None
         numbers = torch.get_rng_state()
         try:
             found = subject.run(operation)
@@ -40,14 +43,14 @@ def failure(program: Program) -> str | None:
 
 def shortened(program: Program) -> Program:
     """Returns a failing program without the operations, parameters' faults aside, that its failure does not need."""
-    runs = 0
+    runs, kind = 0, _kind(program)
     size = max(1, len(program.operations) // 2)
     while size and runs < MOST_RUNS:
         start = 0
         while start < len(program.operations) and runs < MOST_RUNS:
             kept = program.operations[:start] + program.operations[start + size :]
             runs += 1
-            if _fails(shorter := replace(program, operations=kept)):
+            if _kind(shorter := replace(program, operations=kept)) == kind:
                 program = shorter
             else:
                 start += size
@@ -55,11 +58,13 @@ def shortened(program: Program) -> Program:
     return program
 
 
-def _fails(program: Program) -> bool:
+def _kind(program: Program) -> str | None:
+    """Returns the kind of a program's failure, by the words before the numbers: a shorter program must fail alike."""
     try:
-        return failure(program) is not None
+        found = failure(program)
     except Undefined:
-        return False
+        return None
+    return found and " ".join(found.split()[2:4])
 
 
 def report(seed: int, *, shorten: bool = True) -> str | None:

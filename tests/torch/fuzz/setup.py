@@ -114,18 +114,6 @@ class Setup:
         """Returns the parameter of that name."""
         return next(parameter for parameter in self.parameters if parameter.name == name)
 
-    def masters_of(self, name: str) -> OptimizerSetup | None:
-        """Returns the `MasterWeights` that has a master for a 16-bit parameter; None for any other parameter."""
-        if not self.parameter(name).is_half:
-            return None
-        holders = (each for each in self.optimizers if each.storage and any(name in group for group in each.groups))
-        return next(holders, None)
-
-    def gradient_dtype(self, name: str) -> torch.dtype:
-        """Returns the type in which autograd accumulates the gradients of a parameter."""
-        masters = self.masters_of(name)
-        return torch.float32 if masters is not None and masters.grad_fp32 else DTYPES[self.parameter(name).dtype]
-
 
 def initial(parameter: Parameter) -> Tensor:
     """Returns the first value of a parameter: small whole numbers, which every dtype holds."""

@@ -201,7 +201,11 @@ class Subject:
     @_run.register
     def _(self, operation: ops.Closure) -> Result:
         optimizer = self.optimizers[operation.optimizer]
-        optimizer.step(self.scaler.closure(lambda: self.model(operation.batch), optimizer))  # type: ignore[arg-type]
+        try:
+            closure = self.scaler.closure(lambda: self.model(operation.batch), optimizer)
+        except TypeError as error:
+            return Refused(str(error))
+        optimizer.step(closure)  # type: ignore[arg-type]
         return None if self.scaler.last is None else _outcome(self.scaler.last)
 
     @_run.register
