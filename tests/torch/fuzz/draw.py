@@ -139,7 +139,10 @@ class _Loop:
         held = names_of([group for optimizer in setup.optimizers for group in optimizer.groups])
         self._later = [parameter.name for parameter in setup.parameters if parameter.name not in held]
         self._scales = bool(POLICIES[setup.policy]().needs)
-        self._batches = 0
+        # torch's LBFGS cannot be copied: it loses its parameters.
+        copies = not any(optimizer.kind == "lbfgs" for optimizer in setup.optimizers)
+        self._ways_to_save: list[ops.How] = ["in place", "fresh scaler", "checkpoint"]
+        self._ways_to_save += ["deepcopy", "pickle"] if copies else []
 
     def _chance(self, probability: float) -> bool:
         return self._rng.random() < probability
@@ -158,7 +161,7 @@ class _Loop:
     def _between_steps(self) -> Iterator[ops.Operation]:
         rng, names = self._rng, [parameter.name for parameter in self._setup.parameters]
         if self._chance(0.12):
-            yield ops.Save(rng.choice(["in place", "fresh scaler", "checkpoint", "deepcopy", "pickle"]))  # type: ignore[arg-type]
+            yield ops.Save(rng.choice(self._ways_to_save))
         if self._chance(0.05):
             yield ops.SetRate(rng.randrange(len(self._setup.optimizers)), rng.choice([0.25, 0.0625]))
         if self._chance(0.05):
@@ -249,7 +252,7 @@ class _Loop:
 
     def _alike(self) -> tuple[str, str] | None:
         """Returns two parameters that can have one gradient."""
-        first = [each for each in self._setup.parameters if not each.sparse]
+        first = [each for each in self._setup.parameters if not (each.sparse or each.is_half)]
         pairs = [
             (one.name, other.name)
             for one in first
@@ -260,7 +263,6 @@ class _Loop:
 
     def _batch(self, fault: float) -> ops.Batch:
         """Returns a batch that uses `w0` and most others, in which something goes wrong with probability `fault`."""
-        self._batches += 1
         rng = self._rng
         used = tuple(name for name in self._names() if name == "w0" or self._chance(0.85))
         batch = ops.Batch(rng.randrange(1000), used, rng.choice([1.0, 1.0, 0.5]), seen=float(rng.randint(-3, 3)))

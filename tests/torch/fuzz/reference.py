@@ -173,7 +173,7 @@ class Reference:
         before = self.rule.state
         fresh = self._made(batch, window.scale)
         for _ in range(retries):
-            if all(each.finite for each in fresh.values()) or not self.rule.lowered():
+            if all(each.finite for each in fresh.values()) or not self.rule.lowered(window.scale):
                 break
             window.scale, window.retries = self.rule.scale, window.retries + 1
             fresh = self._made(batch, window.scale)
@@ -317,7 +317,8 @@ class Reference:
             self._keep_left_gradients(index)
             self._round_masters(index)
         if coefficient != 1.0 or self.setup.policy in INEXACT:
-            self.loose = dict.fromkeys(held, LOOSE) | {name: LOOSE_HALF for name in held if self._multiplied_in_half(name)}
+            names = self.names(operation.optimizers)
+            self.loose = {name: LOOSE_HALF if self._multiplied_in_half(name) else LOOSE for name in names}
 
     def _make_momentum(self, index: int) -> None:
         """Gives fused SGD the momentum of parameters whose first gradient came later than that of others."""
@@ -447,7 +448,8 @@ class Reference:
             window.overflowed |= window.loss_finite and not self._all_finite(fresh)
             for name, gradient in fresh.items():
                 gradient.values = rounded(gradient.values, 1.0, self.gradient_dtype(name))
-            window.unscaled |= set(fresh)
+            divided = {id(gradient) for gradient in fresh.values()}
+            window.unscaled |= {name for name, gradient in self.gradients.items() if id(gradient) in divided}
         for inner in operation.inside:
             self._run(inner)
         return None
@@ -478,6 +480,8 @@ class Reference:
 
     @_run.register
     def _(self, operation: ops.ShareGradient) -> Result:
+        if operation.source in self._stale:
+            raise Undefined("A stale gradient becomes that of another parameter.")
         if (gradient := self.gradients.get(operation.source)) is not None:
             self.gradients[operation.target] = gradient
             self.defined.discard(operation.target)
@@ -550,6 +554,7 @@ class Reference:
             return Refused()
         outcomes: list[Outcome] = []
         self.optimizers[index].step(lambda: self._evaluated(index, names, operation.batch, outcomes))
+        self._keep_left_gradients(index)
         self._round_masters(index)
         if self.setup.policy in INEXACT:
             self.loose = dict.fromkeys(names, LOOSE)
@@ -570,7 +575,7 @@ class Reference:
         self._accumulate(self._attempts(batch, window, RETRIES if scales else 0), window.scale)
         held = self._held(names)
         outcome = self._decided(ops.Step((index,), norm=True), window, held)
-        if not self.rule.scales:
+        if not self.rule.scales and held:
             outcome = replace(outcome, status=Status.APPLIED, amax=None, culprits=None)
         # The gradients of a skipped evaluation are replaced by zeros, and nobody can count their elements later.
         culprits = outcome.culprits and tuple(replace(bad, count=None) for bad in outcome.culprits)
@@ -588,6 +593,8 @@ class Reference:
         if operation.how in ("deepcopy", "pickle") and self.window is not None:
             return Refused()
         self.window = None
+        if operation.how == "fresh scaler" and self._touched and not self.setup.has_model:
+            raise Undefined("A scaler without a model cannot know gradients from before it was made.")
         if operation.how in ("in place", "fresh scaler"):
             self._stale |= self._touched
             self.defined -= self._touched
@@ -595,7 +602,8 @@ class Reference:
             # Neither copies of parameters nor new ones have gradients.
             for name in list(self.gradients):
                 self._clear(name, set_to_none=True)
-        self._before_forward = None
+        if operation.how != "in place":
+            self._before_forward = None
         return None
 
 

@@ -55,10 +55,10 @@ class ScaleRule:
         self.state = self.policy.next(self.state, seen, np)
 
     @np.errstate(all="ignore")
-    def lowered(self) -> bool:
-        """Lowers the scale once for a retry; returns False where it cannot go lower."""
+    def lowered(self, scale: float) -> bool:
+        """Lowers the scale once for a retry; returns False where that does not bring it below `scale`."""
         state = backed_off(self.policy, self.state, Seen(finite=np.bool_(False)), np)
-        if not state.scale < self.state.scale:
+        if not state.scale < scale:
             return False
         self.state = state
         return True

@@ -127,7 +127,7 @@ _sgd, _adam, _adamw = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 
 
 class Decay(torch.optim.Optimizer):
-    """An optimizer of a user's own: SGD that counts steps in its groups and takes no closure."""
+    """An optimizer of a user's own: SGD whose rate is halved at every step of a group. It takes no closure."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr, "steps": 0})
@@ -138,7 +138,7 @@ class Decay(torch.optim.Optimizer):
             group["steps"] += 1
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["steps"])
+                    parameter.add_(parameter.grad, alpha=-group["lr"] * 0.5 ** group["steps"])
 
 
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {

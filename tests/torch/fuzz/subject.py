@@ -126,7 +126,8 @@ class Subject:
     @_run.register
     def _(self, operation: ops.Multiply) -> Result:
         if (grad := self._parameter(operation.parameter).grad) is not None:
-            grad.mul_(operation.factor)
+            # By parts: a complex product makes NaN of the other part of an inf.
+            (torch.view_as_real(grad) if grad.is_complex() else grad).mul_(operation.factor)
         return None
 
     @_run.register
