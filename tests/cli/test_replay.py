@@ -116,6 +116,11 @@ def test_a_scale_that_a_peer_lets_grow_to_infinity_is_still_json() -> None:
     assert run["summary"]["final_scale"] == "inf"
 
 
+def test_steps_whose_gradients_are_all_zero_are_still_json() -> None:
+    trace = json.dumps({"amax": [1.0, 0.0, 2.0]})
+    assert len(scales("-p", "openseq2seq/LogMaxScaler", stdin=trace)) == 3
+
+
 def test_the_table_has_a_row_for_each_policy() -> None:
     shown = invoke("-p", "dynamic:init_scale=2", "-p", "static:1024", "-p", "torch", stdin="0 1 1")
     assert shown.exit_code == 0
@@ -196,6 +201,13 @@ def test_a_policy_that_is_misspelt_is_refused(spec: str, text: str) -> None:
         ([], b"\xff\xfe0\x001\x00", "standard input must be UTF-8 text: invalid start byte at byte 0"),
         ([], "[0, 1", "standard input is not valid JSON"),
         ([], "[" * 100_000, "standard input is not valid JSON"),
+        ([], "[[], []]" * 50_000, "standard input is not valid JSON for a replay: one list, or one object"),
+        (
+            [],
+            f'{{"{"k" * 9999}": [0]}}',
+            r"has some of the keys .* Received: \['k{30,40}\.\.\.k{30,40}'\]",
+        ),
+        ([], "[" + '"0",' * 9999 + f'"{"x" * 9999}"]', "standard input must hold numbers. Received: 'x{40}'"),
         ([], "{}", r"has some of the keys found_inf, amax, .* Received: \[\]"),
         ([], '{"flags": [0]}', r"has some of the keys found_inf, amax, .* Received: \['flags'\]"),
         ([], '{"amax": 1}', "standard input: amax must be a JSON list"),
@@ -225,6 +237,12 @@ def test_mistakes_are_reported_in_one_line_and_exit_with_2(
     assert shown.stderr.startswith("Error: ")
     with pytest.raises(AssertionError, match=text):
         raise AssertionError(shown.stderr)
+
+
+def test_a_file_without_end_is_refused() -> None:
+    shown = invoke("/dev/zero")
+    assert shown.exit_code == 2
+    assert "/dev/zero must not be larger than 33554432 bytes" in shown.stderr
 
 
 def test_amax_given_twice_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -124,6 +125,62 @@ def test_loading_never_writes_to_the_model_and_a_master_of_another_weight_is_not
     tuned.load_state_dict(optimizer.state_dict())
     assert same(weights(other), before)
     assert same(values_of(tuned), [weight.float() for weight in before])
+
+
+READS: dict[str, Callable[[MasterWeights], Any]] = {
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "masters": values_of,
+    "copy": copy.deepcopy,
+    "pickle": pickle.dumps,
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_masters_that_were_loaded_outlast_a_read_before_the_model_is_loaded(storage: Storage, read: str) -> None:
+    model = half_model()
+    optimizer = wrapped(model, storage)
+    train(model, optimizer, range(3))
+    twin = half_model(seed=5)
+    other = wrapped(twin, storage)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    READS[read](other)
+    twin.load_state_dict(model.state_dict())
+    assert same(values_of(other), values_of(optimizer))
+    train(model, optimizer, range(3, 5))
+    train(twin, other, range(3, 5))
+    assert same(everything(twin, other), everything(model, optimizer))
+
+
+@pytest.mark.parametrize("method", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_copy_made_before_the_model_is_loaded_has_the_loaded_masters(storage: Storage, method: str) -> None:
+    model = half_model()
+    optimizer = wrapped(model, storage)
+    train(model, optimizer, range(3))
+    fresh = half_model(seed=5)
+    loaded = wrapped(fresh, storage)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    pair = (fresh, loaded)
+    twin, other = copy.deepcopy(pair) if method == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    twin.load_state_dict(model.state_dict())
+    train(model, optimizer, range(3, 5))
+    train(twin, other, range(3, 5))
+    assert same(everything(twin, other), everything(model, optimizer))
+
+
+def test_reading_while_the_weights_are_swapped_for_others_loses_nothing() -> None:
+    model = half_model()
+    optimizer = wrapped(model)
+    train(model, optimizer, range(3))
+    expected = values_of(optimizer)
+    mine, average = copy.deepcopy(model.state_dict()), half_model(seed=4).state_dict()
+    model.load_state_dict(average)
+    assert same(values_of(optimizer), [weight.float() for weight in average.values()])
+    optimizer.state_dict()
+    copy.deepcopy((model, optimizer))
+    model.load_state_dict(mine)
+    assert same(values_of(optimizer), expected)
 
 
 def test_a_state_that_does_not_fit_is_refused_with_nothing_changed() -> None:

@@ -18,7 +18,13 @@ HALF, FLOAT = torch.float16, torch.float32
 
 def explained(precision: Any, model: Any = None) -> Explanation:
     model = Net() if model is None else model
-    return explain(*prepare(model, torch.optim.AdamW(model.parameters()), precision))
+    return explain(*prepare(model, torch.optim.AdamW(model.parameters(), eps=1e-4), precision))
+
+
+def explained_as_o3_with_adam() -> Explanation:
+    """Built by hand: `prepare` refuses the default `eps` of Adam."""
+    model, _, scaler = prepare(Net(), None, "O3")
+    return explain(model, torch.optim.AdamW(model.parameters()), scaler)
 
 
 def computes_in(explanation: Explanation) -> dict[str, str]:
@@ -163,17 +169,39 @@ def test_nothing_is_wrong_with_what_prepare_makes(precision: str) -> None:
 
 
 def test_o3_is_warned_of_in_three_ways() -> None:
-    found = explained("O3").warnings
+    found = explained_as_o3_with_adam().warnings
     assert len(found) == 3
-    assert "5 norm layers store weights and statistics in half precision, such as 'norms.0'" in found[0]
+    assert "5 norm layers store weights or statistics in half precision, such as 'norms.0'" in found[0]
     assert "AdamW updates 17 half-precision parameters with no master weights" in found[1]
     assert "AdamW keeps squares of gradients in FP16" in found[2]
     assert "eps=1e-08" in found[2]
 
 
+def test_half_statistics_of_norms_without_trained_weights_are_warned_of() -> None:
+    for norm in (
+        nn.BatchNorm1d(4, affine=False).half(),
+        nn.InstanceNorm1d(4, track_running_stats=True).bfloat16(),
+        nn.BatchNorm1d(4).half().requires_grad_(False),
+    ):
+        model = nn.Sequential(nn.Linear(4, 4), norm)
+        (found,) = (warning for warning in explain(model).warnings if "norm" in warning)
+        assert found.startswith("1 norm layers store weights or statistics in half precision, such as '1'")
+        model.eval()  # nothing changes them
+        assert not any("norm" in warning for warning in explain(model).warnings)
+
+
+def test_norms_with_float32_statistics_or_none_are_not_warned_of() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.LayerNorm(4, elementwise_affine=False).half())
+    assert explain(model).warnings == ()
+
+
 def test_a_larger_eps_or_no_eps_is_not_warned_of() -> None:
     model = nn.Linear(2, 2).half()
-    for optimizer in (torch.optim.Adam(model.parameters(), eps=1e-4), torch.optim.SGD(model.parameters())):
+    for optimizer in (
+        torch.optim.Adam(model.parameters(), eps=1e-4),
+        torch.optim.SGD(model.parameters()),
+        torch.optim.Adafactor(model.parameters()),  # has two, of which one is None
+    ):
         assert not any("squares" in warning for warning in explain(model, optimizer, LossScaler(model)).warnings)
 
 
@@ -220,7 +248,7 @@ def test_warnings_are_emitted_where_that_is_asked_for() -> None:
 
 
 def test_the_table_shows_all_of_it() -> None:
-    text = str(explained("O3"))
+    text = str(explained_as_o3_with_adam())
     assert text.split()[:2] == ["module", "class"]
     assert "(the model itself)" in text
     assert "none before the first step" in text

@@ -8,32 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.torch.helpers import small_model, weights
+from tests.torch.precision.refusals import refused
 from torch import Tensor, nn
 
 from gradscale.torch import O2, MasterWeights, prepare
 
 SGD = torch.optim.SGD
-
-
-def snapshot(*models: nn.Module) -> list[Any]:
-    """Returns what `prepare` could change: classes, attributes, and the memory and dtype of every tensor."""
-    return [
-        [(type(part), sorted(vars(part))) for model in models for part in model.modules()],
-        [(value.dtype, value.data_ptr()) for model in models for value in model.state_dict().values()],
-    ]
-
-
-def refused(
-    error: type[Exception], message: str, model: Any, optimizer: Any, precision: Any = "O2", *watched: nn.Module
-) -> None:
-    """Checks that the call raises with this message, and that models and optimizers are as they were."""
-    models = [model] if isinstance(model, nn.Module) else model
-    before = snapshot(*models, *watched)
-    state = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) else None
-    with pytest.raises(error, match=message):
-        prepare(model, optimizer, precision)
-    assert snapshot(*models, *watched) == before
-    assert state is None or optimizer.state_dict() == state
 
 
 @pytest.fixture(scope="module")

@@ -82,8 +82,11 @@ class Rounding:
 
 def round_result(tensor: Tensor, values: Rounding, grads: Rounding) -> Tensor:
     """Rounds a new result, which nothing else may refer to, in place, and its gradient in the backward pass."""
+    inner = tensor
+    while torch._C._functorch.is_batchedtensor(inner):  # inside `vmap`, which has no `data`
+        inner = torch._C._functorch.get_unwrapped(inner)
     # Through `data`: autograd neither records the rounding nor raises for a result that a function has saved.
-    values.round_(tensor.data)
+    values.round_(inner.data)
     return round_grads(tensor, grads)
 
 
