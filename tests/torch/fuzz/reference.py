@@ -150,6 +150,10 @@ class Reference:
         window.loss_finite &= loss_finite
         window.began = True
         found = self._made(operation.batch, window.scale)
+        for name, gradient in found.items():
+            # Divided in float32 if it was narrower.
+            wide = self.gradient_dtype(name)
+            gradient.values = rounded(gradient.values, 1.0, torch.float32 if wide.itemsize < 4 else wide)
         window.overflowed |= window.loss_finite and not all(each.finite for each in found.values())
         return tuple(each.values for each in found.values())
 
@@ -298,6 +302,9 @@ class Reference:
         norm = norm_of(held.values())
         self.rule.step(finite=True, loss_finite=True, amax=0.0, share=0.0, norm_read=False)
         self._apply(operation, held, norm)
+        self.defined -= {name for name in held if self.masters_of(name)}
+        # Sparse gradients are not coalesced here, so that sums are taken in another order.
+        self.loose |= {name: LOOSE for name, gradient in held.items() if gradient.rows is not None}
         return Outcome(Status.APPLIED, 1.0, 1.0, norm if norm_read else None, None, 0, None)
 
     def _apply(self, operation: ops.Step, held: dict[str, Gradient], norm: float | None) -> None:
@@ -341,9 +348,11 @@ class Reference:
     def _give(self, index: int) -> None:
         """Gives the gradients to the tensors that an optimizer steps."""
         self._adopt_written(index)
+        given: dict[int, Tensor] = {}  # two parameters may have one gradient
         for name in self.names([index]):
             leaf, gradient = self.leaf(index, name), self.gradients.get(name)
-            leaf.grad = None if gradient is None else gradient.as_torch(self._leaf_dtype(index, name))
+            dtype = torch.float32 if name in self.masters[index] else self.gradient_dtype(name)
+            leaf.grad = None if gradient is None else given.setdefault(id(gradient), gradient.as_torch(dtype))
         self._make_momentum(index)
 
     def _keep_left_gradients(self, index: int) -> None:
@@ -351,9 +360,6 @@ class Reference:
         for name, gradient in self.gradients.items():
             if name in self.names([index]) and name not in self.masters[index] and gradient.rows is None:
                 gradient.values = self.leaf(index, name).grad.to(gradient.values.dtype)  # type: ignore[union-attr]
-
-    def _leaf_dtype(self, index: int, name: str) -> torch.dtype:
-        return torch.float32 if name in self.masters[index] else self.gradient_dtype(name)
 
     def _close(self, divided: Iterable[str] = ()) -> None:
         """Ends the window. Of the gradients, those in `divided` are unscaled now, but for 16-bit ones of masters."""
@@ -602,7 +608,7 @@ class Reference:
             # Neither copies of parameters nor new ones have gradients.
             for name in list(self.gradients):
                 self._clear(name, set_to_none=True)
-        if operation.how != "in place":
+        if operation.how in ("fresh scaler", "checkpoint"):
             self._before_forward = None
         return None
 

@@ -132,20 +132,24 @@ class Subject:
 
     @_run.register
     def _(self, operation: ops.Clamp) -> Result:
-        if (grad := self._parameter(operation.parameter).grad) is not None:
-            values = grad.coalesce().values() if grad.is_sparse else grad
+        if (grad := self._coalesced(operation.parameter)) is not None:
+            values = grad.values() if grad.is_sparse else grad
             values = torch.view_as_real(values) if values.is_complex() else values
             values.nan_to_num_(0.0, torch.inf, -torch.inf).clamp_(-operation.bound, operation.bound)
         return None
 
     @_run.register
     def _(self, operation: ops.Poke) -> Result:
-        parameter = self._parameter(operation.parameter)
-        if parameter.grad is not None:
-            if parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()
-            poison(parameter.grad, operation.index, operation.value)
+        if (grad := self._coalesced(operation.parameter)) is not None:
+            poison(grad, operation.index, operation.value)
         return None
+
+    def _coalesced(self, name: str) -> Tensor | None:
+        """Returns the gradient of a parameter, in which every row of a sparse one has one entry."""
+        parameter = self._parameter(name)
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+        return parameter.grad
 
     @_run.register
     def _(self, operation: ops.ShareGradient) -> Result:
