@@ -14,6 +14,10 @@ MAX_CONSECUTIVE_SKIPS = 50
 """Default of the skips in a row, with no lower scale left to try, after which a run is stuck."""
 
 
+INSIDE = ("gradscale.", "torch._dynamo.")
+"""Modules that are not the user's. torch calls a function that it shall not compile from a frame of its own."""
+
+
 class Progress(NamedTuple):
     """Where a run stands after a step, in host memory.
 
@@ -137,6 +141,6 @@ def _callers_level() -> int:
     # Not a constant: the number of frames in between differs from one adapter to the next.
     frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     level = 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gradscale."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(INSIDE):
         frame, level = frame.f_back, level + 1
     return level

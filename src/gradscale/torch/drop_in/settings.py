@@ -21,7 +21,7 @@ LARGEST_INTERVAL = 2**63 - 1  # what torch's kernel takes
 class Bounds:
     """The scales that are allowed.
 
-    By default all that are normal float32 numbers and have such a reciprocal: a device may flush others to zero.
+    By default all that are normal float32 numbers with a normal reciprocal: a device may flush others to zero.
     """
 
     min_scale: float = LOWEST_SCALE
