@@ -14,7 +14,7 @@ MAX_CONSECUTIVE_SKIPS = 50
 """Default of the skips in a row, with no lower scale left to try, after which a run is stuck."""
 
 
-INSIDE = ("gradscale.", "torch._dynamo.")
+INSIDE = ("gradscale.", "torch._dynamo.", "torch._compile")
 """Modules that are not the user's. torch calls a function that it shall not compile from a frame of its own."""
 
 

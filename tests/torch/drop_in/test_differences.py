@@ -60,7 +60,7 @@ def test_dead_run_is_reported(kind: Any) -> None:
     scaler = ready(kind("cpu"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(60):
+        for _ in range(120):
             give((owner, INF))
             scaler.step(optimizer)
             scaler.update()

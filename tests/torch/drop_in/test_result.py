@@ -41,6 +41,7 @@ def test_applied_step_says_so_with_its_scale_and_the_next(fused: bool, explicit:
     assert (result.skipped(), result.poll(), result.status(), result.culprits()) == (False, True, Status.APPLIED, [])
 
 
+@pytest.mark.cpu_only("a fused step on a device counts nothing, and measures nothing after `unscale_`")
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_skipped_step_names_its_culprits_even_after_the_gradients_are_gone(fused: bool, explicit: bool) -> None:

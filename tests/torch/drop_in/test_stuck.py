@@ -16,6 +16,9 @@ from gradscale.torch import GradScaler, ScaleStuck
 
 INF, NAN = math.inf, math.nan
 
+late = pytest.mark.cpu_only("a device is read a few steps late")
+autocast = pytest.mark.cpu_only("autocast of the CPU")
+
 
 def dead_run(scaler: Any, optimizer_of: Any, steps: int = 80, bad_from: int | None = None) -> nn.Sequential:
     """Returns a model after a run in FP16; from the step `bad_from` on, its loss is NaN."""
@@ -31,6 +34,7 @@ def dead_run(scaler: Any, optimizer_of: Any, steps: int = 80, bad_from: int | No
     return model
 
 
+@autocast
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("kind", "lr"), [(torch.optim.Adam, 1e5), (torch.optim.SGD, 1e3)])
@@ -43,6 +47,7 @@ def test_exploding_learning_rate_is_warned_of_once(kind: Any, lr: float, fused: 
     assert f"Likely cause: the learning rate ({lr:g}) is too high. The largest weight, in " in str(caught[0].message)
 
 
+@autocast
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("fused", [False, True])
 def test_loss_that_is_nan_is_named_with_its_first_step(fused: bool) -> None:
@@ -62,6 +67,7 @@ def gradients(scaler: GradScaler, *grads: float, optimizer: Any = None, owner: A
         scaler.update()
 
 
+@late
 def test_gradients_that_overflow_at_a_scale_below_one_are_stuck_and_at_a_high_one_are_not() -> None:
     scaler = GradScaler("cpu", init_scale=2.0**60, max_consecutive_skips=5, on_stuck="raise")
     gradients(scaler, *[INF] * 60)
@@ -70,6 +76,7 @@ def test_gradients_that_overflow_at_a_scale_below_one_are_stuck_and_at_a_high_on
         gradients(scaler, INF)
 
 
+@late
 @pytest.mark.parametrize("arguments", [{"min_scale": 128.0, "init_scale": 256.0}, {"policy": Static(1024.0)}])
 def test_floor_and_policy_decide_what_the_lowest_scale_is(arguments: Any) -> None:
     scaler = GradScaler("cpu", max_consecutive_skips=3, on_stuck="raise", **arguments)
@@ -78,6 +85,7 @@ def test_floor_and_policy_decide_what_the_lowest_scale_is(arguments: Any) -> Non
         gradients(scaler, INF)
 
 
+@late
 def test_error_is_raised_when_the_update_is_complete() -> None:
     scaler = GradScaler("cpu", init_scale=1.0, max_consecutive_skips=1, on_stuck="raise")
     for scale in (0.5, 0.25):
@@ -88,6 +96,7 @@ def test_error_is_raised_when_the_update_is_complete() -> None:
     assert scaler.metrics()["applied"] == 1
 
 
+@late
 def test_function_is_called_and_silence_is_kept() -> None:
     calls: list[ScaleStuck] = []
     gradients(GradScaler("cpu", init_scale=1.0, max_consecutive_skips=2, on_stuck=calls.append), *[INF] * 5)
@@ -95,6 +104,7 @@ def test_function_is_called_and_silence_is_kept() -> None:
     gradients(GradScaler("cpu", init_scale=1.0, max_consecutive_skips=2, on_stuck="ignore"), *[INF] * 5)
 
 
+@late
 def test_warning_comes_again_after_an_applied_step_and_after_a_load() -> None:
     scaler = GradScaler("cpu", init_scale=1.0, max_consecutive_skips=2)
     with pytest.warns(UserWarning, match="2 steps in a row were skipped") as caught:
@@ -105,6 +115,7 @@ def test_warning_comes_again_after_an_applied_step_and_after_a_load() -> None:
         gradients(scaler, INF, INF)
 
 
+@late
 def test_skip_of_one_of_two_optimizers_is_counted_and_named() -> None:
     scaler = GradScaler("cpu", init_scale=1.0, max_consecutive_skips=2, on_stuck="raise")
     good, bad = parameter(), parameter()
@@ -122,6 +133,7 @@ def test_skip_of_one_of_two_optimizers_is_counted_and_named() -> None:
         step()
 
 
+@late
 def test_run_whose_gradients_are_only_unscaled_is_checked_too() -> None:
     scaler, owner = GradScaler("cpu", init_scale=1.0, max_consecutive_skips=2, on_stuck="raise"), parameter()
     optimizer = torch.optim.SGD([owner], lr=0.1)
@@ -192,6 +204,7 @@ def test_disabled_scaler_has_metrics_too() -> None:
     assert (tuple(metrics), metrics["scale"], metrics["skipped"]) == (METRICS, 1.0, 0.0)
 
 
+@late
 def test_counts_of_a_policy_are_resumed_and_those_of_torchs_rule_start_anew() -> None:
     for arguments, expected in (({"hysteresis": 2}, (2, 1)), ({}, (0, 0))):
         source, target = GradScaler("cpu", **arguments), GradScaler("cpu")
@@ -200,6 +213,7 @@ def test_counts_of_a_policy_are_resumed_and_those_of_torchs_rule_start_anew() ->
         assert (target.metrics()["applied"], target.metrics()["skipped"]) == expected
 
 
+@late
 def test_copy_counts_for_itself() -> None:
     scaler = GradScaler("cpu", max_consecutive_skips=7, on_stuck="raise")
     gradients(scaler, 1.0, INF)
@@ -235,6 +249,7 @@ def test_scale_inside_a_function_transform_leaves_nothing_behind() -> None:
     assert not scaler._steps.losses._sums
 
 
+@autocast
 def test_no_warning_for_a_healthy_run() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

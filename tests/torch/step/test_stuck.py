@@ -13,6 +13,8 @@ from gradscale import Dynamic, Policy, Static
 from gradscale.policies.headroom import Headroom
 from gradscale.torch import LossScaler, ScaleStuck
 
+pytestmark = pytest.mark.cpu_only("a device is read a few steps late; `on_a_device` and `either_way` stand for one")
+
 FLOOR = Dynamic(init_scale=4.0, min_scale=1.0)
 
 
