@@ -80,7 +80,11 @@ class LossScaler:
         self._warned_of_half = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the contents of a copy or a pickle: everything but the results and gradients of past steps."""
+        """Returns the contents of a copy or a pickle: everything but the results and gradients of past steps.
+
+        The model is part of it: copy both at once, as `copy.deepcopy((model, optimizer, scaler))`, or the copy has a
+        model of its own, and knows neither names nor buffers of the one it is used with.
+        """
         if self._windows.open is not None:
             raise RuntimeError(
                 "A LossScaler can be copied or pickled between steps only, and a loss has been scaled since the last. "
