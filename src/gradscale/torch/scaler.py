@@ -26,7 +26,7 @@ from gradscale.torch.fused_sgd import refuse_broken_fused_sgd
 from gradscale.torch.step.agree import Agreement
 from gradscale.torch.step.apply import apply, multiply
 from gradscale.torch.step.decide import Decision, Rule
-from gradscale.torch.step.gradients import Names, collect, parameters_of
+from gradscale.torch.step.gradients import Names, collect, numbers_of, parameters_of
 from gradscale.torch.step.measure import measure, measure_sizes
 from gradscale.torch.step.no_scaling import step_without_scaling
 from gradscale.torch.step.plan import StepPlan, plan_step
@@ -240,8 +240,9 @@ class LossScaler:
             return torch.autograd.grad(loss, inputs, **kwargs)
         window = self._windows.get(loss.device)
         grads = torch.autograd.grad(window.scaled(loss), inputs, **kwargs)
+        window = self._windows.get(loss.device)  # another one, if the batch of the first was abandoned
         unscaled = tuple(None if grad is None else window.unscale(grad) for grad in grads)
-        present = [grad.detach() for grad in unscaled if grad is not None]
+        present = [numbers_of(grad.detach()) for grad in unscaled if grad is not None]
         window.note_overflow(~torch.isfinite(measure_sizes(present, window.scale.device).total))
         return unscaled
 

@@ -59,6 +59,7 @@ def test_inf_is_found_in_any_of_mixed_gradients(where: int | None, kind: Any) ->
     assert all((grad.flatten()[0] == 1).item() for grad in grads)
 
 
+@pytest.mark.not_simulated("sparse tensors")
 @pytest.mark.parametrize("kind", [OURS, TORCH])
 @pytest.mark.parametrize(("last", "found"), [(64.0, 0.0), (INF, 1.0), (NAN, 1.0)])
 def test_sparse_gradients_are_divided_and_checked(last: float, found: float, kind: Any) -> None:
@@ -69,6 +70,7 @@ def test_sparse_gradients_are_divided_and_checked(last: float, found: float, kin
         assert torch.equal(grad.to_dense(), sparse_of([[0, 1, 1], [2, 0, 2]], [4.0, 8.0, 16.0]).to_dense())
 
 
+@pytest.mark.not_simulated("sparse tensors")
 @pytest.mark.parametrize("kind", [OURS, TORCH])
 def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(kind: Any) -> None:
     sparse = sparse_of([[0, 1, 0], [2, 0, 2]], [64000.0, 32.0, 64000.0], torch.float16)
@@ -77,6 +79,7 @@ def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(kind: A
     assert grad.is_coalesced()
 
 
+@pytest.mark.not_simulated("sparse tensors")
 @pytest.mark.parametrize("kind", [OURS, TORCH])
 def test_duplicates_of_a_sparse_float32_gradient_are_left_to_the_optimizer(kind: Any) -> None:
     (grad,), flag = unscale(kind, [sparse_of([[0, 0], [2, 2]], [4.0, 4.0])], 0.25)
@@ -163,7 +166,7 @@ LARGE = {"small tensors": (3,), "large tensors": (300, 300)}
 
 
 @pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.cpu_only("a device reads norms"))])
 def test_largest_finite_gradient_is_no_overflow(fused: bool, shape: tuple[int, ...]) -> None:
     owner = parameter(shape=shape)
     optimizer = torch.optim.SGD([owner], lr=1e-38, fused=fused)

@@ -118,6 +118,12 @@ def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
     return grad._values()
 
 
+def numbers_of(grad: Tensor) -> Tensor:
+    """Returns a dense tensor with the numbers of a gradient, to be read only: those of a sparse one are coalesced."""
+    # Entries of one row may be finite and their sum not.
+    return grad.coalesce()._values() if grad.is_sparse else grad
+
+
 class Names:
     """Names of parameters: from their module, else from their optimizer, else by their position in it.
 
