@@ -7,6 +7,8 @@ from typing import Any, cast
 import ml_dtypes
 import numpy as np
 
+from gradscale._shown import short
+
 FloatArray = np.ndarray[Any, Any]
 
 
@@ -179,7 +181,7 @@ def get_format(spec: Any) -> Format:
     found = _ALIASES.get(name.rsplit(".", 1)[-1].lower())
     if found is None:
         known = ", ".join(sorted(_ALIASES))
-        raise ValueError(f"A format is given by name or by dtype. Received: {spec!r}. Known names: {known}.")
+        raise ValueError(f"A format is given by name or by dtype. Received: {short(spec)}. Known names: {known}.")
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, TypeVar, cast, get_args, get_origin, get_
 
 import numpy as np
 
+from gradscale._shown import short, shown, shown_keys
 from gradscale.formats import Format, get_format
 
 R = TypeVar("R")
@@ -120,7 +121,7 @@ def _as_leaf(value: Any) -> np.ndarray[Any, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Returns `value` as what JSON can hold: plain numbers, strings and lists, with infinity as the string "inf"."""
+    """Returns `value` as what JSON can hold: plain numbers, strings and lists; infinity and NaN as "inf" and "nan"."""
     if isinstance(value, Format):
         return value.name
     if isinstance(value, str | None):
@@ -128,7 +129,7 @@ def plain(value: Any) -> Any:
     bare = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(bare, list):
         return [plain(item) for item in cast(list[Any], bare)]
-    return str(bare) if isinstance(bare, float) and math.isinf(bare) else bare
+    return str(bare) if isinstance(bare, float) and not math.isfinite(bare) else bare
 
 
 def _checked_body(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,20 +140,22 @@ def _checked_body(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
     for key, expected in (("schema", SCHEMA), ("kind", cls.__name__)):
         if key not in body:
             raise ValueError(
-                f"A saved {cls.__name__} carries the key {key!r}. Received keys: {sorted(map(str, body))}. "
+                f"A saved {cls.__name__} carries the key {key!r}. Received keys: {shown_keys(body)}. "
                 "Another system's state is read by `gradscale.import_state`."
             )
         if body[key] != expected:
             raise ValueError(
-                f"{cls.__name__} reads {key} {expected!r}. Received: {body[key]!r}. "
+                f"{cls.__name__} reads {key} {expected!r}. Received: {short(body[key])}. "
                 "Load it with the version of gradscale, and the class, that wrote it."
             )
         del body[key]
     expected = {field.name for field in fields(cls)}
     if missing := sorted(expected - body.keys()):
         raise ValueError(f"A saved {cls.__name__} needs every key. Missing: {missing}.")
-    if unknown := sorted(map(str, body.keys() - expected)):
-        raise ValueError(f"A saved {cls.__name__} has no such key: {unknown}. Expected: {sorted(expected)}.")
+    if unknown := body.keys() - expected:
+        raise ValueError(
+            f"A saved {cls.__name__} has no such key: {shown_keys(unknown)}. Expected: {sorted(expected)}."
+        )
     return body
 
 
@@ -166,9 +169,9 @@ def _read(cls: type, field: dataclasses.Field[Any], hint: Any, value: Any) -> An
     if kind := number_type(hint):
         return _read_leaf(name, {float: "float64", int: "int64", bool: "bool"}[kind], True, value, scalar_type=kind)
     if not isinstance(value, str):
-        raise TypeError(f"`{name}` must be a string. Received: {value!r} ({type(value).__name__}).")
+        raise TypeError(f"`{name}` must be a string. Received: {shown(value)}.")
     if get_origin(hint) is Literal and value not in get_args(hint):
-        raise ValueError(f"`{name}` must be one of {list(get_args(hint))}. Received: {value!r}.")
+        raise ValueError(f"`{name}` must be one of {list(get_args(hint))}. Received: {short(value)}.")
     return get_format(value) if Format in _options(hint) else value
 
 
@@ -177,7 +180,7 @@ def _read_leaf(name: str, dtype: str, signed: bool, value: Any, scalar_type: typ
     items = cast(list[Any], value) if isinstance(value, list) else [value]
     read = [_read_number(name, np.dtype(dtype).kind, item) for item in items]
     if not signed and any(item < 0 for item in read):
-        raise ValueError(f"`{name}` must not be negative. Received: {value!r}.")
+        raise ValueError(f"`{name}` must not be negative. Received: {short(value)}.")
     array = np.asarray(read, dtype=_dtype_that_holds(name, dtype, read))
     if isinstance(value, list):
         return array
@@ -191,7 +194,7 @@ def _read_number(name: str, kind: str, value: Any) -> float | int | bool:
     expected = {"b": (bool,), "i": (int,), "f": (int, float)}[kind]
     if not isinstance(value, expected) or (kind != "b" and isinstance(value, bool)):
         wanted = {"b": "a bool", "i": "an integer", "f": "a number"}[kind]
-        raise TypeError(f"`{name}` must be {wanted}. Received: {value!r} ({type(value).__name__}).")
+        raise TypeError(f"`{name}` must be {wanted}. Received: {shown(value)}.")
     if value != value:
         raise ValueError(f"`{name}` must not be NaN. Received: {value!r}. The file it came from is damaged.")
     if kind == "f" and isinstance(value, int) and abs(value) > sys.float_info.max:
@@ -206,7 +209,7 @@ def _dtype_that_holds(name: str, dtype: str, values: list[Any]) -> str:
         ValueError: an integer does not fit `dtype`.
     """
     if np.dtype(dtype).kind == "i" and any(abs(value) > np.iinfo(dtype).max for value in values):
-        raise ValueError(f"`{name}` must fit {dtype}. Received: {values!r}.")
+        raise ValueError(f"`{name}` must fit {dtype}. Received: {short(values)}.")
     if dtype != "float32":
         return dtype
     with np.errstate(over="ignore"):

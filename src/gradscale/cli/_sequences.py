@@ -3,10 +3,13 @@
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any, cast
 
+from gradscale._shown import shown_keys
+
 STDIN = "-"
+LARGEST_TEXT = 2**25
+"""Bytes of the longest text: the flags of 16 million steps, or the magnitudes of 2 million."""
 NAMES = ("found_inf", "amax", "loss_finite", "upper_share")
 FLAGS = {"0": 0, "1": 1, "false": 0, "true": 1}
 
@@ -40,7 +43,9 @@ def _text(path: str) -> tuple[str, str]:
     if path == STDIN and sys.stdin.isatty():
         raise ValueError("there is nothing to replay. Name a file of flags, or pipe flags in; --help shows how.")
     source = "standard input" if path == STDIN else path
-    data = sys.stdin.buffer.read() if path == STDIN else Path(path).read_bytes()
+    data = _read(path)
+    if len(data) > LARGEST_TEXT:
+        raise ValueError(f"{source} must not be larger than {LARGEST_TEXT} bytes. Replay it in parts.")
     try:
         text = data.decode("utf-8-sig").strip()  # with or without a byte order mark, which Windows tools write
     except UnicodeDecodeError as error:
@@ -50,16 +55,26 @@ def _text(path: str) -> tuple[str, str]:
     return source, text
 
 
+def _read(path: str) -> bytes:
+    """Returns at most one byte more than a text may have: a device, such as /dev/zero, has no end."""
+    if path == STDIN:
+        return sys.stdin.buffer.read(LARGEST_TEXT + 1)
+    with open(path, "rb") as file:
+        return file.read(LARGEST_TEXT + 1)
+
+
 def _sequences(source: str, text: str) -> dict[str, list[Any]]:
     """Returns the flags in a text or JSON list, or the sequences in a JSON object."""
     if text[0] not in "[{":
         return {"found_inf": _flags(source, text)}
     parsed = _json(source, text)
     if isinstance(parsed, list):
-        return {"found_inf": cast(list[Any], parsed)}
+        return {"found_inf": _restored(source, cast(list[Any], parsed))}
     named = cast(dict[str, Any], parsed)
     if not named or named.keys() - set(NAMES):
-        raise ValueError(f"{source}: a JSON object has some of the keys {', '.join(NAMES)}. Received: {list(named)}.")
+        raise ValueError(
+            f"{source}: a JSON object has some of the keys {', '.join(NAMES)}. Received: {shown_keys(named)}."
+        )
     return {name: _restored(f"{source}: {name}", values) for name, values in named.items()}
 
 
@@ -81,6 +96,9 @@ def _magnitudes(source: str, text: str) -> list[Any]:
 
 
 def _json(source: str, text: str) -> Any:
+    # Each empty list inside a list would take twenty times the memory of its text.
+    if text.count("[") > len(NAMES) or text.count("{") > 1:
+        raise ValueError(f"{source} is not valid JSON for a replay: one list, or one object with a list for each key.")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

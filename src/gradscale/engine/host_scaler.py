@@ -12,7 +12,7 @@ from gradscale.engine.host import decide_on_host
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.metrics import host_metrics
 from gradscale.engine.result import StepResult
-from gradscale.engine.saved import check_state, read_saved, write_saved
+from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, StuckCheck
 from gradscale.formats import FP32
 from gradscale.policies.auto import as_policy
@@ -92,7 +92,9 @@ class HostScaler(ABC):
             TypeError: a value has the wrong type.
             ValueError: a key is missing or unknown, or a value is out of range. Nothing has changed then.
         """
-        saved = read_saved(mapping)
+        self._load(read_saved(mapping))
+
+    def _load(self, saved: Saved) -> None:
         self._policy, self._state, self._last = saved.policy, saved.state, None
         self._reset()
 
@@ -113,8 +115,7 @@ class HostScaler(ABC):
         measurement. `fields` are further fields of the result.
         """
         divisor = self.loss_scale if divisor is None else divisor
-        # The rules of some systems let the scale reach 0. No gradient divided by 0 is finite: the step is skipped.
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # gradients that are not finite
             seen = measurement.seen(np.float32(divisor), np.bool_(loss_finite), np, np.bool_(overflowed))
         # Rules are bit-exact in float32. A float64 gradient may be larger than that holds, and still be finite.
         amax = np.float32(min(seen.amax, FP32.max) if seen.finite else np.inf)

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from gradscale._shown import short, shown, shown_keys
 from gradscale.engine.measurement import UNKNOWN_RATIO
-from gradscale.policies.checks import check_number
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_number
 from gradscale.policies.contract import Policy, ScaleState, check_policy
-from gradscale.record import Record, numbers
+from gradscale.record import Record, numbers, with_values
 
 KEYS = ("policy", "state")
 
@@ -48,19 +49,32 @@ def read_saved(mapping: Mapping[str, Any]) -> Saved:
     policy = policy_from_dict(mapping["policy"])
     check_policy(policy)
     # The class of the state comes from the policy, not from the file: a state of another policy is refused.
-    state = cast(type[ScaleState], type(policy.start())).from_dict(mapping["state"])
-    check_state(policy, state)
+    start: ScaleState = policy.start()
+    state = _widened(type(start).from_dict(mapping["state"]), start)
+    _check_kind(policy, state)
     low, high = getattr(policy, "min_scale", 0.0), getattr(policy, "max_scale", np.inf)
     if not low <= state.scale <= high:
         raise ValueError(
             f"The saved scale must lie between the policy's bounds, {low!r} and {high!r}. "
             f"Received: scale={float(state.scale)!r}. The file it came from is damaged."
         )
+    check_state(policy, state)
     return Saved(policy, state, _ratio(mapping.get(AMAX_RATIO, UNKNOWN_RATIO)))
 
 
 def check_state(policy: Policy, state: Any) -> None:
-    """Raises if `state` is not a state of `policy`, for a single scale."""
+    """Raises if `state` is not a state of `policy`, for a single scale that gradients can be divided by."""
+    _check_kind(policy, state)
+    if policy.needs and not LOWEST_SCALE <= state.scale <= HIGHEST_SCALE:
+        raise ValueError(
+            "The scale of a run must lie between 2**-126 and 2**126, where it and its reciprocal are normal float32 "
+            f"numbers. Received: scale={float(state.scale)!r}. A run that gets there has lost its scale: put another "
+            "in its place, such as 65536."
+        )
+
+
+def _check_kind(policy: Policy, state: Any) -> None:
+    """Raises if `state` is not a state of `policy`, or holds more than one scale."""
     kind = cast(type[ScaleState], type(policy.start()))
     if not isinstance(state, kind):
         raise TypeError(
@@ -71,6 +85,12 @@ def check_state(policy: Policy, state: Any) -> None:
         raise ValueError(f"`state` must hold one scale, not a vector of them. Received: vectors in {many}.")
 
 
+def _widened(state: ScaleState, start: ScaleState) -> ScaleState:
+    """Returns `state` with its leaves in float64 where those of `start` are: a dict does not say in which type."""
+    wide = {name: value for name, value in numbers(start).items() if value.dtype == np.float64}
+    return with_values(state, {name: np.float64(getattr(state, name)) for name in wide})
+
+
 def _check_parts(mapping: Any) -> None:
     """Raises if `mapping` does not have the two parts that `write_saved` writes."""
     if not isinstance(mapping, Mapping):
@@ -78,19 +98,19 @@ def _check_parts(mapping: Any) -> None:
     saved = cast(Mapping[Any, Any], mapping)
     if set(saved) - {AMAX_RATIO} != set(KEYS):
         raise ValueError(
-            f"A saved LossScaler has the keys {list(KEYS)}. Received: {sorted(map(str, saved))}. "
+            f"A saved LossScaler has the keys {list(KEYS)}. Received: {shown_keys(saved)}. "
             "Another system's state is read by `gradscale.import_state`."
         )
     for key in KEYS:
         if not isinstance(part := saved[key], Mapping):
-            raise TypeError(f"`{key}` of a saved LossScaler must be a mapping. Received: {part!r}.")
+            raise TypeError(f"`{key}` of a saved LossScaler must be a mapping. Received: {shown(part)}.")
 
 
 def _ratio(value: Any) -> float:
     """Returns a saved ratio of amax to norm; raises unless it can be one."""
     check_number(AMAX_RATIO, value)
     if not 0 < value <= 1:
-        raise ValueError(f"`{AMAX_RATIO}` must be above 0 and at most 1. Received: {AMAX_RATIO}={value!r}.")
+        raise ValueError(f"`{AMAX_RATIO}` must be above 0 and at most 1. Received: {AMAX_RATIO}={short(value)}.")
     return float(value)
 
 
@@ -111,7 +131,9 @@ def policy_from_dict(mapping: Mapping[str, Any]) -> Policy:
     kinds = {kind.__name__: kind for kind in _policies(Record)}
     wanted = mapping.get("kind")
     if not isinstance(wanted, str) or wanted not in kinds:
-        raise ValueError(f"A saved policy has a `kind`. Received: kind={wanted!r}. Known: {', '.join(sorted(kinds))}.")
+        raise ValueError(
+            f"A saved policy has a `kind`. Received: kind={short(wanted)}. Known: {', '.join(sorted(kinds))}."
+        )
     return kinds[wanted].from_dict(mapping)  # pyright: ignore[reportReturnType]
 
 

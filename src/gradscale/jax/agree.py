@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gradscale.engine.measurement import Measurement
+from gradscale.engine.measurement import LARGEST_NORM, Measurement
 from gradscale.engine.plan import Plan
 from gradscale.jax.measure import LocalSizes
 from gradscale.jax.tree import Gradients
@@ -47,8 +47,14 @@ def _measurement(magnitudes: Array, squares: Array, plan: Plan) -> Measurement:
         sizes=sizes if sizes.size else None,
         total=total,
         amax=largest if plan.amax else None,
-        norm=_root(jnp.sum(squares)) if plan.norm else None,
+        norm=_norm(squares) if plan.norm else None,
     )
+
+
+def _norm(squares: Array) -> Array:
+    """Returns the norm; inf where its square does not fit float32, also of float64 gradients."""
+    norm = _root(jnp.sum(squares))
+    return norm if norm.dtype == jnp.float32 else jnp.where(norm < LARGEST_NORM, norm, jnp.inf)
 
 
 def _root(total: Array) -> Array:

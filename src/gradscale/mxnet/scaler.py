@@ -11,6 +11,7 @@ from gradscale.engine.decide import check_clip
 from gradscale.engine.host_scaler import HostScaler
 from gradscale.engine.plan import Plan
 from gradscale.engine.result import StepResult
+from gradscale.engine.saved_file import read_file
 from gradscale.mxnet.agree import Observation, observe
 from gradscale.mxnet.checks import check_loss
 from gradscale.mxnet.gradients import Gradients, multiply
@@ -81,8 +82,7 @@ class LossScaler(HostScaler):
         if self._unscaled:
             raise RuntimeError("Gradients are unscaled once per step. `unscale` was called before; remove one call.")
         observation = self._observe(gradients, self.loss_scale, 1.0)
-        with np.errstate(divide="ignore"):  # a scale of 0, which MXNet's own rule may reach, skips the step
-            multiply(gradients, float(np.divide(1.0, self.loss_scale)))
+        multiply(gradients, 1.0 / self.loss_scale)
         if self._before_unscale is None:  # an earlier one is kept only if it overflowed, and still counts
             self._before_unscale = observation
         self._unscaled = gradients
@@ -140,11 +140,7 @@ class LossScaler(HostScaler):
         Raises:
             ValueError: the file is not as `save` wrote it. Nothing has changed then.
         """
-        try:
-            mapping = json.loads(Path(path).read_text())
-        except ValueError as error:
-            raise ValueError(f"`path` must name a JSON file that `save` wrote. Received: {path} ({error}).") from error
-        self.load_state_dict(mapping)
+        self._load(read_file(path))
 
     def _observe(self, gradients: Gradients, divisor: float, rescale: float) -> Observation:
         return observe(gradients, Plan.of(self._policy, clip_norm=self.clip_norm), divisor=divisor, rescale=rescale)

@@ -2,20 +2,18 @@
 
 import math
 import re
-import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 import numpy as np
 
+from gradscale._shown import short, shown, shown_keys
 from gradscale.policies.contract import Policy, ScaleState
 
 Imported = tuple[Policy, ScaleState]
 
 _INT32 = np.iinfo(np.int32)
-_SHORT = reprlib.Repr()
-_SHORT.maxother = 120
 # ":0" ends the name of a tensor in a TF1 graph; the other suffix is that of object-based checkpoints.
 _TENSORFLOW_SUFFIX = re.compile(r"(:0)?(/\.ATTRIBUTES/VARIABLE_VALUE)?$")
 
@@ -45,8 +43,8 @@ class Saved:
         missing, unknown = sorted(set(keys) - received), sorted(received - set(keys))
         if missing or unknown:
             raise ValueError(
-                f"{self.what} saves the keys {', '.join(keys)}. Received: {sorted(received)}"
-                f"{f'; missing: {missing}' if missing else ''}{f'; unknown: {unknown}' if unknown else ''}."
+                f"{self.what} saves the keys {', '.join(keys)}. Received: {shown_keys(received)}"
+                f"{f'; missing: {missing}' if missing else ''}{f'; unknown: {shown_keys(unknown)}' if unknown else ''}."
             )
         return self
 
@@ -54,7 +52,7 @@ class Saved:
         """Returns a scale: any number from zero up, as the scales of several systems reach zero or infinity."""
         value = self.number(key)
         if value < 0:
-            raise ValueError(f"`{key}` of {self.what} must not be negative. Received: {value!r}.")
+            raise ValueError(f"`{key}` of {self.what} must not be negative. Received: {short(value)}.")
         return value
 
     def scale32(self, key: str) -> np.float32:
@@ -89,7 +87,9 @@ class Saved:
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong(key, "an integer", value)
         if not lowest <= value <= _INT32.max:
-            raise ValueError(f"`{key}` of {self.what} must lie between {lowest} and 2**31 - 1. Received: {value!r}.")
+            raise ValueError(
+                f"`{key}` of {self.what} must lie between {lowest} and 2**31 - 1. Received: {short(value)}."
+            )
         return value
 
     def flag(self, key: str) -> bool:
@@ -101,16 +101,11 @@ class Saved:
 
     def _get(self, key: str) -> Any:
         if key not in self.values:
-            raise ValueError(f"{self.what} saves the key {key!r}. Received keys: {sorted(map(str, self.values))}.")
+            raise ValueError(f"{self.what} saves the key {key!r}. Received keys: {shown_keys(self.values)}.")
         return _plain(self.values[key])
 
     def _wrong(self, key: str, wanted: str, value: Any) -> TypeError:
         return TypeError(f"`{key}` of {self.what} must be {wanted}. Received: {shown(value)}.")
-
-
-def shown(value: Any) -> str:
-    """Returns a value and its type for an error message, cut short: a value from a file can be very long."""
-    return f"{_SHORT.repr(value)} ({type(value).__name__})"
 
 
 def _plain(value: Any) -> Any:
@@ -161,7 +156,9 @@ def picked(what: str, mapping: Mapping[str, Any], required: Sequence[str], setti
         if name != str(key) and name not in (*required, *settings):
             continue
         if name in found:
-            raise ValueError(f"{what} saves one `{name}`. Received two, the second as {key!r}. Pass the part of one.")
+            raise ValueError(
+                f"{what} saves one `{name}`. Received two, the second as {short(key)}. Pass the part of one."
+            )
         found[name] = value
     return Saved(what, found).only(*required, *(name for name in settings if name in found))
 
@@ -181,9 +178,15 @@ def given(saved: Saved, *numbers: str, counts: Sequence[str] = ()) -> dict[str, 
 
 
 def started(policy: Any, **leaves: Any) -> Imported:
-    """Returns `policy` and its first state with `leaves` set, in the types of that state."""
+    """Returns `policy` and its first state with `leaves` set, in the types of that state; raises if they do not fit."""
     start = policy.start()
-    return policy, replace(start, **{name: getattr(start, name).dtype.type(value) for name, value in leaves.items()})
+    return policy, replace(start, **{name: _typed(name, getattr(start, name), value) for name, value in leaves.items()})
+
+
+def _typed(name: str, like: Any, value: Any) -> Any:
+    if like.dtype.kind == "f" and float(np.finfo(like.dtype).max) < abs(value) < math.inf:
+        raise ValueError(f"`{name}` of a saved state must fit {like.dtype}. Received: {value!r}.")
+    return like.dtype.type(value)
 
 
 def check_order(saved: Saved, first: str, then: str, steps: int) -> int:
@@ -191,6 +194,6 @@ def check_order(saved: Saved, first: str, then: str, steps: int) -> int:
     if steps < 0:
         raise ValueError(
             f"`{first}` of {saved.what} must come before `{then}`. Received: "
-            f"{first}={saved.values[first]!r}, {then}={saved.values[then]!r}."
+            f"{first}={short(saved.values[first])}, {then}={short(saved.values[then])}."
         )
     return steps

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from gradscale._shown import short, shown_keys
 from gradscale.peers._export import ladder_for, values_of
 from gradscale.peers._iterations import modulo_rule, read_iterations, write_iterations
 from gradscale.peers._saved import Imported, Saved, started
@@ -120,8 +121,8 @@ def _only_loss(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     losses = [key for key in mapping if str(key).startswith("loss_scaler")]
     if len(losses) > 1:
         raise ValueError(
-            f"amp keeps one scaler for each loss, and a state is that of one. Received: {sorted(losses)}. "
-            f"Choose one: import_state('apex', {{'loss_scaler0': mapping[{losses[-1]!r}]}})."
+            f"amp keeps one scaler for each loss, and a state is that of one. Received: {shown_keys(losses)}. "
+            f"Choose one: import_state('apex', {{'loss_scaler0': mapping[{short(losses[-1])}]}})."
         )
     return mapping[losses[0]] if losses and len(mapping) == 1 else mapping
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from gradscale._shown import shown_keys
 from gradscale.peers._export import values_of
 from gradscale.peers._iterations import modulo_rule, read_iterations, write_iterations
 from gradscale.peers._saved import Imported, Saved, started, whole_or_inside
@@ -119,7 +120,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
             return started(NoScaling())
     raise ValueError(
         "A DeepSpeed checkpoint of an FP16 run holds `loss_scaler` (ZeRO) or `cur_scale` in its `optimizer` or "
-        f"`optimizer_state_dict`. Received keys: {sorted(map(str, mapping))}. A run in BF16 or FP32 has no scale."
+        f"`optimizer_state_dict`. Received keys: {shown_keys(mapping)}. A run in BF16 or FP32 has no scale."
     )
 
 
@@ -140,7 +141,8 @@ def _read_optimizer(mapping: Mapping[str, Any]) -> Imported:
     # Only versions with hysteresis save `cur_hysteresis`. The hysteresis itself is not saved: 2 is the default.
     saved = Saved("DeepSpeed's FP16 optimizer", mapping)
     imported = read_iterations(saved, 1.0, LATE)
-    return _resumed(imported, saved, 2, False) if "cur_hysteresis" in mapping else imported
+    has_hysteresis = isinstance(imported[0], Ladder) and "cur_hysteresis" in mapping
+    return _resumed(imported, saved, 2, False) if has_hysteresis else imported
 
 
 def _resumed(imported: Imported, saved: Saved, hysteresis: int, consecutive: bool) -> Imported:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from gradscale._shown import shown_keys
 from gradscale.peers._export import ladder_for, values_of
 from gradscale.peers._iterations import modulo_rule
 from gradscale.peers._saved import Imported, Saved, settings_of, started, whole_or_inside
@@ -161,7 +162,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
             return started(policy, scale=scale)
     raise ValueError(
         "A fairseq checkpoint of an FP16 run holds `loss_scale` in its `last_optimizer_state`. "
-        f"Received keys: {sorted(map(str, mapping))}. Runs with --amp, BF16 or FP32 save none."
+        f"Received keys: {shown_keys(mapping)}. Runs with --amp, BF16 or FP32 save none."
     )
 
 

@@ -58,8 +58,8 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     settings = ("growth_factor", "backoff_factor", "growth_interval", "minimum_scale")
     saved = picked("A flax DynamicScale", mapping, ("fin_steps", "scale"), settings)
     keywords = given(saved, "growth_factor", "backoff_factor", "minimum_scale", counts=("growth_interval",))
-    policy = replace(dynamic_scale(fin_steps=saved.count("fin_steps"), **keywords), init_scale=saved.scale("scale"))
-    return started(policy)
+    policy = dynamic_scale(fin_steps=saved.count("fin_steps"), **keywords)
+    return started(replace(policy, init_scale=float(saved.scale32("scale"))))
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:

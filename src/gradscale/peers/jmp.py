@@ -79,7 +79,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     saved = picked("A jmp DynamicLossScale", mapping, ("loss_scale", "counter"), settings)
     keywords = given(saved, "factor", "min_loss_scale", counts=("period",))
     rule = dynamic_loss_scale(1.0, saved.count("counter"), **keywords)
-    return started(replace(rule, init_scale=saved.scale("loss_scale")))
+    return started(replace(rule, init_scale=float(saved.scale32("loss_scale"))))
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:

@@ -42,9 +42,8 @@ def read(mapping: Mapping[str, Any]) -> Imported:
 def _by_name(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the variables of the optimizer, and no other numbered ones, by name."""
     for key in ("optimizer", "vars"):
-        inner = mapping.get(key)
-        if isinstance(inner, Mapping):
-            return _by_name(cast("Mapping[str, Any]", inner))
+        if isinstance(inner := mapping.get(key), Mapping):
+            mapping = cast("Mapping[str, Any]", inner)
     named = {_INDICES.get(str(key), str(key)): value for key, value in mapping.items()}
     return {name: value for name, value in named.items() if not name.isdecimal()}
 

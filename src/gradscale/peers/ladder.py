@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from gradscale.policies.arithmetic import Namespace, larger, smaller
-from gradscale.policies.contract import ScaleState, Seen, counted
+from gradscale.policies.contract import ScaleState, Seen, counted, one_more
 from gradscale.record import Array, Record, leaf
 
-NO_LIMIT = -(2**31)
-"""`fewest_credits` of a system whose credits fall below zero without end."""
+NO_LIMIT = -(2**31) + 1
+"""`fewest_credits` of a system whose credits fall below zero without end: one less is still an int32."""
 
 _SMALLEST_NORMAL = 2.0**-126
 """Of float32."""
@@ -90,7 +90,7 @@ class Ladder(Record):
         clean = xp.logical_and(seen.finite, seen.loss_finite)
         overflow = xp.logical_not(clean)
         # A negative counter is a step that does not count, so a late start needs no state of its own.
-        clean_steps = xp.where(clean, state.clean_steps + 1, -self.late)
+        clean_steps = xp.where(clean, one_more(state.clean_steps, xp), -self.late)
         reached = clean_steps >= self.growth_interval if self.overshoot else clean_steps == self.growth_interval
         grows = xp.logical_and(clean, reached)
         left = xp.where(overflow, larger(state.credits - 1, self.fewest_credits, xp), state.credits)
@@ -147,6 +147,11 @@ def compiled(rule: Ladder) -> Ladder:
     """Returns a `one_factor_ladder` as graph compilers run it: multiplied by 1 / factor in float32, not divided."""
     # XLA and TensorFlow's graph optimizer replace a division by a constant. The last bit differs, and only for a factor
     # that is not a power of two.
+    if not 2.0**-126 <= rule.backoff_divisor <= 2.0**126:
+        raise ValueError(
+            "The factor by which a compiled rule backs off must lie between 2**-126 and 2**126, so that float32 holds "
+            f"1 / factor in full precision. Received: {rule.backoff_divisor!r}."
+        )
     reciprocal = float(np.float32(1) / np.float32(rule.backoff_divisor))
     return replace(rule, backoff_factor=reciprocal, backoff_divisor=1.0)
 

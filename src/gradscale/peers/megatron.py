@@ -5,8 +5,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from gradscale._shown import short, shown
 from gradscale.peers._export import ladder_for, values_of
-from gradscale.peers._saved import Imported, Saved, settings_of, shown, started
+from gradscale.peers._saved import Imported, Saved, settings_of, started
 from gradscale.peers._settings import check_backoff, check_float32, check_growth, whole
 from gradscale.peers.ladder import NO_LIMIT, Ladder
 from gradscale.policies.checks import check_count
@@ -122,8 +123,8 @@ def _shared_scaler(optimizers: Sequence[Any]) -> Mapping[str, Any]:
     scales = [Saved("Megatron's DynamicGradScaler", scaler).scale("scale") for scaler in scalers if scaler]
     if len(set(scales)) > 1:
         raise ValueError(
-            f"The scalers of chained optimizers must agree. Received: scales {scales}. Only the first multiplies "
-            "the loss; the others divided by the wrong number. To continue from the first, pass `mapping[0]`."
+            f"The scalers of chained optimizers must agree. Received: scales {short(scales)}. Only the first "
+            "multiplies the loss; the others divided by the wrong number. To continue from it, pass `mapping[0]`."
         )
     return scalers[0]
 

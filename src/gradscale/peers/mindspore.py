@@ -119,7 +119,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     if "scale_sense" in names and not names & {*_CELL[1:]}:
         return started(Static(picked("A fixed scale of MindSpore", mapping, ("scale_sense",)).scale("scale_sense")))
     saved = picked("A loss scale cell of MindSpore", mapping, _CELL, _SETTINGS)
-    policy = replace(dynamic_update_cell(1.0, **_settings(saved)), init_scale=saved.scale("scale_sense"))
+    policy = replace(dynamic_update_cell(1.0, **_settings(saved)), init_scale=float(saved.scale32("scale_sense")))
     step, last = saved.count(_CELL[1], lowest=1), saved.count(_CELL[2])
     return started(policy, clean_steps=check_order(saved, _CELL[2], _CELL[1], step - last - 1))
 
@@ -129,7 +129,7 @@ def _read_scaler(mapping: Mapping[str, Any], dynamic: bool) -> Imported:
     if not dynamic:
         return started(Static(picked(what, mapping, ("scale_value",)).scale("scale_value")))
     saved = picked(what, mapping, _SCALER, _SETTINGS)
-    policy = replace(dynamic_loss_scaler(1.0, **_settings(saved)), init_scale=saved.scale("scale_value"))
+    policy = replace(dynamic_loss_scaler(1.0, **_settings(saved)), init_scale=float(saved.scale32("scale_value")))
     return started(policy, clean_steps=wrapped(saved.count("counter"), policy.growth_interval))
 
 

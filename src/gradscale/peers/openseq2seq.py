@@ -20,7 +20,7 @@ _LOG_MAX = ("iteration", "scale", *_MODEL)
 _BACKOFF_SETTINGS = ("scale_min", "scale_max", "step_factor", "step_window")
 _LOG_MAX_SETTINGS = ("scale_min", "scale_max", "log_max", "beta1", "beta2", "overflow_std_dev")
 
-_UNNAMED = re.compile(r"Variable(?:_(\d+))?$")
+_UNNAMED = re.compile(r"Variable(?:_(\d{1,9}))?$")
 
 
 def backoff_scaler(

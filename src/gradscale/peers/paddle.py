@@ -69,7 +69,7 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     if not mapping:
         return started(NoScaling())
     saved = Saved(_WHAT, mapping).only(*_KEYS)
-    scale = saved.scale("scale")
+    scale = float(saved.scale32("scale"))
     if not saved.flag("use_dynamic_loss_scaling"):
         return started(Static(scale))
     every = saved.count("decr_every_n_nan_or_inf", lowest=1)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from gradscale._shown import short
 from gradscale.formats import Format
 from gradscale.policies.contract import Policy, Seen
 from gradscale.record import Array
@@ -80,11 +81,11 @@ def _vector(name: str, values: Any) -> Vector:
     try:
         vector = np.asarray(values)
     except (ValueError, TypeError):
-        raise TypeError(f"`{name}` must be a flat sequence of numbers. Received: {_short(values)}.") from None
+        raise TypeError(f"`{name}` must be a flat sequence of numbers. Received: {short(values)}.") from None
     if vector.ndim != 1:
         raise ValueError(f"`{name}` must have one value for each step. Received an array of shape {vector.shape}.")
     if vector.size and vector.dtype.kind not in "biuf":
-        raise TypeError(f"`{name}` must be a flat sequence of numbers. Received: {_short(values)}.")
+        raise TypeError(f"`{name}` must be a flat sequence of numbers. Received: {short(values)}.")
     return vector
 
 
@@ -119,8 +120,3 @@ def _common_length(lengths: dict[str, int]) -> int:
 def _argument(name: str) -> str:
     """Returns what `replay` calls the sequence that fills the field `name` of `Seen`."""
     return "`found_inf`" if name == "finite" else f"`{name}`"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
