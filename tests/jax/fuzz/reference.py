@@ -77,8 +77,8 @@ class Plain:
         self.state: Any = None if setup.exact else plain_optimizer(setup.optimizer).init(self._wide())
 
     def step(self, batches: list[dict[str, Any]], spikes: list[float]) -> None:
-        grads = {name: sum(_wide(batch[name]) for batch in batches) for name in self.trained}
-        grads["a"] = grads["a"] + np.float32([sum(spikes), 0, 0, 0])
+        grads: dict[str, Any] = {name: sum(_wide(batch[name]) for batch in batches) for name in self.trained}
+        grads["a"] = grads["a"] + np.array([sum(spikes), 0, 0, 0], np.float32)
         if self.setup.clip_norm is not None:
             # All gradients count, those of frozen parameters too.
             every = [sum(_wide(batch[name]) for batch in batches) for name in self.setup.leaves if name != "count"]
