@@ -121,7 +121,7 @@ def _as_leaf(value: Any) -> np.ndarray[Any, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Returns `value` as what JSON can hold: plain numbers, strings and lists, with infinity as the string "inf"."""
+    """Returns `value` as what JSON can hold: plain numbers, strings and lists; infinity and NaN as "inf" and "nan"."""
     if isinstance(value, Format):
         return value.name
     if isinstance(value, str | None):
@@ -129,7 +129,7 @@ def plain(value: Any) -> Any:
     bare = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(bare, list):
         return [plain(item) for item in cast(list[Any], bare)]
-    return str(bare) if isinstance(bare, float) and math.isinf(bare) else bare
+    return str(bare) if isinstance(bare, float) and not math.isfinite(bare) else bare
 
 
 def _checked_body(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:

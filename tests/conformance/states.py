@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from gradscale import Dynamic, NoScaling, Policy, Static
+from gradscale import Dynamic, NoScaling, Policy, Static, preset
 
 
 class Event(Enum):
@@ -175,6 +175,24 @@ STATE_CASES = (
         (
             Row(CLEAN, 2.0**126, 0, 1, 1, 0, 0, no),
             Row(CLEAN, 2.0**126, 0, 1, 2, 0, 0, no),
+        ),
+    ),
+    StateCase(
+        "another system's scale stops at the lowest that gradients can be divided by, stuck, and rises again",
+        preset("torch", init_scale=2.0**-125, growth_interval=1),
+        (
+            Row(INF, 2.0**-126, 0, 1, 0, 1, 1, yes),
+            Row(INF, 2.0**-126, 0, 1, 0, 2, 2, yes),
+            Row(CLEAN, 2.0**-125, 0, 1, 1, 2, 0, no),
+        ),
+    ),
+    StateCase(
+        "another system's scale stops at the highest that gradients can be divided by",
+        preset("torch", init_scale=2.0**125, growth_interval=1),
+        (
+            Row(CLEAN, 2.0**126, 0, 1, 1, 0, 0, no),
+            Row(CLEAN, 2.0**126, 0, 1, 2, 0, 0, no),
+            Row(INF, 2.0**125, 0, 1, 2, 1, 1, no),
         ),
     ),
     StateCase(

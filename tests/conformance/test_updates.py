@@ -1,5 +1,6 @@
 """Every adapter turns the gradients of the table into the updates of the table."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,14 @@ def assert_update(step: Step, expected: Update) -> None:
         assert step.reported.status is expected.status
 
 
+def squares_overflow(update: Update) -> bool:
+    """Returns whether the norm is an overflow though the gradients are not: not seen where the user clips."""
+    return update.norm == math.inf and all(math.isfinite(item) for items in update.grads.values() for item in items)
+
+
 def involved(case: UpdateCase) -> set[Difference]:
     found = losses(update.loss for update in case.steps)
+    found |= {"norm"} if any(map(squares_overflow, case.steps)) else set()
     found |= set() if all(update.grads for update in case.steps) else {"no grads"}
     return found | ({"no scaling"} if isinstance(case.policy, NoScaling) else set())
 

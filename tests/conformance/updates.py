@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradscale import Dynamic, NoScaling, Policy, Static, Status
+from gradscale import Dynamic, Headroom, NoScaling, Policy, Static, Status, preset
 
 Values = Mapping[str, list[Any]]
 
@@ -214,6 +214,27 @@ UPDATE_CASES = (
         ),
     ),
     UpdateCase(
+        "the lowest scale of all divides the gradients after an overflow there",
+        preset("torch", init_scale=2.0**-126),
+        {"weight": [1.0, 2.0]},
+        (
+            Update(
+                grads={"weight": [math.inf, 0.0]},
+                status=OVERFLOW,
+                factor=0.0,
+                applied=None,
+                params={"weight": [1.0, 2.0]},
+            ),
+            Update(
+                grads={"weight": [2.0**-126, 0.0]},
+                status=APPLIED,
+                factor=2.0**126,
+                applied={"weight": [1.0, 0.0]},
+                params={"weight": [0.5, 2.0]},
+            ),
+        ),
+    ),
+    UpdateCase(
         "a parameter without a gradient stays as it is",
         Static(2.0),
         {"weight": [1.0], "frozen": [7.0]},
@@ -282,6 +303,23 @@ UPDATE_CASES = (
         ),
     ),
     UpdateCase(
+        # As `torch.nn.utils.clip_grad_norm_`: every gradient times 1 / inf. Nothing is checked, and nothing is skipped.
+        "no scaling clips by an infinite norm too",
+        NoScaling(),
+        {"weight": [0.0, 1.0]},
+        (
+            Update(
+                grads={"weight": [math.inf, 8.0]},
+                clip_norm=5.0,
+                norm=math.inf,
+                status=APPLIED,
+                factor=0.0,
+                applied={"weight": [math.nan, 0.0]},
+                params={"weight": [math.nan, 1.0]},
+            ),
+        ),
+    ),
+    UpdateCase(
         "float16 gradients are unscaled in float32, below all that float16 can hold",
         Static(65536.0),
         {"weight": [0.0, 0.0]},
@@ -342,6 +380,64 @@ UPDATE_CASES = (
             ),
         ),
         dtype="float64",
+    ),
+    UpdateCase(
+        "float64 gradients that do not fit float32 are applied, at every step",
+        Static(2.0),
+        {"weight": [1.0, 1.0]},
+        tuple(
+            Update(
+                grads={"weight": [2.0**200, 2.0]},
+                status=APPLIED,
+                factor=0.5,
+                applied={"weight": [2.0**199, 1.0]},
+                params={"weight": [-(2.0**198) * (step + 1), 0.5 - 0.5 * step]},
+            )
+            for step in range(2)
+        ),
+        dtype="float64",
+    ),
+    UpdateCase(
+        "float64 gradients that do not fit float32 lower a scale that follows them",
+        Headroom(),
+        {"weight": [0.0, 1.0]},
+        (
+            Update(
+                grads={"weight": [2.0**200, 0.0]},
+                status=APPLIED,
+                factor=2.0**-16,
+                applied={"weight": [2.0**184, 0.0]},
+                params={"weight": [-(2.0**183), 1.0]},
+            ),
+            Update(
+                grads={"weight": [0.0, 2.0**-24]},
+                status=APPLIED,
+                factor=2.0**24,
+                applied={"weight": [0.0, 1.0]},
+                params={"weight": [-(2.0**183), 0.5]},
+            ),
+        ),
+        dtype="float64",
+    ),
+    *(
+        UpdateCase(
+            f"a norm whose square does not fit float32 is an overflow where gradients are {dtype}",
+            Static(2.0),
+            {"weight": [1.0, 1.0]},
+            (
+                Update(
+                    grads={"weight": [2.0**70, 1.0]},
+                    clip_norm=1.0,
+                    norm=math.inf,
+                    status=OVERFLOW,
+                    factor=0.0,
+                    applied=None,
+                    params={"weight": [1.0, 1.0]},
+                ),
+            ),
+            dtype=dtype,
+        )
+        for dtype in ("float32", "float64")
     ),
     UpdateCase(
         "complex gradients count as their real and imaginary parts",

@@ -132,3 +132,57 @@ def test_flax_modules_compute_in_their_own_dtype() -> None:
     layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     assert get_policy("c=bf16").wrap(layer)(jnp.ones(3)).dtype == jnp.bfloat16
     assert layer.kernel[...].dtype == jnp.float32
+
+
+class Norm(nnx.Module):
+    """A layer, the statistics of its batches, and a dropout with a random stream."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(2, 2, rngs=rngs)
+        self.norm = nnx.BatchNorm(2, dtype=jnp.float16, momentum=0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.dropout(self.norm(x + 0 * self.linear(x)))
+
+
+@pytest.mark.parametrize(
+    "call", [lambda cast, model, x: cast.wrap(model)(x), lambda cast, model, x: cast.wrap(run)(model, x)]
+)
+def test_an_nnx_module_keeps_its_statistics_and_its_random_stream(call: Any) -> None:
+    model = Norm()
+    for number in (1, 2):
+        out = call(FULL_HALF_FULL, model, jnp.full((4, 2), 8.0))
+        assert out.dtype == jnp.float32
+        assert model.norm.mean[...].tolist() == [8.0 - 8.0 * 0.5**number] * 2
+        assert int(model.dropout.rngs.count[...]) == number
+    assert model.norm.mean[...].dtype == model.linear.kernel[...].dtype == jnp.float32
+
+
+def run(model: Any, x: Any) -> Any:
+    return model(x)
+
+
+def test_statistics_of_flax_linen_move_by_less_than_half_precision_shows() -> None:
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            return linen.BatchNorm(use_running_average=False, momentum=1 - 2.0**-12, dtype=jnp.float16)(x)
+
+    variables = Model().init(jax.random.key(0), jnp.ones((2, 2)))
+    model = get_policy("c=f16").wrap(Model().apply)
+    for _ in range(4):
+        _, changed = model(variables, jnp.full((2, 2), 2.0), mutable=["batch_stats"])
+        variables = {**variables, **changed}
+    (statistics,) = variables["batch_stats"].values()
+    assert dtypes(statistics) == {"mean": "float32", "var": "float32"}
+    np.testing.assert_allclose(statistics["mean"], 2.0 * (1 - (1 - 2.0**-12) ** 4), rtol=1e-5)
+    np.testing.assert_allclose(statistics["var"], (1 - 2.0**-12) ** 4, rtol=1e-6)
+
+
+def test_scales_of_fp8_layers_are_not_cast() -> None:
+    variables = {"params": {"w": jnp.ones(1)}, "_overwrite_with_gradient": {"scale": jnp.float32([1e-9])}}
+    seen: list[Any] = []
+    get_policy("f16").wrap(lambda variables: seen.append(dtypes(variables)))(variables)
+    assert seen == [{"params": {"w": "float16"}, "_overwrite_with_gradient": {"scale": "float32"}}]

@@ -14,7 +14,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 from tests.jax.helpers import INF, POLICY, batch
 
-from gradscale.jax import Scaler, StepResult, apply, value_and_grad
+from gradscale.jax import Scaler, StepResult, apply, loss_scale, scaled, value_and_grad
 from gradscale.jax.casting import get_policy
 
 TX = optax.adam(0.05)
@@ -127,10 +127,51 @@ def test_equinox_trains_once_it_is_partitioned() -> None:
     assert descends(weights, cost)
 
 
-def test_an_equinox_module_that_is_not_partitioned_is_refused_by_name() -> None:
-    model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
-    with pytest.raises(TypeError, match=r"Received: 'activation' of type .*`equinox\.partition"):
-        value_and_grad(lambda m, x: jnp.mean(jax.vmap(m)(x)))(Scaler(), model, batch())
+class Dropped(eqx.Module):
+    """A network with leaves that are no arrays: functions, flags, a name, and the rate of a dropout."""
+
+    mlp: eqx.nn.MLP
+    dropout: eqx.nn.Dropout
+    name: str
+
+    def __call__(self, x: Any) -> Any:
+        return self.dropout(self.mlp(x))
+
+
+@pytest.mark.parametrize("way", ["apply", "scaled"])
+def test_a_whole_equinox_module_is_trained_as_equinox_does_it(way: str) -> None:
+    tx = optax.adamw(0.05, weight_decay=0.5)
+    model = Dropped(eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0)), eqx.nn.Dropout(0.0), "net")
+
+    def cost(model: Any, x: Any) -> Any:
+        return jnp.mean(jnp.square(jax.vmap(model)(x) - 1.0))
+
+    @eqx.filter_jit
+    def step(model: Any, opt_state: Any, scaler: Scaler, x: Any) -> Any:
+        _, grads, scaler, result = value_and_grad(cost)(scaler, model, x)
+        return *apply(tx, grads, opt_state, model, result), scaler
+
+    @eqx.filter_jit
+    def scaled_step(model: Any, opt_state: Any, x: Any) -> Any:
+        grads = eqx.filter_grad(lambda m: cost(m, x) * loss_scale(opt_state))(model)
+        updates, opt_state = scaled(tx, POLICY).update(grads, opt_state, model)
+        return eqx.apply_updates(model, updates), opt_state
+
+    expected, state = model, tx.init(eqx.filter(model, eqx.is_array))
+    ours, opt_state, scaler = model, tx.init(eqx.filter(model, eqx.is_array)), Scaler(POLICY)
+    scaled_state = scaled(tx, POLICY).init(model)
+    for number in range(3):
+        x = batch(number) if number != 1 else batch() * INF
+        if way == "apply":
+            ours, opt_state, scaler = step(ours, opt_state, scaler, x)
+        else:
+            ours, scaled_state = scaled_step(ours, scaled_state, x)
+        if number != 1:
+            updates, state = tx.update(eqx.filter_grad(cost)(expected, x), state, eqx.filter(expected, eqx.is_array))
+            expected = eqx.apply_updates(expected, updates)
+    assert (ours.dropout.p, ours.name, ours.mlp.activation) == (0.0, "net", model.mlp.activation)
+    for own, other in zip(jax.tree.leaves(ours.mlp.layers), jax.tree.leaves(expected.mlp.layers), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
 
 
 def descends(weights: Any, cost: Any) -> bool:

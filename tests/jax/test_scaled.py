@@ -84,12 +84,14 @@ def test_gradients_are_clipped_unscaled() -> None:
     np.testing.assert_allclose(np.asarray(updates), [-1.5, -2.0], rtol=1e-6)
 
 
-def test_narrow_parameters_get_wide_moments() -> None:
-    tx = scaled(optax.adam(1e-2), EXACT)
+@pytest.mark.parametrize("wide_state", [False, True])
+def test_narrow_parameters_get_wide_moments_where_asked_for(wide_state: bool) -> None:
+    tx = scaled(optax.adam(1e-2), EXACT, wide_state=wide_state)
     weights = {"w": jnp.ones(2, jnp.float16)}
     opt_state: Any = tx.init(weights)
     updates, after = jax.jit(tx.update)({"w": jnp.ones(2, jnp.float16)}, opt_state, weights)
-    assert opt_state.inner[0].nu["w"].dtype == updates["w"].dtype == jnp.float32
+    assert opt_state.inner[0].nu["w"].dtype == (jnp.float32 if wide_state else jnp.float16)
+    assert updates["w"].dtype == jnp.float16
     assert [leaf.dtype for leaf in jax.tree.leaves(opt_state)] == [leaf.dtype for leaf in jax.tree.leaves(after)]
 
 

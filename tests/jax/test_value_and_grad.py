@@ -272,11 +272,11 @@ def test_has_aux_needs_a_pair() -> None:
         value_and_grad(lambda w: w, has_aux=True)(Scaler(), jnp.float32(1))
 
 
-def test_a_leaf_that_is_no_array_is_named() -> None:
-    with pytest.raises(
-        TypeError, match=r"Every leaf of the arguments.*'layer\.activation' of type function.*partition"
-    ):
-        value_and_grad(lambda p: p["w"])(Scaler(), {"w": 1.0, "layer": {"activation": jnp.tanh.__wrapped__}})
+def test_a_leaf_that_is_no_array_is_left_alone_and_has_no_gradient() -> None:
+    tree = {"layer": {"activation": jnp.tanh, "name": "hidden", "w": jnp.float32(0)}}
+    _, grads, _, result = value_and_grad(lambda p: p["layer"]["activation"](p["layer"]["w"]))(Scaler(), tree)
+    assert grads == {"layer": {"activation": None, "name": None, "w": 1.0}}
+    assert result.names == ("layer.w",)
 
 
 def test_the_scaler_comes_first() -> None:

@@ -336,9 +336,25 @@ def test_a_factor_below_what_mxnet_takes_updates_all_the_same() -> None:
 
 
 def test_a_hard_clip_of_huge_gradients_updates_all_the_same() -> None:
-    trainer = make_trainer(make_parameter())
-    scaler = init_trainer(trainer, Static(1.0), clip_norm=0.5)
-    backward(trainer, (2.0**127, 0.0, 0.0))
+    parameter = make_parameter()
+    parameter.set_data(nd.zeros(3))
+    trainer = make_trainer(parameter)
+    scaler = init_trainer(trainer, Static(1.0), clip_norm=2.0**-70)
+    backward(trainer, (2.0**63, 0.0, 0.0))
     trainer.step(1)
     assert scaler.last.applied
-    assert weights(trainer) == [[0.5, 1.0, 1.0]]
+    assert weights(trainer) == [[-(2.0**-70), 0.0, 0.0]]
+
+
+def test_a_norm_whose_square_float32_does_not_hold_cannot_be_clipped() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Static(1.0), clip_norm=0.5)
+    backward(trainer, (2.0**64, 0.0, 0.0))
+    trainer.step(1)
+    assert scaler.last.status() is Status.OVERFLOW
+    assert weights(trainer) == [[1.0, 1.0, 1.0]]
+    scaler.clip_norm = None
+    backward(trainer, (2.0**64, 0.0, 0.0))
+    trainer.step(1)
+    assert scaler.last.applied
+    assert weights(trainer) == [[1.0 - 2.0**64, 1.0, 1.0]]

@@ -146,17 +146,29 @@ def test_float16_gradients_are_divided_in_float32() -> None:
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["step alone", "unscaled first"])
-def test_a_scale_of_zero_skips_the_step(early: bool) -> None:
+def test_the_lowest_scale_divides_gradients_exactly(early: bool) -> None:
     trainer = make_trainer(make_parameter())
     scaler = init_trainer(trainer, preset("mxnet"))  # which has no floor
     saved = scaler.state_dict()
-    scaler.load_state_dict(saved | {"state": saved["state"] | {"scale": 0.0}})
+    scaler.load_state_dict(saved | {"state": saved["state"] | {"scale": 2.0**-126}})
+    backward(trainer, (math.inf, 0.5, 0.5))
+    trainer.step(1)
+    assert (scaler.last.next_scale, scaler.last.status()) == (2.0**-126, Status.OVERFLOW)
     backward(trainer, (0.5, 0.5, 0.5))
     if early:
         unscale(trainer)
     trainer.step(1)
-    assert (scaler.last.scale, scaler.last.status()) == (0.0, Status.OVERFLOW)
-    assert weights(trainer) == [[1.0, 1.0, 1.0]]
+    assert scaler.last.applied
+    assert weights(trainer) == [[0.5, 0.5, 0.5]]
+
+
+def test_a_scale_that_gradients_cannot_be_divided_by_is_not_loaded() -> None:
+    scaler = init_trainer(make_trainer(make_parameter()), preset("mxnet"))
+    saved = scaler.state_dict()
+    for scale in (0.0, 2.0**-129, 2.0**127):
+        with pytest.raises(ValueError, match=r"between 2\*\*-126 and 2\*\*126"):
+            scaler.load_state_dict(saved | {"state": saved["state"] | {"scale": scale}})
+    assert scaler.state_dict() == saved
 
 
 def test_to_unscale_twice_is_refused() -> None:

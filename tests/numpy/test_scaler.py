@@ -90,10 +90,16 @@ def test_a_gradient_that_is_finite_only_while_scaled_skips_the_step() -> None:
 
 
 def test_a_float64_gradient_may_be_larger_than_float32_holds() -> None:
-    result = LossScaler(Dynamic(init_scale=1.0)).step([np.array([1e200])], clip_norm=1.0)
+    result = LossScaler(Dynamic(init_scale=2.0)).step([np.array([2.0**600])])
     assert result.applied
-    assert result.amax == 1e200
-    assert result.grads[0].tolist() == pytest.approx([1.0])
+    assert result.amax == 2.0**599
+    assert result.grads[0].tolist() == [2.0**599]
+
+
+def test_a_norm_whose_square_float32_does_not_hold_cannot_be_clipped() -> None:
+    scaler = LossScaler(Dynamic(init_scale=2.0))
+    assert scaler.step([np.array([2.0**64])], clip_norm=1.0).status() is Status.OVERFLOW
+    assert scaler.step([np.array([2.0**63])], clip_norm=1.0).applied
 
 
 def test_a_nonfinite_loss_given_to_step_skips_it_and_leaves_the_scale() -> None:
@@ -201,12 +207,25 @@ def test_the_rule_of_popart_halves_the_scale_for_gradients_above_its_edge() -> N
     assert scaler.step([f32(0.4 * 65535)]).next_scale == 1024.0
 
 
-def test_another_systems_rule_runs_even_where_its_scale_reaches_zero() -> None:
-    scaler = LossScaler(preset("torch", init_scale=1e-38))
-    for _ in range(40):
+@pytest.mark.parametrize("system", ["torch", "apex", "paddle", "mxnet", "popart", "keras", "megatron"])
+def test_another_systems_rule_stops_before_its_scale_cannot_divide_gradients(system: str) -> None:
+    scaler = LossScaler(preset(system), on_stuck=lambda _: None)
+    for _ in range(200):
         scaler.step([f32(math.inf)])
-    assert scaler.loss_scale == 0.0
-    assert scaler.step([f32(0.0, 1.0)]).status() is Status.OVERFLOW
+    assert scaler.loss_scale >= 2.0**-126
+    scale = np.float32(scaler.loss_scale)
+    result = scaler.step([f32(0.0, 1.0) * scale])
+    assert result.applied
+    assert result.grads[0].tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("system", ["torch", "apex", "paddle", "mxnet", "popart", "keras"])
+def test_a_run_by_another_systems_rule_is_stuck_long_before_its_scale_reaches_its_end(system: str) -> None:
+    scaler = LossScaler(preset(system))
+    for _ in range(49):
+        scaler.step([f32(math.inf)])
+    with pytest.raises(ScaleStuck, match="no lower scale"):
+        scaler.step([f32(math.inf)])
 
 
 def test_metrics_are_numbers_and_nan_where_there_is_none_yet() -> None:
@@ -247,10 +266,9 @@ def test_headroom_of_gradients_that_float32_cannot_hold_once_scaled() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_metrics_at_a_scale_of_zero_do_not_warn() -> None:
-    scaler = LossScaler(preset("torch", init_scale=1e-38))
-    for _ in range(40):
-        scaler.step([f32(math.inf)])
+def test_metrics_of_an_overflow_at_the_lowest_scale_do_not_warn() -> None:
+    scaler = LossScaler(preset("torch", init_scale=2.0**-126))
+    scaler.step([f32(math.inf)])
     assert math.isnan(scaler.metrics()["headroom_bits"])
 
 

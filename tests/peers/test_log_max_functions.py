@@ -1,10 +1,11 @@
 """The C library's logarithm and power, against results of TensorFlow 2.21 on a CPU.
 
-The numbers are among the one in a thousand for which float64, rounded to float32, gives another last bit.
+The numbers are among the one in a thousand for which float64, rounded to float32, gives another last bit. So do other
+versions of the C library, and the same version on CPUs with and without fused multiply-add. So results are held to the
+error of the functions, less than one unit in the last place, on either side.
 """
 
 import ctypes
-import platform
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,20 +29,22 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _log_max._c_function.cache_clear()
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries round otherwise")
-def test_logarithm_and_power_have_the_bits_of_tensorflow() -> None:
+def assert_near_tensorflow() -> None:
     for x, natural in LOGARITHMS:
-        assert float(_log_max.log2(np.float32(x), np)) == float(np.float32(natural) * np.float32(1.4426950408889634))
+        # One unit for the logarithm, and half of one for each of the two products with the constant.
+        wanted = np.float32(natural) * np.float32(_log_max.LOG2_E)
+        assert abs(_log_max.log2(np.float32(x), np) - wanted) <= 2 * np.spacing(abs(wanted))
     for x, power in POWERS:
-        assert float(_log_max.exp2(np.float32(x), np)) == power
+        assert abs(_log_max.exp2(np.float32(x), np) - np.float32(power)) <= np.spacing(np.float32(power))
+
+
+def test_logarithm_and_power_are_those_of_tensorflow_within_the_error_of_both() -> None:
+    assert_near_tensorflow()
 
 
 @pytest.mark.usefixtures("no_library")
-def test_without_the_library_results_are_off_by_a_unit_in_the_last_place_at_most() -> None:
-    for x, natural in LOGARITHMS:
-        assert float(_log_max.log2(np.float32(x), np)) == pytest.approx(natural * 1.4426950408889634, rel=3e-7)
-    for x, power in POWERS:
-        assert float(_log_max.exp2(np.float32(x), np)) == pytest.approx(power, rel=1.2e-7)
+def test_without_the_library_results_are_as_near() -> None:
+    assert_near_tensorflow()
 
 
 def test_arrays_keep_their_shape_and_scalars_their_type() -> None:

@@ -1,6 +1,7 @@
 """OpenSeq2Seq's `BackoffScaler` and `LogMaxScaler`."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,20 @@ def test_log_max_takes_an_infinite_amax_for_an_overflow() -> None:
     by_flag = advanced(policy, policy.start(), True)
     assert advanced(policy, policy.start(), False, amax=math.inf) == by_flag
     assert int(by_flag.skipped) == 1
+
+
+@pytest.mark.parametrize("before", [[], [(False, 3.0), (True, 1.0), (False, 5.0)]], ids=["at first", "later"])
+def test_log_max_goes_on_after_steps_whose_gradients_are_all_zero_as_if_there_were_none(
+    before: list[tuple[bool, float]],
+) -> None:
+    policy = preset("openseq2seq", "LogMaxScaler")
+    _, state = run(policy, policy.start(), before)
+    scales, after = run(policy, state, [(False, 0.0), (False, 0.0)])
+    assert scales == [float(state.scale)] * 2
+    assert replace(after, applied=state.applied, consecutive_skips=state.consecutive_skips) == state
+    assert int(after.applied) == int(state.applied) + 2
+    further = [(False, 1.0), (False, 2.0)]
+    assert run(policy, after, further)[0] == run(policy, state, further)[0]
 
 
 @given(STREAM, STREAM)
@@ -141,6 +156,9 @@ def test_dynamic_goes_on_in_backoff_as_before() -> None:
         ({"beta1": 1.0}, ValueError, "`beta1` must lie from 0 to below 1"),
         ({"scale_min": 0.0}, ValueError, "`scale_min` must be positive"),
         ({"log_max": "16"}, TypeError, "`log_max` must be a number"),
+        ({"log_max": 63}, ValueError, "`log_max` must lie between 0 and 62"),
+        ({"log_max": math.nan}, ValueError, "`log_max` must lie between 0 and 62"),
+        ({"overflow_std_dev": math.inf}, ValueError, "`overflow_std_dev` must lie between 0 and"),
     ],
 )
 def test_log_max_refuses_settings_that_cannot_work(config: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -53,11 +53,25 @@ def test_overflow_counts_as_a_gradient_above_the_edge() -> None:
     assert (float(state.scale), int(state.skipped), bool(state.stuck)) == (32.0, 1, False)
 
 
-def test_scale_at_zero_is_stuck() -> None:
-    policy = preset("popart", lossScaling=1e-45)
-    _, state = run(policy, policy.start(), [1.0])
-    assert float(state.scale) == 0.0
-    assert bool(run(policy, state, [1.0])[1].stuck)
+def test_scale_stops_at_the_lowest_that_divides_gradients_is_stuck_there_and_rises_again() -> None:
+    policy = preset("popart", lossScaling=2.0**-120)
+    scales, state = run(policy, policy.start(), [1.0] * 200)
+    assert scales[5:] == [2.0**-126] * 195
+    assert bool(state.stuck)
+    assert run(policy, state, [0.0, 0.0])[0] == [2.0**-125, 2.0**-124]
+
+
+def test_scale_that_is_not_clipped_stops_at_the_highest_and_falls_again() -> None:
+    policy = preset("popart", lossScaling=2.0**120, clipOutput=False)
+    scales, state = run(policy, policy.start(), [0.0] * 20)
+    assert scales[6:] == [2.0**126] * 14
+    assert run(policy, state, [1.0])[0] == [2.0**125]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-46, 2.0**-127, 2.0**127, math.inf, math.nan])
+def test_loss_scaling_that_gradients_cannot_be_divided_by_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match=r"`lossScaling` must lie between 2\*\*-126 and 2\*\*126"):
+        preset("popart", lossScaling=scale)
 
 
 def test_scale_that_is_not_automatic_is_fixed() -> None:
@@ -119,7 +133,7 @@ def test_import_refuses_what_popart_does_not_save(saved: dict[str, Any], error: 
     [
         ({"thresholdUpperCountProportion": 1.5}, "`thresholdUpperCountProportion` is a share"),
         ({"updatePeriod": 0}, "`updatePeriod` must be between 1"),
-        ({"lossScaling": -1.0}, "`lossScaling` must be positive"),
+        ({"lossScaling": -1.0}, "`lossScaling` must lie between"),
     ],
 )
 def test_preset_refuses_settings_that_cannot_work(config: dict[str, Any], text: str) -> None:

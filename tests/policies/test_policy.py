@@ -1,5 +1,6 @@
 """The policies that need no statistics: each sentence of their rules, their settings, and what they promise."""
 
+import json
 import math
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from tests.stories import BAD_LOSS, BAD_LOSS_ALONE, CLEAN, OVERFLOW, after
 
-from gradscale import Dynamic, NoScaling, ScaleState, Static
+from gradscale import Dynamic, Headroom, Histogram, LogMax, NoScaling, ScaleState, Seen, Static, preset
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE
 from gradscale.policies.contract import backed_off, counted, verdict
 from gradscale.record import numbers
@@ -232,6 +233,44 @@ def test_a_non_finite_loss_is_neither_clean_nor_an_overflow() -> None:
 def test_counting_changes_the_counters_and_the_given_fields() -> None:
     state = counted(after(Dynamic(init_scale=8), "oc"), np.bool_(False), np, scale=np.float32(1))
     assert_state(state, scale=1.0, credits=0, clean_steps=1, applied=1, skipped=2, consecutive_skips=1)
+
+
+LAST = np.int32(2**31 - 1)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Dynamic(growth_interval=2**31 - 1),
+        Static(8.0),
+        NoScaling(),
+        Headroom(),
+        LogMax(),
+        Histogram(),
+        preset("torch"),
+        preset("megatron"),
+        preset("chainer"),
+        preset("popart"),
+        preset("openseq2seq", "LogMaxScaler"),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_counters_stop_at_the_largest_int32_and_the_state_still_loads(policy: Any) -> None:
+    full = {"clean_steps": LAST, "applied": LAST, "skipped": LAST, "consecutive_skips": LAST}
+    before = replace(policy.start(), **full)
+    for finite in (True, False):
+        state = policy.next(before, Seen(finite=np.bool_(finite), amax=np.float32(1)), np)
+        assert (int(state.applied), int(state.skipped)) == (LAST, LAST)
+        assert int(state.consecutive_skips) in (0, LAST)
+        assert int(state.clean_steps) in (0, LAST)
+        assert type(state).from_dict(json.loads(json.dumps(state.to_dict()))) == state
+
+
+def test_credits_without_a_limit_stop_at_the_lowest_that_loads() -> None:
+    policy = preset("megatron")
+    state = policy.next(replace(policy.start(), credits=-LAST), Seen(finite=np.bool_(False)), np)
+    assert int(state.credits) == -LAST
+    assert type(state).from_dict(state.to_dict()) == state
 
 
 def test_backing_off_for_a_retry_lowers_the_scale_whatever_the_credits_and_counts_nothing() -> None:

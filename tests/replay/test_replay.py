@@ -110,7 +110,7 @@ def ladders(draw: st.DrawFn) -> Ladder:
         overshoot=draw(st.booleans()),
         hysteresis=draw(st.integers(1, 3)),
         refill=draw(st.sampled_from(["growth", "clean", "clean or backoff"])),
-        fewest_credits=draw(st.sampled_from([0, 1, -(2**31)])),
+        fewest_credits=draw(st.sampled_from([0, 1, -(2**31) + 1])),
         floor=draw(st.sampled_from([0.0, 0.1, 1.0])),
         ceiling=draw(st.sampled_from([math.inf, 2.0**24, 1e5])),
         refuses_inf=draw(st.booleans()),

@@ -80,7 +80,7 @@ def _show(run: Replay, specs: list[str]) -> None:
 
 
 def _as_json(run: Replay, specs: list[str]) -> dict[str, Any]:
-    """Returns the whole run as JSON can hold it; infinity is the string "inf"."""
+    """Returns the whole run as JSON can hold it; infinity and NaN are the strings "inf" and "nan"."""
     summaries = run.summaries()
     return {
         "steps": len(run.scales),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from gradscale.policies.arithmetic import Namespace, smaller
 from gradscale.policies.checks import check_number
-from gradscale.policies.contract import Policy, ScaleState, Seen
+from gradscale.policies.contract import Policy, ScaleState, Seen, advanced
 from gradscale.record import Array
 
 CLIP_EPSILON = 1e-6
@@ -55,7 +55,7 @@ def decide(
     # One factor for both, so that gradients are read and written once.
     unscale = 1.0 / (state.scale if divisor is None else divisor)
     factor = unscale if clip_norm is None else unscale * _clip_coefficient(seen.norm, clip_norm, xp)
-    return Outcome(policy.next(state, seen, xp), applied, xp.where(applied, factor, 0.0))
+    return Outcome(advanced(policy, state, seen, xp), applied, xp.where(applied, factor, 0.0))
 
 
 def check_clip(name: str, bound: float | None) -> None:

@@ -63,7 +63,7 @@ class Scalars:
 SCALARS: Any = Scalars()
 
 
-@np.errstate(divide="ignore", over="ignore", invalid="ignore")  # some systems' rules bring the scale down to 0
+@np.errstate(divide="ignore", over="ignore", invalid="ignore")  # sizes that are not finite
 def decide_on_host(
     policy: Policy, state: ScaleState, seen: Seen, clip_norm: float | None, divisor: float | None = None
 ) -> Outcome:

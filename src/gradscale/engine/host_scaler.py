@@ -115,8 +115,7 @@ class HostScaler(ABC):
         measurement. `fields` are further fields of the result.
         """
         divisor = self.loss_scale if divisor is None else divisor
-        # The rules of some systems let the scale reach 0. No gradient divided by 0 is finite: the step is skipped.
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # gradients that are not finite
             seen = measurement.seen(np.float32(divisor), np.bool_(loss_finite), np, np.bool_(overflowed))
         # Rules are bit-exact in float32. A float64 gradient may be larger than that holds, and still be finite.
         amax = np.float32(min(seen.amax, FP32.max) if seen.finite else np.inf)

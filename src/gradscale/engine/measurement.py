@@ -10,6 +10,10 @@ from gradscale.policies.arithmetic import Namespace, smaller
 from gradscale.policies.contract import Seen
 from gradscale.record import Array
 
+LARGEST_NORM = 2.0**64
+"""Where a scaled norm becomes inf: its square is the first number that does not fit float32, in which most adapters sum
+squares. The others do as if they did."""
+
 
 class Measurement(NamedTuple):
     """What one read of the gradients found, before they are unscaled.
@@ -37,12 +41,14 @@ class Measurement(NamedTuple):
 
         A norm that was asked for and is not finite counts as an overflow.
         """
+        # The reciprocal, as in the update: that of a subnormal divisor may be inf where a quotient is not.
+        unscale = 1.0 / divisor
         # A scale below 1 makes gradients larger. In float32 that shows in `total`, in FP16 only in `half_amax`.
-        finite = xp.isfinite(self.total / divisor)
+        finite = xp.isfinite(self.total * unscale)
         if self.norm is not None and self.norm is not self.total:
             # Squares overflow before the gradients do, and nothing can be clipped by an infinite norm.
-            finite = xp.logical_and(finite, xp.isfinite(self.norm / divisor))
-        return finite if self.half_amax is None else xp.logical_and(finite, self.half_amax / divisor <= FP16.max)
+            finite = xp.logical_and(finite, xp.isfinite(self.norm * unscale))
+        return finite if self.half_amax is None else xp.logical_and(finite, self.half_amax * unscale <= FP16.max)
 
     def seen(self, divisor: Array, loss_finite: Array, xp: Namespace, overflowed: Array | None = None) -> Seen:
         """Returns the facts that the decision is made from, unscaled.
@@ -60,8 +66,8 @@ class Measurement(NamedTuple):
             finite = xp.logical_and(finite, xp.logical_not(overflowed))
         # Inf after an overflow: the finite elements say nothing about the others, and a rule that took their maximum
         # would learn a peak that is too low.
-        sizes = {"amax": self.amax, "norm": self.norm}
-        known = {name: xp.where(finite, size / divisor, np.inf) for name, size in sizes.items() if size is not None}
+        sizes, unscale = {"amax": self.amax, "norm": self.norm}, 1.0 / divisor
+        known = {name: xp.where(finite, size * unscale, np.inf) for name, size in sizes.items() if size is not None}
         if self.upper_share is not None:
             known["upper_share"] = self.upper_share
         return Seen(finite=finite, loss_finite=loss_finite, **known)

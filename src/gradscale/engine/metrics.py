@@ -34,8 +34,6 @@ def metrics_of(state: ScaleState, grad_norm: Array | None, amax: Array | None, x
     }
 
 
-# An overflow at a scale of 0, which the rules of some systems reach: inf times 0 is NaN, as it shall be.
-@np.errstate(invalid="ignore")
 def host_metrics(state: ScaleState, grad_norm: Any, amax: Any) -> dict[str, float]:
     """Returns the same as Python numbers.
 

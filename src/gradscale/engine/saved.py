@@ -8,9 +8,9 @@ import numpy as np
 
 from gradscale._shown import short, shown, shown_keys
 from gradscale.engine.measurement import UNKNOWN_RATIO
-from gradscale.policies.checks import check_number
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_number
 from gradscale.policies.contract import Policy, ScaleState, check_policy
-from gradscale.record import Record, numbers
+from gradscale.record import Record, numbers, with_values
 
 KEYS = ("policy", "state")
 
@@ -49,19 +49,32 @@ def read_saved(mapping: Mapping[str, Any]) -> Saved:
     policy = policy_from_dict(mapping["policy"])
     check_policy(policy)
     # The class of the state comes from the policy, not from the file: a state of another policy is refused.
-    state = cast(type[ScaleState], type(policy.start())).from_dict(mapping["state"])
-    check_state(policy, state)
+    start: ScaleState = policy.start()
+    state = _widened(type(start).from_dict(mapping["state"]), start)
+    _check_kind(policy, state)
     low, high = getattr(policy, "min_scale", 0.0), getattr(policy, "max_scale", np.inf)
     if not low <= state.scale <= high:
         raise ValueError(
             f"The saved scale must lie between the policy's bounds, {low!r} and {high!r}. "
             f"Received: scale={float(state.scale)!r}. The file it came from is damaged."
         )
+    check_state(policy, state)
     return Saved(policy, state, _ratio(mapping.get(AMAX_RATIO, UNKNOWN_RATIO)))
 
 
 def check_state(policy: Policy, state: Any) -> None:
-    """Raises if `state` is not a state of `policy`, for a single scale."""
+    """Raises if `state` is not a state of `policy`, for a single scale that gradients can be divided by."""
+    _check_kind(policy, state)
+    if policy.needs and not LOWEST_SCALE <= state.scale <= HIGHEST_SCALE:
+        raise ValueError(
+            "The scale of a run must lie between 2**-126 and 2**126, where it and its reciprocal are normal float32 "
+            f"numbers. Received: scale={float(state.scale)!r}. A run that gets there has lost its scale: put another "
+            "in its place, such as 65536."
+        )
+
+
+def _check_kind(policy: Policy, state: Any) -> None:
+    """Raises if `state` is not a state of `policy`, or holds more than one scale."""
     kind = cast(type[ScaleState], type(policy.start()))
     if not isinstance(state, kind):
         raise TypeError(
@@ -70,6 +83,12 @@ def check_state(policy: Policy, state: Any) -> None:
         )
     if many := sorted(name for name, value in numbers(state).items() if np.ndim(value)):
         raise ValueError(f"`state` must hold one scale, not a vector of them. Received: vectors in {many}.")
+
+
+def _widened(state: ScaleState, start: ScaleState) -> ScaleState:
+    """Returns `state` with its leaves in float64 where those of `start` are: a dict does not say in which type."""
+    wide = {name: value for name, value in numbers(start).items() if value.dtype == np.float64}
+    return with_values(state, {name: np.float64(getattr(state, name)) for name in wide})
 
 
 def _check_parts(mapping: Any) -> None:

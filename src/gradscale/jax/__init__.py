@@ -2,7 +2,8 @@
 
 from gradscale.engine.culprits import Culprit
 from gradscale.engine.stuck import ScaleStuck
-from gradscale.jax.apply import apply, init
+from gradscale.jax.apply import apply
+from gradscale.jax.optimizer import init
 from gradscale.jax.remember import StepResult
 from gradscale.jax.scaler import Scaler
 from gradscale.jax.transformation import ScaledState, loss_scale, scaled

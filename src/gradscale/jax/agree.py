@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gradscale.engine.measurement import Measurement
+from gradscale.engine.measurement import LARGEST_NORM, Measurement
 from gradscale.engine.plan import Plan
 from gradscale.jax.measure import LocalSizes
+from gradscale.jax.tree import Gradients
 
 AxisNames = str | Sequence[str] | None
 """Names of mapped axes; None means all axes of `shard_map` and `pmap`."""
@@ -46,8 +47,14 @@ def _measurement(magnitudes: Array, squares: Array, plan: Plan) -> Measurement:
         sizes=sizes if sizes.size else None,
         total=total,
         amax=largest if plan.amax else None,
-        norm=_root(jnp.sum(squares)) if plan.norm else None,
+        norm=_norm(squares) if plan.norm else None,
     )
+
+
+def _norm(squares: Array) -> Array:
+    """Returns the norm; inf where its square does not fit float32, also of float64 gradients."""
+    norm = _root(jnp.sum(squares))
+    return norm if norm.dtype == jnp.float32 else jnp.where(norm < LARGEST_NORM, norm, jnp.inf)
 
 
 def _root(total: Array) -> Array:
@@ -87,6 +94,13 @@ def zeros(kind: Any) -> Array:
     plain = jnp.zeros_like(kind)
     axes = tuple(sorted(varying_axes(kind) - varying_axes(jax.typeof(plain))))
     return lax.pcast(plain, axes, to="varying") if axes else plain
+
+
+def averaged(gradients: Gradients, axes: str | Sequence[str]) -> Gradients:
+    """Returns gradients averaged over `axes`: one all-reduce. Of next values, the largest."""
+    # Scales and amax histories of FP8, of which flax takes the maximum too where a layer is used twice.
+    overwrites = lax.pmax(gradients.overwrites, axes) if gradients.overwrites else ()
+    return Gradients(lax.pmean(gradients.trained, axes), overwrites)
 
 
 def anywhere(flag: Array, axes: Sequence[str]) -> Array:

@@ -4,6 +4,7 @@ Parameters stay float32 and are cast inside the function that is differentiated.
 too, so the optimizer works on master weights without a second copy of them.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from gradscale.jax.tree import OVERWRITE_WITH_GRADIENT, is_inside, is_nnx_object
 
 T = TypeVar("T")
 
@@ -26,6 +29,9 @@ KEYS = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
 """What a policy's text calls its fields."""
 
 LONG_KEYS = {"params": "p", "compute": "c", "output": "o"}
+
+STATE = ("batch_stats", OVERWRITE_WITH_GRADIENT)
+"""Collections of flax linen that are state, not parameters."""
 
 
 @jax.tree_util.register_static
@@ -88,8 +94,9 @@ class Cast:
     """A module, or a function, that computes in one type and returns in another. A pytree if the module is one.
 
     Its own parameters and all arguments are cast to `compute_dtype` at each call, and the result to `output_dtype`.
-    State that the module updates during a call, such as the statistics of an nnx BatchNorm, is updated in the cast
-    copy and lost: give such layers their own `dtype`.
+    State that is no parameter stays as it is, in the type it has: statistics of batches, in which small changes would
+    be rounded away, and scales and amax histories of FP8. That of flax nnx, random streams included, is updated by the
+    call as without the cast. A BatchNorm of nnx without a `dtype` returns the type of its statistics: give it one.
 
     Attributes:
         module: what is called.
@@ -105,8 +112,8 @@ class Cast:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of the module, in `output_dtype`."""
-        module, args, kwargs = self.policy.cast_to_compute((self.module, args, kwargs))
-        return self.policy.cast_to_output(module(*args, **kwargs))
+        module, args, kwargs = _without_state((self.module, args, kwargs), self.policy.compute_dtype)
+        return _without_state(module(*args, **kwargs), self.policy.output_dtype)
 
 
 def get_policy(text: str) -> Policy:
@@ -176,6 +183,25 @@ def cast_floating(tree: T, dtype: Any) -> T:
         return leaf.astype(dtype) if is_array and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     return jax.tree_util.tree_map(cast, tree)
+
+
+def _without_state(tree: T, dtype: Any) -> T:
+    """Returns `tree` with its floating-point arrays in `dtype`, except for state of modules that is no parameter."""
+
+    def cast(path: Any, node: Any) -> Any:
+        if is_nnx_object(node):
+            return _cast_parameters(node, dtype)
+        return node if is_inside(path, *STATE) else cast_floating(node, dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=is_nnx_object)
+
+
+def _cast_parameters(module: Any, dtype: Any) -> Any:
+    """Returns an object of flax nnx with its parameters in `dtype`; all other variables are those of `module`."""
+    # Shared, not copied: what a call changes would otherwise be changed in the copy, and lost.
+    nnx: Any = sys.modules["flax.nnx"]
+    structure, params, rest = nnx.split(module, nnx.Param, ...)
+    return nnx.merge(structure, cast_floating(params, dtype), rest)
 
 
 def _float_dtype(name: str, value: Any) -> Any:

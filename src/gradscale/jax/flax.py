@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from gradscale.jax.agree import AxisNames
+from gradscale.jax.agree import AxisNames, averaged
 from gradscale.jax.jmp import all_finite
+from gradscale.jax.tree import Gradients, Leaf, split
 from gradscale.peers.flax import dynamic_scale
 from gradscale.peers.ladder import Ladder, LadderState
 from gradscale.policies.contract import Seen
@@ -29,7 +30,8 @@ class DynamicScaleResult(NamedTuple):
         dynamic_scale: the scale for the next step.
         finite: whether no gradient is inf or NaN. Applying only such gradients is left to you.
         aux: the loss, in float32 or wider, or the loss and what came with it.
-        grad: the gradients, unscaled, in float32.
+        grad: the gradients, unscaled, in float32. Leaves in the collection `_overwrite_with_gradient` are next values,
+            and as they left the backward pass.
     """
 
     dynamic_scale: "DynamicScale"
@@ -42,8 +44,8 @@ class DynamicScale(struct.PyTreeNode):
     """A loss scale that grows after a run of clean steps and backs off when a gradient is inf or NaN.
 
     Fixed here: under `jax.vmap`, the returned scale can be used for the next step; with `agree_axis`, devices that do
-    not average their gradients agree; the loss is not divided back from a product that may be infinite; and a
-    step with a default scale compiles once.
+    not average their gradients agree; the loss is not divided back from a product that may be infinite; scales and amax
+    histories of FP8 layers are neither divided nor checked; and a step with a default scale compiles once.
 
     Attributes:
         growth_factor: what the scale is multiplied by when it grows.
@@ -102,9 +104,12 @@ class DynamicScale(struct.PyTreeNode):
             loss, *others = returned if has_aux else (returned,)
             loss = jnp.asarray(loss, scaled_loss.dtype)
             # Divided in float32 before `pmean`, in flax's order: an FP16 sum of scaled gradients could overflow.
-            grads = jax.tree_util.tree_map(lambda grad: jnp.asarray(grad, jnp.float32) / scale, grads)
-            grads = grads if axis_name is None else lax.pmean(grads, axis_name)
-            finite = _agreed(all_finite(grads), agree_axis)
+            parts = split(grads, "grads")
+            trained = tuple(jnp.asarray(grad, jnp.float32) / scale for grad in parts.of(Leaf.TRAINED))
+            gradients = Gradients(trained, parts.of(Leaf.OVERWRITTEN))
+            gradients = gradients if axis_name is None else averaged(gradients, axis_name)
+            finite = _agreed(all_finite(gradients.trained), agree_axis)
+            grads = parts.filled(gradients)
             return DynamicScaleResult(self._after(finite), finite, (loss, *others) if has_aux else loss, grads)
 
         return step

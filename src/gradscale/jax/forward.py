@@ -8,10 +8,10 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
-from gradscale.jax.agree import varying_axes
-from gradscale.jax.tree import Split, split
+from gradscale.jax.agree import averaged, varying_axes
+from gradscale.jax.tree import Gradients, Leaf, Split, is_nnx_object, split
 from gradscale.policies.contract import Policy
 
 
@@ -76,19 +76,19 @@ class Forward:
     loss: Array
     aux: Any
     params: Split
-    pullback: Callable[[Array], tuple[tuple[Array, ...]]]
+    pullback: Callable[[Array], tuple[Gradients]]
 
-    def gradients(self, scale: Array, mean_axes: Sequence[str]) -> tuple[Array, ...]:
+    def gradients(self, scale: Array, mean_axes: Sequence[str]) -> Gradients:
         """Runs the backward pass from `scale` and returns the scaled gradients, averaged over `mean_axes`."""
         # `ones_like` gives the cotangent the loss's type and varying axes, which `shard_map` with `check_vma=True`
         # requires of it. A bare scale has none.
         (gradients,) = self.pullback((jnp.ones_like(self.loss) * scale).astype(self.loss.dtype))
-        return lax.pmean(gradients, tuple(mean_axes)) if mean_axes else gradients
+        return averaged(gradients, tuple(mean_axes)) if mean_axes else gradients
 
     def check_mean(self, mean_axes: Sequence[str]) -> None:
         """Raises if JAX has summed the gradients already: their mean would be their sum."""
         known = varying_axes(jax.typeof(self.loss)) & set(mean_axes)
-        if known and not all(known <= varying_axes(jax.typeof(leaf)) for leaf in self.params.differentiable):
+        if known and not all(known <= varying_axes(jax.typeof(leaf)) for leaf in self.params.of(Leaf.TRAINED)):
             raise ValueError(
                 "`mean_axes` is for `pmap` and for `shard_map` with `check_vma=False`, where each device has gradients "
                 f"of its own. Here JAX sums them over {sorted(known)} itself. Take the mean of the loss inside "
@@ -108,9 +108,9 @@ def forward(
     # changed only at the trace level where it was made, and `nnx.merge` uses the variables it is given. Whole nnx
     # modules that are not differentiated are passed as they are: flax then refuses a change, which a copy would lose.
     rest = [None if position in chosen else arg for position, arg in enumerate(args)]
-    others, structure = jax.tree.flatten((rest, kwargs), is_leaf=_is_module)
+    others, structure = jax.tree.flatten((rest, kwargs), is_leaf=is_nnx_object)
 
-    def run(leaves: tuple[Any, ...]) -> tuple[Array, Any]:
+    def run(leaves: Gradients) -> tuple[Array, Any]:
         filled, keywords = structure.unflatten(others)
         values = params.filled(leaves)
         for position, value in zip(chosen, (values,) if isinstance(signature.argnums, int) else values, strict=True):
@@ -160,20 +160,13 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _is_module(node: Any) -> bool:
-    """Returns whether `node` is an object of flax nnx that may change in a call: a module, or `Rngs`."""
-    # Not imported for this check: without flax loaded there can be no such object.
-    nnx: Any = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(node, nnx.Pytree)
-
-
 def _check_modules(argument: Any) -> None:
     """Raises if `argument`, to be differentiated, is or holds a module of flax nnx with more than parameters.
 
     `forward` copies it: updates of its statistics would be lost, and an optimizer would train them.
     """
-    for node in jax.tree.leaves(argument, is_leaf=_is_module):
-        if _is_module(node):
+    for node in jax.tree.leaves(argument, is_leaf=is_nnx_object):
+        if is_nnx_object(node):
             _check_module(node)
 
 

@@ -1,6 +1,6 @@
 """Running the backward pass again at a lower scale when it overflows, inside the compiled step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,9 +9,10 @@ from jax import Array, lax
 
 from gradscale.jax.agree import anywhere, zeros
 from gradscale.jax.step import Attempt, Step
+from gradscale.jax.tree import Gradients
 from gradscale.policies.contract import Seen, backed_off
 
-Pull = Callable[[Array], Sequence[Array]]
+Pull = Callable[[Array], Gradients]
 """Returns the gradients that a backward pass started with this scale makes."""
 
 

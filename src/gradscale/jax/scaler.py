@@ -17,7 +17,7 @@ from gradscale.jax.forward import checked_loss
 from gradscale.jax.remember import StepResult
 from gradscale.jax.saved import register_with_flax
 from gradscale.jax.step import Step
-from gradscale.jax.tree import as_pytree, register, split
+from gradscale.jax.tree import Gradients, as_pytree, register, split
 from gradscale.policies.auto import as_policy
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import NoScaling
@@ -89,7 +89,8 @@ class Scaler:
         """Returns scaled gradients unscaled and clipped, the scaler of the next step, and the result.
 
         The second half of `value_and_grad`. Gradients are returned in float32 or wider; as zeros if one of them, or
-        the loss, was inf or NaN. Does not synchronize with the device.
+        the loss, was inf or NaN. Leaves in flax's collection `_overwrite_with_gradient` are returned as they are, and
+        `apply` keeps the present ones if the step is skipped. Does not synchronize with the device.
 
         Args:
             grads: a pytree of gradients of a loss that was multiplied by the scale.
@@ -103,7 +104,7 @@ class Scaler:
         step = Step.of(self.policy, clip_norm, norm, axis_names)
         parts = split(grads, "grads")
         finite = [jnp.all(jnp.isfinite(checked_loss(one, NoScaling()))) for one in jax.tree.leaves(loss)]
-        gradients = [jnp.asarray(leaf) for leaf in parts.differentiable]
+        gradients = Gradients(*(tuple(map(jnp.asarray, leaves)) for leaves in parts.differentiable))
         last = step.attempt(self.state, gradients, jnp.all(jnp.stack([jnp.bool_(True), *finite])))
         unscaled, state, result = step.finish(self.state, last, parts.names)
         return parts.gradients(unscaled), self.with_state(state), result

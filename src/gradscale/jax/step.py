@@ -3,7 +3,6 @@
 `apply`, which is between the last two, is called by the user with the result.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -16,6 +15,7 @@ from gradscale.jax.agree import AxisNames, agree, mapped_axes
 from gradscale.jax.decide import decide, unscaled
 from gradscale.jax.measure import measure
 from gradscale.jax.remember import StepResult
+from gradscale.jax.tree import Gradients
 from gradscale.policies.contract import Policy
 
 
@@ -24,13 +24,13 @@ class Attempt(NamedTuple):
 
     Attributes:
         state: the state whose scale made them.
-        gradients: the gradients, scaled.
+        gradients: the gradients, scaled; and next values, which are not.
         measurement: what was measured and agreed on.
         loss_finite: whether the loss was finite, on every device.
     """
 
     state: Any
-    gradients: tuple[Array, ...]
+    gradients: Gradients
     measurement: Measurement
     loss_finite: Array
 
@@ -56,20 +56,20 @@ class Step:
         """Returns the step for the caller's arguments. Call it where the step is traced: axes are known only there."""
         return cls(policy, Plan.of(policy, norm=norm, clip_norm=clip_norm), clip_norm, mapped_axes(axis_names))
 
-    def attempt(self, state: Any, gradients: Sequence[Array], loss_finite: Array) -> Attempt:
+    def attempt(self, state: Any, gradients: Gradients, loss_finite: Array) -> Attempt:
         """Returns gradients that the scale of `state` made, measured and agreed on."""
-        local = measure(gradients, self.plan)
-        return Attempt(state, tuple(gradients), *agree(local, loss_finite, self.plan, self.axes))
+        local = measure(gradients.trained, self.plan)
+        return Attempt(state, gradients, *agree(local, loss_finite, self.plan, self.axes))
 
     def finish(
         self, before: Any, last: Attempt, names: tuple[str, ...], retries: Array | int = 0
-    ) -> tuple[list[Array], Any, StepResult]:
+    ) -> tuple[Gradients, Any, StepResult]:
         """Returns the gradients to apply, the next state, and the result of the step.
 
         `before` is the state before the first attempt, and `retries` how many attempts came before the last.
         """
         seen, outcome = decide(self.policy, before, last.state, last.measurement, last.loss_finite, self.clip_norm)
-        attempted = bool(last.gradients)
+        attempted = bool(last.gradients.trained)
         after = outcome.state if attempted else before
         result = StepResult(
             applied=outcome.applied if attempted else jnp.zeros_like(outcome.applied),
@@ -85,4 +85,5 @@ class Step:
             gated=self.plan.checks,
             clip_norm=self.clip_norm,
         )
-        return unscaled(last.gradients, outcome, gated=self.plan.checks), after, result
+        trained = unscaled(last.gradients.trained, outcome, gated=self.plan.checks)
+        return last.gradients._replace(trained=tuple(trained)), after, result

@@ -8,8 +8,10 @@ from jax import Array
 
 from gradscale.engine.decide import check_clip
 from gradscale.jax.agree import AxisNames, zeros
-from gradscale.jax.apply import check_accumulation, gated, holds, init, update
+from gradscale.jax.apply import check_accumulation, gated
+from gradscale.jax.optimizer import in_types_of, trainable, update
 from gradscale.jax.scaler import Scaler, static_policy
+from gradscale.jax.tree import Gradients, Leaf, holds, split
 from gradscale.policies.contract import Policy
 
 
@@ -31,12 +33,19 @@ def scaled(
     clip_norm: float | None = None,
     *,
     axis_names: AxisNames = None,
+    wide_state: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that takes scaled gradients: it unscales, checks and clips them for `tx`, or skips.
 
     Multiply the loss by `loss_scale(opt_state)`. A skipped step gives updates of zero and leaves the state of `tx` as
     it was, so no schedule advances. `update` takes the unscaled loss as `loss=`: a loss that is not finite then does
-    not count as an overflow.
+    not count as an overflow. All other arguments go to `tx`: a `value`, `grad` and `value_fn` that it asks for must be
+    those of the unscaled loss.
+
+    Types are those that optax alone gives: the state is that of `tx.init(params)`, and updates have the type of
+    gradients and parameters. In between, `tx` computes in float32 or wider. Leaves in flax's collection
+    `_overwrite_with_gradient` are not trained: their update is their next value, as it left the backward pass, or the
+    present one in a skipped step if `params` are given.
 
     It must be the outermost: what comes before sees scaled gradients, what comes after runs on a skip too. Chains,
     `MultiSteps`, `masked`, `inject_hyperparams` and schedules go inside. `loss_scale` refuses a state in which it is
@@ -55,12 +64,14 @@ def scaled(
         policy: the rule for the scale, or `"auto"`, as for `Scaler`.
         clip_norm: bound on the norm of all gradients together, unscaled.
         axis_names: mapped axes to agree over. By default all axes of `shard_map` and `pmap`.
+        wide_state: keep the state of `tx` in float32 where parameters are narrower. In FP16, moments lose the small
+            gradients that the scale preserved, and a squared gradient below 6e-8 becomes zero.
     """
     rule = static_policy(policy)
     check_clip("clip_norm", clip_norm)
 
     def start(params: Any) -> Any:
-        state = ScaledState(Scaler(rule), init(tx, params))
+        state = ScaledState(Scaler(rule), tx.init(trainable(params, wide=wide_state)))
         _check_inside(state.inner, clip_norm)
         return state
 
@@ -69,12 +80,15 @@ def scaled(
         grads, scaler, result = state.scaler.step(updates, loss, clip_norm=clip_norm, axis_names=axis_names)
 
         def change() -> tuple[Any, Any]:
-            return update(tx, grads, state.inner, params, extra)
+            changes, inner = update(tx, grads, state.inner, params, extra)
+            return in_types_of(changes, updates, params), inner
 
         def keep() -> tuple[Any, Any]:
             # Zeros of the type of the updates, which need not be that of the gradients. Traced, not run.
             kinds, _ = jax.eval_shape(change)
-            return jax.tree.map(zeros, kinds), state.inner
+            still = split(jax.tree.map(zeros, kinds), "updates")
+            present = split(updates if params is None else params, "params").of(Leaf.OVERWRITTEN)
+            return still.filled(Gradients(still.of(Leaf.TRAINED), present)), state.inner
 
         changes, inner = gated(result, change, keep) if result.attempted else keep()
         return changes, ScaledState(scaler, inner)

@@ -15,6 +15,7 @@ from gradscale.jax.remember import StepResult
 from gradscale.jax.retry import attempts
 from gradscale.jax.scaler import Scaler
 from gradscale.jax.step import Attempt, Step
+from gradscale.jax.tree import Leaf
 
 Gradient = Callable[..., tuple[Any, Any, Scaler, StepResult]]
 """Takes a scaler and the function's own arguments; returns value, gradients, the next scaler and the result."""
@@ -37,9 +38,12 @@ def value_and_grad(
     gradients are unscaled too, in float32 or wider, and clipped. If one was inf or NaN, or the loss was, they are all
     zeros, and `result.applied` is False; `apply` then changes nothing. The scaler is the one for the next step.
 
+    Leaves in flax's collection `_overwrite_with_gradient` are not measured, unscaled or clipped: what is returned for
+    them is their next value, as it left the backward pass, and their present one if the step is skipped. Integer leaves
+    get zeros, and leaves that are no arrays None.
+
     Gradients are read once for each size that is needed, largest magnitude or norm; either shows whether they are
-    finite. Integer leaves get zeros. The function can be differentiated again unless it retries. Does not synchronize
-    with the device.
+    finite. The function can be differentiated again unless it retries. Does not synchronize with the device.
 
     >>> import jax
     >>> loss = lambda w, x: jax.numpy.sum(w * x)
@@ -74,6 +78,10 @@ def value_and_grad(
         run = forward(fun, signature, scaler.policy, args, kwargs)
         last, retried = _backward(step, scaler.state, run, retries, mean_axes)
         gradients, state, result = step.finish(scaler.state, last, run.params.names, retried)
+        if gradients.overwrites and result.gated:
+            # A backward pass that overflowed may have put an inf into an amax history.
+            present = run.params.of(Leaf.OVERWRITTEN)
+            gradients = gradients._replace(overwrites=result.select(gradients.overwrites, present))
         value = (run.loss, run.aux) if has_aux else run.loss
         return value, run.params.gradients(gradients), scaler.with_state(state), result
 
@@ -87,7 +95,7 @@ def _backward(
     axes = mapped_axes(mean_axes)
     run.check_mean(axes)
     loss_finite = jnp.isfinite(run.loss)
-    if retries and step.plan.checks and run.params.differentiable:
+    if retries and step.plan.checks and run.params.of(Leaf.TRAINED):
         return attempts(step, state, functools.partial(run.gradients, mean_axes=axes), loss_finite, retries)
     return step.attempt(state, run.gradients(state.scale, axes), loss_finite), 0
 

@@ -6,6 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradscale.engine.measurement import LARGEST_NORM
+from gradscale.formats import FP32
+
 CPU = torch.device("cpu")
 
 DOT_FROM = 32_768
@@ -65,20 +68,21 @@ def as_real(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns the norm of each tensor, in order, in float32 on `device`. Does not synchronize with the device.
+    """Returns the norm of each tensor, in order, on `device`. Does not synchronize with the device.
 
-    A NaN makes a norm NaN; an inf makes it inf, and so does a finite float32 element above 1.8e19, whose square is inf.
-    FP16 and BF16 tensors accumulate in float32. Reads each tensor once, and makes no temporary larger than one number
-    per tensor, and `CAST_AT_ONCE` of them.
+    In float32, or in float64 where one of the tensors is. A NaN makes a norm NaN; an inf makes it inf, and so does a
+    finite float32 element above 1.8e19, whose square is inf. FP16 and BF16 tensors accumulate in float32. Reads each
+    tensor once, and makes no temporary larger than one number per tensor, and `CAST_AT_ONCE` of them.
     """
     return _by_group(_group_norms, tensors, device)
 
 
 @torch.no_grad()
 def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns the largest magnitude in each tensor, in order, in float32 on `device`: NaN where there is one, else inf.
+    """Returns the largest magnitude in each tensor, in order, on `device`: NaN where there is one, else inf.
 
-    An empty tensor has 0. Reads each tensor once, and does not synchronize with the device.
+    In float32, or in float64 where one of the tensors is. An empty tensor has 0. Reads each tensor once, and does not
+    synchronize with the device.
     """
     return _by_group(_group_largest, tensors, device)
 
@@ -97,11 +101,25 @@ def share_above(gradients: Sequence[Tensor], edge: Tensor, device: torch.device)
     return torch.stack(above).sum() / max(1, elements) if above else torch.zeros_like(edge)
 
 
+def single(size: Tensor) -> Tensor:
+    """Returns a size in float32, as rules need it: the largest float32 for a finite float64 that does not fit."""
+    if size.dtype is not torch.float64:
+        return size
+    return torch.where(torch.isfinite(size), size.clamp(max=FP32.max), size).float()
+
+
+def single_norm(norm: Tensor) -> Tensor:
+    """Returns a norm in float32: inf where its square does not fit, also of float64 tensors."""
+    return norm if norm.dtype is not torch.float64 else torch.where(norm < LARGEST_NORM, norm, torch.inf).float()
+
+
 def _by_group(kernel: Callable[[TensorGroup], Tensor], tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     if not tensors:
         return torch.zeros(0, dtype=torch.float32, device=device)
     groups = tensor_groups(tensors)
-    return _in_order(groups, [kernel(group).to(device, torch.float32) for group in groups])
+    # Float64 sizes stay: a finite one that does not fit float32 would be inf there.
+    wide = torch.float64 if any(group.dtype is torch.float64 for group in groups) else torch.float32
+    return _in_order(groups, [kernel(group).to(device, wide) for group in groups])
 
 
 def _in_order(groups: Sequence[TensorGroup], sizes: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 from mxnet import gluon, nd
 
 from gradscale.engine.culprits import count_nonfinite
-from gradscale.engine.measurement import NOTHING_READ, Measurement
+from gradscale.engine.measurement import LARGEST_NORM, NOTHING_READ, Measurement
 from gradscale.engine.plan import Plan
 from gradscale.mxnet.gradients import Gradient, Gradients
 from gradscale.mxnet.measure import ContextMeasurement, measure
@@ -33,7 +33,7 @@ class Observation(NamedTuple):
         return bool(np.isfinite(self.measurement.total))
 
 
-@np.errstate(divide="ignore", over="ignore", invalid="ignore")  # a scale of 0, and gradients that are not finite
+@np.errstate(divide="ignore", over="ignore", invalid="ignore")  # gradients that are not finite
 def observe(gradients: Gradients, plan: Plan, *, divisor: float, rescale: float) -> Observation:
     """Returns what is found in the gradients of all contexts. Synchronizes with the device, unless nothing is read.
 
@@ -75,9 +75,14 @@ def agree(measured: Sequence[ContextMeasurement], plan: Plan, *, divisor: float,
         amax=np.float64(max(one.amax for one in measured)) if plan.amax else None,
         # Not the norm over all contexts: a key-value store has given them the same gradients, and without one each is
         # updated by its own.
-        norm=np.max([np.linalg.norm(one.sizes) * rescale for one in measured]),
+        norm=_norm(np.max([np.linalg.norm(one.sizes) for one in measured]), plan) * rescale,
         upper_share=None if plan.edge is None else np.float32(max(one.above for one in measured)),
     )
+
+
+def _norm(norm: Any, plan: Plan) -> Any:
+    """Returns a scaled norm; to clip by it, inf where its square does not fit float32, as on every adapter."""
+    return math.inf if plan.norm and not norm < LARGEST_NORM else norm
 
 
 class Workers:

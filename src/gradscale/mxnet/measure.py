@@ -9,6 +9,7 @@ import numpy as np
 from mxnet import nd
 
 from gradscale.engine.plan import Plan
+from gradscale.formats import FP32
 
 Array = np.ndarray[Any, Any]
 
@@ -53,7 +54,8 @@ def _launch(arrays: Sequence[Any], plan: Plan) -> tuple[Any, Any, Any]:
     """Returns sums of squares, and peaks and flags where the plan reads them. Does not synchronize with the device."""
     # `multi_sum_sq` of FP16 arrays overflows.
     wide = [array.astype("float32", copy=False) for array in arrays]
-    peaks = [array.abs().max() for array in wide if array.size] if plan.amax else []
+    # In float64: a finite peak of a float64 array may not fit float32.
+    peaks = [array.abs().max().astype("float64") for array in arrays if array.size] if plan.amax else []
     below = [] if plan.edge is None else [array.abs() <= plan.edge for array in wide]
     return _squares(wide), nd.concat(*peaks, dim=0) if peaks else None, _squares(below)
 
@@ -82,6 +84,10 @@ def _norms(arrays: Sequence[Any], squares: list[Any], counts: Sequence[int]) -> 
     factors = np.where(norms < SMALL, 1 / SHRINK, SHRINK)
     shifted = [(arrays[index].astype("float64") * factors[index]).astype("float32") for index in again]
     norms[again] = np.sqrt(_summed(_squares(shifted), [counts[index] for index in again])) / factors[again]
+    for index in again:
+        # The largest float32 stands for all that only float64 holds. Seldom enough to read it once more, on the host.
+        if np.dtype(arrays[index].dtype) == np.float64 and np.isfinite(arrays[index].asnumpy()).all():
+            norms[index] = min(norms[index], FP32.max)
     return norms
 
 

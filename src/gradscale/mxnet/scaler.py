@@ -82,8 +82,7 @@ class LossScaler(HostScaler):
         if self._unscaled:
             raise RuntimeError("Gradients are unscaled once per step. `unscale` was called before; remove one call.")
         observation = self._observe(gradients, self.loss_scale, 1.0)
-        with np.errstate(divide="ignore"):  # a scale of 0, which MXNet's own rule may reach, skips the step
-            multiply(gradients, float(np.divide(1.0, self.loss_scale)))
+        multiply(gradients, 1.0 / self.loss_scale)
         if self._before_unscale is None:  # an earlier one is kept only if it overflowed, and still counts
             self._before_unscale = observation
         self._unscaled = gradients

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradscale.engine.measurement import Measurement
+from gradscale.engine.measurement import LARGEST_NORM, Measurement
 from gradscale.engine.plan import Plan
 from gradscale.numpy.measure import ArrayMeasurement
 
@@ -19,6 +19,12 @@ def agree(measured: Sequence[ArrayMeasurement], plan: Plan) -> Measurement:
         sizes=sizes,
         total=amax,
         amax=amax,
-        norm=np.float64(math.hypot(*(one.norm for one in measured))) if plan.norm else None,
+        norm=_norm(measured) if plan.norm else None,
         upper_share=None if plan.edge is None else np.float32(share),
     )
+
+
+def _norm(measured: Sequence[ArrayMeasurement]) -> np.float64:
+    """Returns the norm over all arrays; inf where its square does not fit float32, as on a device."""
+    norm = math.hypot(*(one.norm for one in measured))
+    return np.float64(norm if norm < LARGEST_NORM else math.inf)

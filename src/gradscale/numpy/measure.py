@@ -29,9 +29,9 @@ class ArrayMeasurement(NamedTuple):
     size: int
 
 
-# "invalid" is a signalling NaN that becomes float64, "over" a gradient too large for float32, "divide" a scale of 0,
-# which the rules of some systems reach: in each case the gradient is found not to be finite.
-@np.errstate(invalid="ignore", over="ignore", divide="ignore")
+# "invalid" is a signalling NaN that becomes float64, "over" a gradient too large for float32: in both cases it is found
+# not to be finite.
+@np.errstate(invalid="ignore", over="ignore")
 def measure(array: FloatArray, divisor: float, plan: Plan) -> ArrayMeasurement:
     """Returns what one read of `array` finds. One that is not finite is read again, to count the elements.
 

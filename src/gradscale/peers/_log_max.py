@@ -19,6 +19,12 @@ from gradscale.record import Array, Record, leaf
 _LOG2_TOP = 16.0
 """log2 of the target for the model's upper end: 2**16, just above FP16's maximum. A literal in OpenSeq2Seq."""
 
+MOST_LOG_MAX = 62
+"""Bound of `log_max`: the square of 2**62, which enters the variance, fits float32 with room for sums."""
+
+MOST_DEVIATIONS = 2.0**100
+"""Bound of `overflow_std_dev`: any number whose product with a deviation of 0 is 0."""
+
 LOG2_E = float(np.float32(1) / np.float32(math.log(2)))
 """1 / log(2) in float32: TensorFlow's graph optimizer replaces a division by a constant by this product."""
 
@@ -46,8 +52,9 @@ class LogMaxScalerState(ScaleState):
 class LogMaxScaler(Record):
     """Keeps the scale where the mean of log2(amax) plus some standard deviations would just fit FP16.
 
-    An overflow enters the model as a gradient whose logarithm is 2**log_max (not `log_max`). All-zero gradients enter
-    it as minus infinity and make the scale NaN for good, as they do in OpenSeq2Seq.
+    An overflow enters the model as a gradient whose logarithm is 2**log_max (not `log_max`). A step whose gradients are
+    all zero changes nothing but the counters. In OpenSeq2Seq its logarithm, minus infinity, makes the scale NaN for
+    good.
 
     The operations and their order are those of OpenSeq2Seq's graph after TensorFlow's graph optimizer. With numpy, the
     logarithm and the power are the C library's, as in TensorFlow. Other frameworks may differ in the last bits.
@@ -73,8 +80,10 @@ class LogMaxScaler(Record):
     def __post_init__(self) -> None:
         for name in ("scale_min", "scale_max"):
             check_float32(name, getattr(self, name))
-        for name in ("log_max", "overflow_std_dev"):
-            check_number(name, getattr(self, name))
+        for name, most in (("log_max", MOST_LOG_MAX), ("overflow_std_dev", MOST_DEVIATIONS)):
+            check_number(name, value := getattr(self, name))
+            if not 0 <= value <= most:
+                raise ValueError(f"`{name}` must lie between 0 and {most}. Received: {name}={value!r}.")
         for name in ("beta1", "beta2"):
             check_number(name, value := getattr(self, name))
             if not 0 <= value < 1:
@@ -89,7 +98,9 @@ class LogMaxScaler(Record):
         """Returns the state after one step. `stuck` means that an overflow could not lower the scale."""
         clean = xp.logical_and(xp.logical_and(seen.finite, seen.loss_finite), xp.isfinite(seen.amax))
         # 2**log_max as in OpenSeq2Seq, although `x` is a logarithm.
-        x = xp.where(clean, log2(seen.amax, xp), exp2(self.log_max, xp))
+        all_zero = xp.logical_and(clean, xp.logical_not(seen.amax > 0))
+        amax = xp.where(all_zero, 1.0, seen.amax)
+        x = xp.where(clean, log2(amax, xp), exp2(self.log_max, xp))
         model = {
             "x_hat": state.x_hat * self.beta1 + x * (1 - self.beta1),
             "slow_x_hat": state.slow_x_hat * self.beta2 + x * (1 - self.beta2),
@@ -97,7 +108,8 @@ class LogMaxScaler(Record):
             "b1_correction": state.b1_correction * self.beta1,
             "b2_correction": state.b2_correction * self.beta2,
         }
-        scale = self._proposed(model, xp)
+        scale = xp.where(all_zero, state.scale, self._proposed(model, xp))
+        model = {name: xp.where(all_zero, getattr(state, name), new) for name, new in model.items()}
         lowered = scale < state.scale
         stuck = xp.logical_not(xp.logical_or(clean, lowered))
         return counted(state, clean, xp, scale=scale, stuck=stuck, **model)

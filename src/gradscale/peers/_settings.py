@@ -2,9 +2,7 @@
 
 import math
 
-import numpy as np
-
-from gradscale.policies.checks import check_count, check_number
+from gradscale.policies.checks import as_single, check_count, check_number
 
 
 def _check_between(name: str, value: float, low: float, high: float, rule: str) -> None:
@@ -29,9 +27,9 @@ def check_backoff(name: str, value: float) -> None:
 
 
 def check_float32(name: str, value: float) -> None:
-    """Raises unless `value` is positive and a float32 tensor can hold it."""
+    """Raises unless `value` is positive and a float32 tensor can hold it, where it is neither 0 nor infinite."""
     check_positive(name, value)
-    if value > float(np.finfo(np.float32).max):
+    if not 0 < as_single(name, value) < math.inf:
         raise ValueError(f"`{name}` must fit a float32 tensor. Received: {name}={value!r}.")
 
 

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from gradscale.policies.arithmetic import Namespace, larger, smaller
-from gradscale.policies.contract import ScaleState, Seen, counted
+from gradscale.policies.contract import ScaleState, Seen, counted, one_more
 from gradscale.record import Array, Record, leaf
 
-NO_LIMIT = -(2**31)
-"""`fewest_credits` of a system whose credits fall below zero without end."""
+NO_LIMIT = -(2**31) + 1
+"""`fewest_credits` of a system whose credits fall below zero without end: one less is still an int32."""
 
 _SMALLEST_NORMAL = 2.0**-126
 """Of float32."""
@@ -90,7 +90,7 @@ class Ladder(Record):
         clean = xp.logical_and(seen.finite, seen.loss_finite)
         overflow = xp.logical_not(clean)
         # A negative counter is a step that does not count, so a late start needs no state of its own.
-        clean_steps = xp.where(clean, state.clean_steps + 1, -self.late)
+        clean_steps = xp.where(clean, one_more(state.clean_steps, xp), -self.late)
         reached = clean_steps >= self.growth_interval if self.overshoot else clean_steps == self.growth_interval
         grows = xp.logical_and(clean, reached)
         left = xp.where(overflow, larger(state.credits - 1, self.fewest_credits, xp), state.credits)

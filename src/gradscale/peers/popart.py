@@ -8,9 +8,8 @@ import numpy as np
 
 from gradscale.peers._export import values_of
 from gradscale.peers._saved import Imported, Saved, given, picked, started
-from gradscale.peers._settings import check_float32
-from gradscale.policies.arithmetic import Namespace, smaller
-from gradscale.policies.checks import as_single, check_count, check_number
+from gradscale.policies.arithmetic import Namespace, bounded
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, as_single, check_count, check_number, check_scale
 from gradscale.policies.contract import Policy, ScaleState, Seen, counted
 from gradscale.policies.static import NoScaling, Static
 from gradscale.record import Array, Record, leaf
@@ -43,7 +42,8 @@ class PopartScaling(Record):
     halves the scale; any other doubles it. PopART skips no step: an overflow is only one more gradient above the edge.
     Here a step with one is skipped, and halves the scale.
 
-    In float32. PopART's FP16 factor rounds no differently while `loss_scaling` is a power of two.
+    In float32. PopART's FP16 factor rounds no differently while `loss_scaling` is a power of two. In PopART, a factor
+    that has reached 0 stays there. Here, factor and scale stop at 2**-126 and 2**126.
 
     Attributes:
         loss_scaling: the optimizer's `lossScaling`, and the scale of the first step.
@@ -62,7 +62,7 @@ class PopartScaling(Record):
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "upper_share"})
 
     def __post_init__(self) -> None:
-        check_float32("lossScaling", self.loss_scaling)
+        check_scale("lossScaling", self.loss_scaling)
         object.__setattr__(self, "loss_scaling", as_single("lossScaling", self.loss_scaling))
         check_number("thresholdUpperCountProportion", self.threshold)
         if not 0 <= self.threshold <= 1:
@@ -108,7 +108,10 @@ class PopartScaling(Record):
         )
 
     def _clipped(self, factor: Array, xp: Namespace) -> Array:
-        return smaller(factor, _HIGHEST_IN_FP16 / self.loss_scaling, xp) if self.clips else factor
+        """Returns the factor within the bounds that the scale has, and within those of a normal number itself."""
+        highest = _HIGHEST_IN_FP16 if self.clips else HIGHEST_SCALE
+        factor = bounded(factor, LOWEST_SCALE / self.loss_scaling, highest / self.loss_scaling, xp)
+        return bounded(factor, LOWEST_SCALE, HIGHEST_SCALE, xp)
 
 
 def automatic_loss_scaling(

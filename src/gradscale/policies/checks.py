@@ -10,6 +10,10 @@ LOWEST_SCALE = 2.0**-126
 HIGHEST_SCALE = 2.0**126
 """Bounds of every scale. Both ends and their reciprocals are normal float32 numbers, which no device flushes to 0."""
 
+USELESS_SCALE = 2.0**-24
+"""Where no lower scale helps: a gradient that overflows FP16 here is above 65504 * 2**24, or 1e12, unscaled. It is the
+default of `min_scale` where the scale follows the gradients."""
+
 MOST_BITS = 15
 """Bound of a setting in bits: `two_to` is exact up to here."""
 

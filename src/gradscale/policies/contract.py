@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from gradscale.policies.arithmetic import Namespace
+from gradscale.policies.arithmetic import Namespace, bounded, smaller
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, USELESS_SCALE
 from gradscale.record import Array, Record, leaf
 
 
@@ -59,6 +60,9 @@ class ScaleState(Record):
 
 S = TypeVar("S", bound=ScaleState)
 
+MOST_STEPS = 2**31 - 1
+"""Where counters stop: the largest int32."""
+
 
 class Policy(Protocol):
     """A rule for the scale: two pure methods over frozen values.
@@ -83,13 +87,18 @@ class Policy(Protocol):
         ...
 
 
+def one_more(count: Array, xp: Namespace) -> Array:
+    """Returns `count` plus 1; a counter at the largest int32 stays there, where it would become negative."""
+    return smaller(count, MOST_STEPS - 1, xp) + 1
+
+
 def counted(state: S, applied: Array, xp: Namespace, **changes: Array) -> S:
     """Returns `state` with `changes`, and with the step counted as applied or skipped."""
     return replace(
         state,
-        applied=xp.where(applied, state.applied + 1, state.applied),
-        skipped=xp.where(applied, state.skipped, state.skipped + 1),
-        consecutive_skips=xp.where(applied, 0, state.consecutive_skips + 1),
+        applied=xp.where(applied, one_more(state.applied, xp), state.applied),
+        skipped=xp.where(applied, state.skipped, one_more(state.skipped, xp)),
+        consecutive_skips=xp.where(applied, 0, one_more(state.consecutive_skips, xp)),
         **changes,
     )
 
@@ -102,13 +111,39 @@ def verdict(seen: Seen, xp: Namespace) -> tuple[Array, Array]:
     return clean, overflow
 
 
+def advanced(policy: Policy, state: S, seen: Seen, xp: Namespace) -> S:
+    """Returns the state after a step of a run: that of `policy.next`, with a scale that gradients can be divided by.
+
+    The rules of other systems have no bounds, or wider ones: their scales reach 0, numbers that a device flushes to 0,
+    and infinity. Here they stop at 2**-126 and 2**126, and an overflow at 2**-24 or below is `stuck`. Policies with
+    bounds of their own are not changed, at no cost.
+    """
+    after = policy.next(state, seen, xp)
+    # Both are known while a step is traced or before it runs: no value is read.
+    if after.scale is state.scale or _has_bounds(policy):
+        return after
+    applied = xp.logical_and(seen.finite, seen.loss_finite)
+    useless = xp.logical_and(xp.logical_not(applied), state.scale <= USELESS_SCALE)
+    return replace(
+        after,
+        scale=bounded(after.scale, LOWEST_SCALE, HIGHEST_SCALE, xp),
+        stuck=xp.logical_or(after.stuck, useless),
+    )
+
+
+def _has_bounds(policy: Any) -> bool:
+    """Returns whether the policy itself keeps its scale where it and its reciprocal are normal float32 numbers."""
+    low, high = getattr(policy, "min_scale", 0.0), getattr(policy, "max_scale", np.inf)
+    return bool(LOWEST_SCALE <= low and high <= HIGHEST_SCALE)
+
+
 def backed_off(policy: Policy, state: S, overflow: Seen, xp: Namespace) -> S:
     """Returns `state` after one backoff, whatever the hysteresis, with its counters unchanged: to run a step again.
 
     `overflow` is a `Seen` with finite=False and loss_finite=True, in the framework's own arrays.
     """
     # One credit left, so that this overflow backs off: a retry at the same scale would overflow again.
-    lowered = policy.next(replace(state, credits=state.credits * 0 + 1), overflow, xp)
+    lowered = advanced(policy, replace(state, credits=state.credits * 0 + 1), overflow, xp)
     return replace(
         lowered,
         credits=state.credits,

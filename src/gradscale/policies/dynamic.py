@@ -8,7 +8,7 @@ import numpy as np
 
 from gradscale.policies.arithmetic import Namespace, bounded, larger, smaller
 from gradscale.policies.checks import HIGHEST_SCALE, as_single, check_bounds, check_counts
-from gradscale.policies.contract import ScaleState, Seen, counted, verdict
+from gradscale.policies.contract import ScaleState, Seen, counted, one_more, verdict
 from gradscale.record import Array, Record
 
 
@@ -79,7 +79,7 @@ class Dynamic(Record):
         nothing but the counters. Does not synchronize with the device.
         """
         clean, overflow = verdict(seen, xp)
-        clean_steps = xp.where(clean, state.clean_steps + 1, xp.where(overflow, 0, state.clean_steps))
+        clean_steps = xp.where(clean, one_more(state.clean_steps, xp), xp.where(overflow, 0, state.clean_steps))
         # `>=`, not `==`: a counter that was saved under a longer interval may be past this one already.
         grows = xp.logical_and(clean, clean_steps >= self.growth_interval)
         left = xp.where(overflow, larger(state.credits - 1, 0, xp), state.credits)

@@ -7,8 +7,15 @@ import numpy as np
 
 from gradscale.formats import FP16, Format
 from gradscale.policies.arithmetic import Namespace, bounded, pow2_floor, smaller
-from gradscale.policies.checks import HIGHEST_SCALE, check_bounds, check_counts, check_format, check_share
-from gradscale.policies.contract import ScaleState, Seen, counted, verdict
+from gradscale.policies.checks import (
+    HIGHEST_SCALE,
+    USELESS_SCALE,
+    check_bounds,
+    check_counts,
+    check_format,
+    check_share,
+)
+from gradscale.policies.contract import ScaleState, Seen, counted, one_more, verdict
 from gradscale.record import Array, Record, leaf
 
 LONGEST_WAIT = 2**30
@@ -73,7 +80,7 @@ class Histogram(Record):
     threshold: float = 1e-7
     period: int = 16
     longest_wait: int = 2048
-    min_scale: float = 2.0**-24
+    min_scale: float = USELESS_SCALE
     max_scale: float = HIGHEST_SCALE
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "upper_share"})
@@ -111,7 +118,7 @@ class Histogram(Record):
         share = state.scale * 0 + seen.upper_share  # an array of the framework, also where `seen` has numpy's default
         falls = xp.logical_or(overflow, xp.logical_and(clean, share > self.threshold))
         quiet = xp.logical_and(clean, share <= self.threshold)
-        quiet_steps = xp.where(quiet, state.clean_steps + 1, xp.where(falls, 0, state.clean_steps))
+        quiet_steps = xp.where(quiet, one_more(state.clean_steps, xp), xp.where(falls, 0, state.clean_steps))
         has_failed = state.failed_scale > 0
         # Only the step that reaches the failed scale is delayed. The growth below it keeps its pace.
         doubles_to_failed = xp.logical_and(has_failed, state.scale * 2.0 >= state.failed_scale)

@@ -16,7 +16,7 @@ import numpy as np
 
 from gradscale.formats import FP16, Format
 from gradscale.policies.arithmetic import Namespace, bounded, larger, pow2_floor, smaller, two_to
-from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_bounds, check_format
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, USELESS_SCALE, check_bounds, check_format
 from gradscale.policies.contract import ScaleState, Seen, counted, verdict
 from gradscale.record import Array, Record, leaf
 
@@ -85,7 +85,7 @@ class PeakPolicy(Record):
 
     format: Format = FP16
     init_scale: float = 2.0**16
-    min_scale: float = field(default=2.0**-24, kw_only=True)
+    min_scale: float = field(default=USELESS_SCALE, kw_only=True)
     max_scale: float = field(default=HIGHEST_SCALE, kw_only=True)
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "amax"})

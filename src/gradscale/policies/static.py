@@ -7,7 +7,7 @@ import numpy as np
 
 from gradscale.policies.arithmetic import Namespace
 from gradscale.policies.checks import as_single, check_scale
-from gradscale.policies.contract import ScaleState, Seen, counted, verdict
+from gradscale.policies.contract import ScaleState, Seen, counted, one_more, verdict
 from gradscale.record import Record
 
 
@@ -27,8 +27,8 @@ class NoScaling(Record):
 
     def next(self, state: ScaleState, seen: Seen, xp: Namespace) -> ScaleState:
         """Returns the state with one more step counted as applied. Reads nothing of `seen`."""
-        del seen, xp
-        return replace(state, applied=state.applied + 1)
+        del seen
+        return replace(state, applied=one_more(state.applied, xp))
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,10 +87,9 @@ def refuse_unknown_parameters(window: "Window", optimizers: Sequence[Optimizer],
         )
 
 
-def refuse_some_unscaled(window: "Window", optimizers: Sequence[Optimizer]) -> None:
-    """Raises if `unscaled` has divided the gradients of some of the optimizers, and not those of the others."""
-    done = [id(optimizer) in window.unscaled_by for optimizer in optimizers]
-    if any(done) and not all(done):
+def refuse_unnamed(window: "Window", scaled: Gradients) -> None:
+    """Raises if an optimizer that `unscaled` did not name holds some of `scaled`, the gradients not yet divided."""
+    if scaled.owned_by([each for each in scaled.optimizers if id(each) not in window.unscaled.optimizers]):
         raise RuntimeError(
             "`step` needs all its optimizers inside the same `unscaled(...)` block, or none of them. "
             "Name every optimizer of the step there."
@@ -100,13 +99,19 @@ def refuse_some_unscaled(window: "Window", optimizers: Sequence[Optimizer]) -> N
 def refuse_narrow(call: str, optimizers: Sequence[Optimizer], names: Names) -> None:
     """Raises if `call` would unscale, in FP16, gradients that an optimizer with masters would divide in float32."""
     masters = [optimizer for optimizer in optimizers if keeps_masters(optimizer)]
-    half = [each for each in parameters_of(masters) if each.grad is not None and each.grad.dtype is torch.float16]
+    half = [parameter for parameter in parameters_of(masters) if _grad_dtype(parameter) is torch.float16]
     if half:
         raise TypeError(
-            f"`{call}` unscales `.grad` in place, and FP16 cannot hold small unscaled gradients. "
+            f"{call} unscales `.grad` in place, and FP16 cannot hold small unscaled gradients. "
             f"Parameters with FP16 gradients: {some(names, half, masters)}. "
             "Build the optimizer as `MasterWeights(optimizer, grad_fp32=True)`."
         )
+
+
+def _grad_dtype(parameter: Tensor) -> torch.dtype:
+    """Returns the type of the parameter's gradient, or of the one that a backward pass would make."""
+    made = getattr(parameter, "grad_dtype", parameter.dtype) or parameter.dtype  # None where any type is accepted
+    return made if parameter.grad is None else parameter.grad.dtype
 
 
 def warn_of_half(gradients: Gradients, names: Names) -> bool:
@@ -118,7 +123,7 @@ def warn_of_half(gradients: Gradients, names: Names) -> bool:
             f"These parameters are FP16: {some(names, half, gradients.optimizers)}. Unscaled gradients and updates too "
             "small for FP16 are lost there. Keep the parameters in float32 under `torch.autocast`, or wrap their "
             "optimizer in `gradscale.torch.MasterWeights`.",
-            stacklevel=3,
+            stacklevel=4,
         )
     return bool(half)
 

@@ -18,13 +18,14 @@ from gradscale.policies.contract import Policy
 from gradscale.torch.accumulation.buffers import BufferGuard
 from gradscale.torch.accumulation.closure import RETRIES, holder_of, make_closure
 from gradscale.torch.accumulation.guard import Guard, OnSkip
-from gradscale.torch.accumulation.retry import Retry, check_backward, retriable_parameters, synchronising
-from gradscale.torch.accumulation.window import Windows, map_losses
-from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, warn_of_half
+from gradscale.torch.accumulation.retry import Retry, check_backward, check_retriable, synchronising
+from gradscale.torch.accumulation.window import Window, Windows, map_losses
+from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, refuse_unnamed, warn_of_half
+from gradscale.torch.fused_sgd import refuse_broken_fused_sgd
 from gradscale.torch.step.agree import Agreement
 from gradscale.torch.step.apply import apply, multiply
 from gradscale.torch.step.decide import Decision, Rule
-from gradscale.torch.step.gradients import Names, collect, parameters_of
+from gradscale.torch.step.gradients import Gradients, Names, collect, numbers_of, parameters_of
 from gradscale.torch.step.measure import measure, measure_sizes
 from gradscale.torch.step.no_scaling import step_without_scaling
 from gradscale.torch.step.plan import StepPlan, plan_step
@@ -100,6 +101,7 @@ class LossScaler:
         """The result of the last step; None before the first."""
         return self._memory.last
 
+    @torch._disable_dynamo
     def scale(self, outputs: Any) -> Any:
         """Returns a loss, or a nested structure of losses, times the scale. Does not synchronize with the device.
 
@@ -110,6 +112,7 @@ class LossScaler:
             return outputs
         return map_losses(lambda output: self._windows.get(output.device).scaled(output), outputs)
 
+    @torch._disable_dynamo
     def backward(self, loss: Tensor, retries: int = 0, **kwargs: Any) -> None:
         """Scales `loss` and runs its backward pass.
 
@@ -125,11 +128,12 @@ class LossScaler:
         """
         check_backward(retries, kwargs)
         if retries and self.policy.needs:
-            retry = self._retry(retriable_parameters(self._modules))
-            retry.backward(loss, self._windows.get(loss.device), retries, kwargs)
+            check_retriable(self._modules)
+            self._retry(loss, retries, kwargs)
         else:
             self.scale(loss).backward(**kwargs)
 
+    @torch._disable_dynamo
     def step(
         self,
         *optimizers: Optimizer,
@@ -150,21 +154,22 @@ class LossScaler:
             norm: measure the norm for the result even if nothing is clipped.
 
         Raises:
-            RuntimeError: nothing was scaled or no backward pass was run since the last step, or gradients from before
-                it were not cleared. Nothing has been changed then.
+            RuntimeError: nothing was scaled or no backward pass was run since the last step, gradients from before it
+                were not cleared, or an optimizer has a kernel that is known to be wrong. Nothing has been changed then.
             ScaleStuck: step after step was skipped, and no lower scale is left to try.
         """
         check_optimizers(optimizers)
         check_clip("clip_norm", clip_norm)
         check_clip("clip_value", clip_value)
+        refuse_broken_fused_sgd(optimizers)
         if not self.policy.needs:
             wants_norm = norm or clip_norm is not None
             result = step_without_scaling(self._rule, optimizers, self._names, clip_norm, clip_value, norm=wants_norm)
             self._memory.last = result
             return result
         window = self._windows.ready(optimizers)
-        if clip_value is not None:
-            refuse_narrow("clip_value", optimizers, self._names)
+        if window.unscaled:
+            self._unscale_rest(optimizers, window)
         samples = self._memory.samples
         plan = plan_step(
             self.policy,
@@ -176,10 +181,12 @@ class LossScaler:
             clip_norm=clip_norm,
             clip_value=clip_value,
         )
+        if plan.divided_first:
+            call = "`step` with a gradient that is held twice" if clip_value is None else "`clip_value`"
+            refuse_narrow(call, plan.divided_first, self._names)
         try:
             measurement, decision = self._decided(plan)
-            if samples and not self._warned_of_half:
-                self._warned_of_half = warn_of_half(plan.gradients, self._names)
+            self._warn_of_half(plan, samples)
             updated = apply(plan, decision.applied, decision.factor)
         except BaseException:
             # Some gradients may have been divided: closed, so that another step cannot divide them again.
@@ -205,17 +212,29 @@ class LossScaler:
         check_optimizers(optimizers)
         if self.policy.needs:
             window = self._windows.ready(optimizers)
-            refuse_narrow("unscaled", optimizers, self._names)
-            scaled = [optimizer for optimizer in optimizers if id(optimizer) not in window.unscaled_by]
-            values = collect(scaled).values
-            found = measure_sizes(values, window.scale.device, edge=Plan.of(self.policy).edge, half=True)
-            share = torch.zeros_like(window.scale) if found.upper_share is None else found.upper_share
-            # Noted before the edits: clipping, for instance, may make a non-finite gradient finite.
-            window.note_overflow(~found.finite(window.scale, torch))
-            multiply(values, 1.0 / window.scale)
-            window.note_unscaled(scaled, found.total / window.scale, share, sum(map(Tensor.numel, values)))
+            self._unscale(window.unscaled.rest_of(collect(optimizers)), window)
         yield
 
+    def _unscale_rest(self, optimizers: Sequence[Optimizer], window: Window) -> None:
+        """Unscales the gradients of a step that `unscaled` has not, if there are others that it has."""
+        gradients = collect(optimizers)
+        scaled = window.unscaled.rest_of(gradients)
+        if 0 < len(scaled) < len(gradients):
+            # Of a group that was added since. An optimizer that was not named is an error: the edits missed it.
+            refuse_unnamed(window, scaled)
+            self._unscale(scaled, window)
+
+    def _unscale(self, scaled: Gradients, window: Window) -> None:
+        """Divides gradients by the scale in place, and notes how large they were."""
+        refuse_narrow("`unscaled`", scaled.optimizers, self._names)
+        found = measure_sizes(scaled.values, window.scale.device, edge=Plan.of(self.policy).edge, half=True)
+        share = torch.zeros_like(window.scale) if found.upper_share is None else found.upper_share
+        # Noted before the edits: clipping, for instance, may make a non-finite gradient finite.
+        window.note_overflow(~found.finite(window.scale, torch))
+        multiply(scaled.values, 1.0 / window.scale)
+        window.unscaled.note(scaled, found.amax / window.scale, share)
+
+    @torch._disable_dynamo
     def grad(self, loss: Tensor, inputs: Tensor | Sequence[Tensor], **kwargs: Any) -> tuple[Tensor | None, ...]:
         """Returns the unscaled gradients of `loss` by `inputs`, computed on the scaled loss: for gradient penalties.
 
@@ -231,8 +250,9 @@ class LossScaler:
             return torch.autograd.grad(loss, inputs, **kwargs)
         window = self._windows.get(loss.device)
         grads = torch.autograd.grad(window.scaled(loss), inputs, **kwargs)
+        window = self._windows.get(loss.device)  # another one, if the batch of the first was abandoned
         unscaled = tuple(None if grad is None else window.unscale(grad) for grad in grads)
-        present = [grad.detach() for grad in unscaled if grad is not None]
+        present = [numbers_of(grad.detach()) for grad in unscaled if grad is not None]
         window.note_overflow(~torch.isfinite(measure_sizes(present, window.scale.device).total))
         return unscaled
 
@@ -253,17 +273,18 @@ class LossScaler:
         owner = holder_of(self._modules) if optimizer is None else optimizer
         parameters = list(parameters_of([owner]))
         once = not self.policy.needs or any(map(synchronising, self._modules))
+        refuse_narrow("`closure`", [owner], self._names)
 
         def backward(loss: Tensor) -> None:
             self._windows.open = None
-            window = self._windows.get(loss.device)
-            self._retry(parameters).backward(loss, window, 0 if once else RETRIES, {})
+            self._retry(loss, 0 if once else RETRIES, {}, parameters)
 
         def settle() -> StepResult:
             window = self._windows.get(parameters[0].device)
             samples = self._memory.samples
             plan = plan_step(self.policy, [owner], window, self._rule.steps, norm=True, sample=samples, fold=False)
             measurement, decision = self._decided(plan)
+            self._warn_of_half(plan, samples)
             multiply(plan.gradients.values, torch.where(decision.applied, decision.factor, 1.0))
             return self._close(plan, measurement, decision)
 
@@ -311,10 +332,15 @@ class LossScaler:
         saved = _read(mapping, system)
         self._rule.load(as_policy(saved.policy), saved.state, saved.amax_ratio)
         self._memory.forget()
-        self._windows.close()
+        # Zeros, as `zero_grad(set_to_none=False)` leaves them, have no scale.
+        self._windows.close(zeros=False)
 
-    def _retry(self, parameters: Sequence[Tensor]) -> Retry:
-        return Retry(parameters, self._rule, self._agreement.any_rank)
+    def _retry(self, loss: Tensor, retries: int, kwargs: dict[str, Any], parameters: Sequence[Tensor] = ()) -> None:
+        """Runs the backward pass of `loss`, again at a lower scale while it overflows."""
+        together = {id(each): each for each in (*parameters, *self._windows.sharing_the_scale(loss))}
+        window = self._windows.begin(loss.device)
+        Retry(list(together.values()), self._rule, self._agreement.any_rank).backward(loss, window, retries, kwargs)
+        window.end_backward()
 
     def _decided(self, plan: StepPlan) -> tuple[Measurement, Decision]:
         """Returns the measurement, and the decision that is the same on every rank: stages one to three."""
@@ -325,6 +351,10 @@ class LossScaler:
             seen, plan.divisor, plan.clip_norm, follows_amax=plan.estimates_amax, measured=plan.amax
         )
         return measurement, decision
+
+    def _warn_of_half(self, plan: StepPlan, samples: bool) -> None:
+        if samples and not self._warned_of_half:
+            self._warned_of_half = warn_of_half(plan.gradients, self._names)
 
     def _close(self, plan: StepPlan, measurement: Measurement, decision: Decision) -> StepResult:
         """Ends the window: updates the scale, settles buffers, notes stale gradients, and returns the result."""

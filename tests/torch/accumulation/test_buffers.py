@@ -1,7 +1,9 @@
 """`protect_buffers`: what a forward pass did to the buffers is undone when the step is skipped."""
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -139,6 +141,7 @@ def test_buffers_that_are_new_or_have_a_new_shape_are_taken_as_they_are() -> Non
     assert (model.mean == 3.0).all()
 
 
+@pytest.mark.not_simulated("sparse tensors")
 def test_buffers_that_cannot_be_written_are_left_alone() -> None:
     model = nn.Linear(2, 1)
     model.register_buffer("graph", torch.eye(3).to_sparse())
@@ -205,3 +208,103 @@ def test_protection_without_scaling_restores_nothing_as_nothing_is_skipped() -> 
     scaler.protect_buffers()
     step(model, optimizer, scaler, torch.randn(8, 4))
     assert model[1].num_batches_tracked.item() == 1
+
+
+class WithAverage(nn.Module):
+    """Has a buffer that the forward pass writes to, and one that the loop writes to after a step."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+@pytest.mark.parametrize("call", [lambda model, x: model(x), lambda model, x: model.linear(model.norm(x))])
+def test_what_was_written_to_a_buffer_after_the_last_step_is_kept(call: Any) -> None:
+    model = WithAverage()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = LossScaler(model, Dynamic())
+    scaler.protect_buffers()
+    for bad in (1.0, INF, INF):
+        model.average += 1.0
+        before = buffers(model)
+        scaler.backward(call(model, torch.randn(8, 4) * bad).sum())
+        assert scaler.step(optimizer).skipped() is (bad == INF)
+        assert same(buffers(model), before) is (bad == INF)
+        optimizer.zero_grad()
+    assert model.average.tolist() == [3.0] * 4
+
+
+def test_statistics_measured_by_update_bn_are_kept() -> None:
+    model, optimizer, scaler = setup()
+    step(model, optimizer, scaler, torch.randn(8, 4))
+    torch.optim.swa_utils.update_bn([torch.randn(8, 4) for _ in range(3)], model)
+    before = buffers(model)
+    assert step(model, optimizer, scaler, torch.full((8, 4), INF))
+    assert same(buffers(model), before)
+
+
+def test_the_first_of_several_forward_passes_is_the_one_to_go_back_to() -> None:
+    model, optimizer, scaler = setup()
+    step(model, optimizer, scaler, torch.randn(8, 4))
+    before = buffers(model)
+    with torch.no_grad():
+        model.eval()(torch.randn(8, 4))
+    model.train()
+    outputs = model(torch.full((8, 4), INF)), model(torch.randn(8, 4))
+    for output in outputs:
+        scaler.backward(output.sum())
+    assert scaler.step(optimizer).skipped()
+    assert same(buffers(model), before)
+
+
+def test_a_forward_pass_that_calls_no_hooks_goes_back_to_the_last_step() -> None:
+    model, optimizer, scaler = setup()
+    step(model, optimizer, scaler, torch.randn(8, 4))
+    before = buffers(model)
+    x = torch.full((8, 4), INF)
+    for layer in model:
+        x = layer.forward(x)
+    scaler.backward(x.sum())
+    assert scaler.step(optimizer).skipped()
+    assert same(buffers(model), before)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_layer_that_was_replaced_is_protected_too(steps_before: int) -> None:
+    model, _, scaler = setup()
+    model[1] = nn.BatchNorm1d(8)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(steps_before):
+        step(model, optimizer, scaler, torch.randn(8, 4))
+    model[1] = nn.BatchNorm1d(8)
+    before = buffers(model)
+    assert step(model, optimizer, scaler, torch.full((8, 4), INF))
+    assert same(buffers(model), before)
+
+
+def test_a_layer_that_was_replaced_is_not_kept_alive() -> None:
+    model, optimizer, scaler = setup()
+    replaced = weakref.ref(model[1])
+    model[1] = nn.BatchNorm1d(8)
+    step(model, optimizer, scaler, torch.randn(8, 4))
+    gc.collect()
+    assert replaced() is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # of the compiler itself
+def test_buffers_of_a_compiled_model_are_protected() -> None:
+    torch._dynamo.reset()
+    model, optimizer, scaler = setup()
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for bad in (1.0, 1.0, INF, 1.0, INF):
+        before = buffers(model)
+        assert step(compiled, optimizer, scaler, torch.randn(8, 4) * bad) is (bad == INF)
+        assert same(buffers(model), before) is (bad == INF)
+        model[1].running_mean += 1.0

@@ -9,7 +9,7 @@ from tests.torch.helpers import NAN, loss_of, same, small_model, weights
 from torch import Tensor, nn
 
 from gradscale import Dynamic, NoScaling, Policy, Static
-from gradscale.torch import LossScaler
+from gradscale.torch import LossScaler, MasterWeights
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -136,3 +136,39 @@ def test_a_closure_works_inside_no_grad() -> None:
     with torch.no_grad():
         LossScaler(model, Static(4.0)).closure(lambda: loss_of(model))()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def half_model() -> nn.Linear:
+    model = nn.Linear(1, 1, bias=False).half()
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def test_a_closure_for_masters_with_half_gradients_is_refused() -> None:
+    optimizer = MasterWeights(torch.optim.SGD(half_model().parameters(), lr=1.0))
+    with pytest.raises(TypeError, match=r"`closure` unscales `\.grad` in place.*grad_fp32=True"):
+        LossScaler(policy=Static(2.0**15)).closure(lambda: torch.zeros(()), optimizer)
+
+
+def test_a_closure_for_masters_with_float32_gradients_loses_none() -> None:
+    model = half_model()
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=1.0), grad_fp32=True)
+    scaler = LossScaler(model, Static(2.0**15))
+    optimizer.step(scaler.closure(lambda: model.weight.float().sum() * 2.0**-26, optimizer))
+    ((_, value),) = optimizer.masters()
+    assert value.item() == -(2.0**-26)
+
+
+def test_a_closure_leaves_zeros_of_the_gradients_own_type_where_no_scale_helps() -> None:
+    model = half_model()
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=1.0), grad_fp32=True)
+    scaler = LossScaler(model, Dynamic())
+    optimizer.step(scaler.closure(lambda: model.weight.float().sum() * NAN, optimizer))
+    assert model.weight.item() == 0.0
+
+
+def test_a_closure_warns_of_half_parameters_without_masters() -> None:
+    model = half_model()
+    closure = LossScaler(model, Static(4.0)).closure(lambda: model.weight.float().sum())
+    with pytest.warns(UserWarning, match="These parameters are FP16: weight"):
+        closure()

@@ -154,6 +154,60 @@ def test_all_optimizers_of_a_step_must_be_unscaled_or_none() -> None:
     assert not scaler.step(of_a, of_b).skipped()
 
 
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_group_added_after_unscaled_is_unscaled_by_the_step(fused: bool, inside: bool) -> None:
+    p, late = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([p], lr=1.0, fused=fused)
+    scaler = LossScaler(policy=Static(1024.0))
+    scaler.backward((p + 2 * late).sum())
+    with scaler.unscaled(optimizer):
+        if inside:
+            optimizer.add_param_group({"params": [late]})
+    if not inside:
+        optimizer.add_param_group({"params": [late]})
+    assert not scaler.step(optimizer).skipped()
+    assert (p.tolist(), late.tolist()) == ([-1.0, -1.0], [-2.0, -2.0])
+
+
+def test_a_group_added_after_unscaled_is_checked_as_all_others() -> None:
+    p, late = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    scaler = LossScaler(policy=Dynamic(init_scale=1024.0))
+    scaler.backward((p + 2 * late).sum())
+    poison(late)
+    with scaler.unscaled(optimizer):
+        optimizer.add_param_group({"params": [late]})
+    assert scaler.step(optimizer).status() == "overflow"
+    assert p.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_gradient_that_the_edits_make_or_replace_is_not_divided(fused: bool) -> None:
+    p, without = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([p, without], lr=1.0, fused=fused)
+    scaler = LossScaler(policy=Static(1024.0))
+    scaler.backward(p.sum())
+    with scaler.unscaled(optimizer):
+        p.grad = torch.full((2,), 3.0)
+        without.grad = torch.full((2,), 5.0)
+    scaler.step(optimizer)
+    assert (p.tolist(), without.tolist()) == ([-3.0, -3.0], [-5.0, -5.0])
+
+
+def test_unscaled_gradients_cleared_in_place_may_be_followed_by_a_backward_pass() -> None:
+    model, optimizer, scaler = setup()
+    expected, its_optimizer, plain = setup()
+    scaler.backward(loss_of(model, seed=1))
+    with scaler.unscaled(optimizer):
+        pass
+    optimizer.zero_grad(set_to_none=False)
+    for each, its, their in ((model, optimizer, scaler), (expected, its_optimizer, plain)):
+        their.backward(loss_of(each))
+        assert not their.step(its).skipped()
+    assert same(weights(model), weights(expected))
+
+
 def test_unscaled_before_the_backward_pass_is_refused() -> None:
     _, optimizer, scaler = setup()
     with pytest.raises(RuntimeError, match="none was scaled since the last step"), scaler.unscaled(optimizer):

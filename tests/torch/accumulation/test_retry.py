@@ -1,5 +1,7 @@
 """`backward(loss, retries=n)`: the backward pass alone is run again at a lower scale, and nothing else is lost."""
 
+import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,11 +216,35 @@ def test_gradients_left_over_are_refused_after_a_retry_too() -> None:
         scaler.step(optimizer)
 
 
+class Hidden(torch.autograd.Function):
+    """Gives a gradient to a parameter that the graph does not show, as reentrant checkpointing does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, hidden: list[Tensor]) -> Tensor:
+        ctx.hidden = hidden
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            (ctx.hidden[0] * grads[0].detach()).sum().backward()
+        return grads[0], None
+
+
+def test_a_parameter_outside_of_the_model_is_brought_to_the_new_scale() -> None:
+    model, outside, before = small_model(), nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+    scaler = LossScaler(model, Dynamic(init_scale=65536.0))
+    scaler.backward(loss_of(model) + before + outside)
+    scaler.backward(narrow(loss_of(model)) + outside, retries=10)
+    assert not scaler.step(torch.optim.SGD([outside, before], lr=1.0)).skipped()
+    assert (outside.item(), before.item()) == (-2.0, -1.0)
+
+
 def test_unknown_parameters_raise_after_a_retry() -> None:
     model, unknown = small_model(), nn.Parameter(torch.ones(()))
     scaler = LossScaler(model, Dynamic(init_scale=65536.0))
     optimizer = torch.optim.SGD([*model.parameters(), unknown])
-    scaler.backward(narrow(loss_of(model)) + unknown, retries=10)
+    scaler.backward(Hidden.apply(narrow(loss_of(model)), [unknown]), retries=10)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"not know: param_groups\[0\]\.params\[4\]\. Build it as `LossScaler\("):
         scaler.step(optimizer)
     optimizer.zero_grad()
@@ -226,6 +252,7 @@ def test_unknown_parameters_raise_after_a_retry() -> None:
     assert not scaler.step(optimizer).skipped()
 
 
+@pytest.mark.not_simulated("sparse tensors")
 def test_sparse_gradients_of_earlier_micro_batches_survive_a_retry() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     scaler = LossScaler(embedding, Dynamic(init_scale=65536.0))
@@ -236,6 +263,59 @@ def test_sparse_gradients_of_earlier_micro_batches_survive_a_retry() -> None:
     scaler.step(torch.optim.SGD(embedding.parameters(), lr=1.0))
     assert embedding.weight.grad is not None
     assert embedding.weight.grad.to_dense()[:, 0].tolist() == [0.0, 4.0, 0.0, 2.0]
+
+
+def test_a_leaf_input_gets_the_gradient_of_the_last_attempt_alone() -> None:
+    model, optimizer, scaler = setup()
+    x = torch.ones(2, 4, requires_grad=True)
+    scaler.backward(model(x).sum())
+    scaler.backward(narrow(model(x).sum()), retries=10)
+    assert x.grad is not None
+    found = x.grad / scaler.loss_scale
+    (expected,) = torch.autograd.grad(2 * model(x).sum(), x)
+    assert scaler.step(optimizer).retries == 6
+    assert torch.equal(found, expected)
+
+
+def test_post_accumulate_hooks_are_called_once_with_the_sum_of_all_gradients() -> None:
+    model, _, scaler = setup()
+    seen: list[Tensor] = []
+
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        seen.append(parameter.grad.clone())
+
+    scaler.backward(loss_of(model, 0))
+    handle = next(model.parameters()).register_post_accumulate_grad_hook(hook)
+    scaler.backward(narrow(loss_of(model, 1)), retries=10)
+    assert same(seen, grads(model)[:1])
+    scaler.backward(narrow(loss_of(model, 1), limit=INF))
+    assert len(seen) == 2
+    handle.remove()
+    scaler.backward(narrow(loss_of(model, 1), limit=INF), retries=1)
+    assert len(seen) == 2
+
+
+def test_post_accumulate_hooks_are_kept_if_the_backward_pass_raises() -> None:
+    model, _, scaler = setup()
+    seen: list[Tensor] = []
+    next(model.parameters()).register_post_accumulate_grad_hook(seen.append)
+    Explodes.passes = 0
+    with pytest.raises(ZeroDivisionError):
+        scaler.backward(Explodes.apply(loss_of(model)), retries=5)  # type: ignore[arg-type]
+    assert seen == []
+    scaler.backward(loss_of(model))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
+def test_the_copy_of_a_scaler_alone_runs_the_backward_pass_again_too(copied: Any) -> None:
+    model, optimizer, scaler = setup()
+    twin = copied(scaler)
+    twin.backward(narrow(loss_of(model)), retries=10)
+    result = twin.step(optimizer)
+    assert not result.skipped()
+    assert result.retries == 6
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -284,6 +364,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.cpu_only("gloo, which has no other device")
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("wrapped_in", [lambda ddp: ddp, nn.Sequential], ids=["itself", "a module"])
 def test_a_data_parallel_model_is_refused_unless_it_does_not_synchronise(wrapped_in: Any) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.torch.helpers import INF, loss_of, poison, same, small_model, weights
+from tests.torch.helpers import INF, NAN, loss_of, poison, same, small_model, weights
 from torch import nn
 
 from gradscale import Dynamic, Static
@@ -279,3 +279,150 @@ def test_a_step_or_a_checkpoint_inside_inference_mode_does_not_break_the_next_ba
     assert grad is not None
     scaler.backward(loss_of(model) + grad.sum())
     assert not scaler.step(optimizer).skipped()
+
+
+@pytest.mark.parametrize("modules", ["none", "the generator"])
+def test_gradients_are_left_over_though_neither_their_module_nor_their_optimizer_is_known(modules: str) -> None:
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    of_g, of_c = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic))
+    scaler = LossScaler(generator if modules == "the generator" else None, Static(4.0))
+    scaler.backward(-critic(generator(torch.ones(1, 2))).sum())
+    scaler.step(of_g)
+    of_g.zero_grad()
+    before = weights(critic)
+    scaler.backward(critic(torch.ones(1, 2)).sum())
+    with pytest.raises(RuntimeError, match=STALE):
+        scaler.step(of_c)
+    assert same(weights(critic), before)
+    of_c.zero_grad()
+    scaler.backward(critic(torch.ones(1, 2)).sum())
+    assert not scaler.step(of_c).skipped()
+
+
+def test_gradients_of_an_unknown_module_that_were_cleared_may_be_stepped() -> None:
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    of_g, of_c = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic))
+    scaler = LossScaler(policy=Static(4.0))
+    for _ in range(2):
+        scaler.backward(-critic(generator(torch.ones(1, 2))).sum())
+        scaler.step(of_g)
+        of_c.zero_grad()
+        scaler.backward(critic(generator(torch.ones(1, 2))).sum())
+        scaler.step(of_c)
+        of_g.zero_grad()
+        of_c.zero_grad()
+    assert scaler.metrics()["applied"] == 4
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["LossScaler(model)", "LossScaler()"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_the_loss_of_a_batch_that_was_given_up_does_not_skip_the_next(
+    steps_before: int, set_to_none: bool, known: bool
+) -> None:
+    model, optimizer, _ = setup()
+    scaler = LossScaler(model if known else None, Dynamic(init_scale=256.0))
+    for _ in range(steps_before):
+        scaler.backward(loss_of(model))
+        scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=set_to_none)
+    scaler.backward(loss_of(model) + NAN)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    scaler.backward(loss_of(model))
+    assert scaler.step(optimizer).status() == "applied"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["LossScaler(model)", "LossScaler()"])
+def test_a_batch_whose_backward_pass_raised_is_given_up_too(known: bool) -> None:
+    model, optimizer, _ = setup()
+    scaler = LossScaler(model if known else None, Dynamic(init_scale=256.0))
+    loss = loss_of(model) + NAN
+    torch.autograd.grad(loss, list(model.parameters()))
+    with pytest.raises(RuntimeError, match="second time"):
+        scaler.backward(loss)
+    optimizer.zero_grad()
+    scaler.backward(loss_of(model))
+    assert scaler.step(optimizer).status() == "applied"
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_bad_loss_of_an_earlier_micro_batch_still_skips_the_step(retries: int) -> None:
+    model, optimizer, scaler = setup()
+    before = weights(model)
+    scaler.backward(loss_of(model) + NAN, retries=retries)
+    for _ in range(2):
+        scaler.backward(loss_of(model), retries=retries)
+    assert scaler.step(optimizer).status() == "nonfinite_loss"
+    assert same(weights(model), before)
+
+
+def test_a_bad_loss_still_skips_the_step_if_only_other_gradients_were_cleared() -> None:
+    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+    of_a, of_b = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (a, b))
+    scaler = LossScaler([a, b], Static(4.0))
+    scaler.backward(b(torch.ones(1, 2)).sum() + NAN)
+    of_a.zero_grad()
+    scaler.backward(a(torch.ones(1, 2)).sum())
+    assert scaler.step(of_a, of_b).status() == "nonfinite_loss"
+
+
+def test_a_loss_that_cannot_be_differentiated_or_is_not_does_not_skip_a_step() -> None:
+    model, optimizer, scaler = setup()
+    with torch.no_grad():
+        scaler.scale(loss_of(model) * NAN)
+    scaler.scale(loss_of(model) * NAN)
+    scaler.backward(loss_of(model))
+    assert scaler.step(optimizer).status() == "applied"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["LossScaler(model)", "LossScaler()"])
+def test_zeros_are_not_left_over_when_a_state_is_loaded(known: bool) -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(loss_of(model))
+    scaler.step(optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    fresh = LossScaler(model if known else None, Dynamic())
+    for loaded in (fresh, scaler):
+        loaded.load_state_dict(scaler.state_dict())
+        loaded.backward(loss_of(model))
+        assert not loaded.step(optimizer).skipped()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def test_gradients_from_before_a_load_are_left_over_unless_they_are_zeros() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(loss_of(model))
+    model[0].zero_grad(set_to_none=False)
+    scaler.load_state_dict(scaler.state_dict())
+    scaler.backward(loss_of(model))
+    with pytest.raises(RuntimeError, match=r"Parameters: 2\.weight, 2\.bias\."):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_cleared_between_two_backward_passes_are_not_left_over(set_to_none: bool) -> None:
+    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+    of_a, of_b = (torch.optim.SGD(model.parameters(), lr=1.0) for model in (a, b))
+    scaler = LossScaler([a, b], Static(4.0))
+    for _ in range(2):
+        before = weights(a, b)
+        of_a.zero_grad(set_to_none=set_to_none)
+        scaler.backward(a(torch.ones(1, 2)).sum())
+        of_b.zero_grad(set_to_none=set_to_none)
+        scaler.backward(b(torch.ones(1, 2)).sum())
+        scaler.step(of_a, of_b)
+        assert same(weights(a, b), [weight - 1 for weight in before])
+
+
+def test_gradients_left_over_are_refused_after_a_backward_pass_that_raised_too() -> None:
+    model, optimizer, scaler = setup()
+    scaler.backward(loss_of(model))
+    scaler.step(optimizer)
+    scaler.backward(loss_of(model))
+    loss = loss_of(model)
+    torch.autograd.grad(loss, list(model.parameters()))
+    with pytest.raises(RuntimeError, match="second time"):
+        scaler.backward(loss)
+    scaler.backward(loss_of(model))
+    with pytest.raises(RuntimeError, match=STALE):
+        scaler.step(optimizer)

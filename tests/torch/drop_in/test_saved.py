@@ -178,7 +178,7 @@ def test_tracker_past_the_interval_is_kept_and_grows_at_the_next_clean_step() ->
         ({"growth_interval": 0}, ValueError, r"`growth_interval` must be at least 1"),
         ({"_growth_tracker": -1}, ValueError, r"`_growth_tracker` must be a count of steps\. Received: .*=-1\."),
         ({"_growth_tracker": 1.5}, ValueError, r"`_growth_tracker` must be a count of steps"),
-        ({"gradscale": {"min_scale": -1.0, "max_scale": 2.0}}, ValueError, r"`min_scale` must be a normal float32"),
+        ({"gradscale": {"min_scale": -1.0, "max_scale": 2.0}}, ValueError, r"`min_scale` must lie between 2\*\*-126"),
         ({"gradscale": {"policy": {"kind": "Nonsense"}, "state": {}}}, ValueError, r"A saved policy has a `kind`\."),
     ],
 )

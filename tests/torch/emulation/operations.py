@@ -55,6 +55,8 @@ OTHERS = {
     "conv_transpose2d": Operation(F.conv_transpose2d, ((2, 4, 6, 6), (4, 6, 3, 3), (6,))),
     "conv_transpose3d": Operation(F.conv_transpose3d, ((2, 3, 4, 4, 4), (3, 4, 3, 3, 3), (4,))),
     "scaled_dot_product_attention": Operation(F.scaled_dot_product_attention, ((2, 3, 6, 8),) * 3),
+    "prelu": Operation(F.prelu, ((5, 24), (24,))),
+    "an operator of torch.ops": Operation(torch.ops.aten.mm.default, ((5, 24), (24, 7))),
     "causal attention": Operation(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), ((2, 3, 6, 8),) * 3
     ),

@@ -1,6 +1,8 @@
 """The block itself: where it applies, what it does not change, and its errors."""
 
 import threading
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -165,11 +167,42 @@ def test_fp32_changes_nothing() -> None:
         assert torch.equal(product(), expected)
 
 
-def test_out_is_written_as_autocast_does_it_without_rounding() -> None:
-    a, b, out = torch.randn(3, 3), torch.randn(3, 3), torch.empty(3, 3)
-    with emulate("e4m3"):
-        torch.mm(a, b, out=out)
-    assert torch.equal(out, a @ b)
+@pytest.mark.parametrize("autocast_first", [True, False])
+@pytest.mark.parametrize("known", ["fp16", "e4m3"])
+def test_autocast_around_the_block_or_in_it_changes_nothing(known: str, autocast_first: bool) -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2)), torch.randn(3, 4)
+
+    def run(*contexts: Any) -> list[Tensor]:
+        model.zero_grad()
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            found = model(x)
+        found.square().sum().backward()
+        return [found, *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+    contexts = [emulate(known), torch.autocast("cpu", dtype=torch.bfloat16)]
+    found, expected = run(*(contexts[::-1] if autocast_first else contexts)), run(emulate(known))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    with torch.autocast("cpu", dtype=torch.bfloat16), emulate("fp32"):
+        assert model(x).dtype is torch.bfloat16  # the block rounds nothing
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of torch's `clamp_`
+@pytest.mark.parametrize("known", [FP16, FP8_E4M3], ids=lambda known: known.name)
+def test_vmap_gives_what_a_batch_gives(known: Format) -> None:
+    # Small integers and powers of two, so that sums are exact in any order.
+    x, w = torch.randint(-8, 8, (7, 4)) / 3, torch.randint(-2, 3, (5, 4)).float()
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return F.linear(x, w).square().sum()
+
+    with emulate(known):
+        assert torch.equal(torch.vmap(lambda row: F.linear(row, w))(x), F.linear(x, w))
+        found = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x)
+        expected = torch.stack([torch.func.grad(loss)(w, row) for row in x])
+    assert torch.equal(found, expected)
+    assert are_of(found, known)
 
 
 def test_an_unknown_rounding_is_refused() -> None:

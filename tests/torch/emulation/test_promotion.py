@@ -112,6 +112,16 @@ def test_a_kept_result_is_the_rounded_one_so_that_its_gradient_is_that_of_fp16()
     assert x.grad.item() == (1 - result * result).half().float().item()
 
 
+def test_prelu_is_low_precision_of_float32_arguments_too_but_not_in_fp8() -> None:
+    x, w = torch.randn(4, 8), torch.rand(8)
+    for known in (FP16, BF16):
+        with emulate(known):
+            assert are_of(F.prelu(x, w), known)
+            assert are_of(torch.nn.PReLU()(x) / 3, known)
+    with emulate(FP8_E4M3):
+        assert torch.equal(F.prelu(x, w), torch.where(x > 0, x, w * x))
+
+
 def test_a_view_of_a_narrow_tensor_is_still_a_view() -> None:
     with emulate(FP16):
         y = product()

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -126,6 +127,62 @@ def test_loading_never_writes_to_the_model_and_a_master_of_another_weight_is_not
     assert same(values_of(tuned), [weight.float() for weight in before])
 
 
+READS: dict[str, Callable[[MasterWeights], Any]] = {
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "masters": values_of,
+    "copy": copy.deepcopy,
+    "pickle": pickle.dumps,
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_masters_that_were_loaded_outlast_a_read_before_the_model_is_loaded(storage: Storage, read: str) -> None:
+    model = half_model()
+    optimizer = wrapped(model, storage)
+    train(model, optimizer, range(3))
+    twin = half_model(seed=5)
+    other = wrapped(twin, storage)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    READS[read](other)
+    twin.load_state_dict(model.state_dict())
+    assert same(values_of(other), values_of(optimizer))
+    train(model, optimizer, range(3, 5))
+    train(twin, other, range(3, 5))
+    assert same(everything(twin, other), everything(model, optimizer))
+
+
+@pytest.mark.parametrize("method", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_copy_made_before_the_model_is_loaded_has_the_loaded_masters(storage: Storage, method: str) -> None:
+    model = half_model()
+    optimizer = wrapped(model, storage)
+    train(model, optimizer, range(3))
+    fresh = half_model(seed=5)
+    loaded = wrapped(fresh, storage)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    pair = (fresh, loaded)
+    twin, other = copy.deepcopy(pair) if method == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    twin.load_state_dict(model.state_dict())
+    train(model, optimizer, range(3, 5))
+    train(twin, other, range(3, 5))
+    assert same(everything(twin, other), everything(model, optimizer))
+
+
+def test_reading_while_the_weights_are_swapped_for_others_loses_nothing() -> None:
+    model = half_model()
+    optimizer = wrapped(model)
+    train(model, optimizer, range(3))
+    expected = values_of(optimizer)
+    mine, average = copy.deepcopy(model.state_dict()), half_model(seed=4).state_dict()
+    model.load_state_dict(average)
+    assert same(values_of(optimizer), [weight.float() for weight in average.values()])
+    optimizer.state_dict()
+    copy.deepcopy((model, optimizer))
+    model.load_state_dict(mine)
+    assert same(values_of(optimizer), expected)
+
+
 def test_a_state_that_does_not_fit_is_refused_with_nothing_changed() -> None:
     model = half_model()
     optimizer = wrapped(model)
@@ -138,7 +195,26 @@ def test_a_state_that_does_not_fit_is_refused_with_nothing_changed() -> None:
     saved["masters"]["version"] = 2
     with pytest.raises(ValueError, match=r"must be of version 1\. Received: version=2\."):
         optimizer.load_state_dict(saved)
+    with pytest.raises(TypeError, match=r"must be a dict, .* Received: int\."):
+        optimizer.load_state_dict(saved | {"masters": 5})
+    for values in (3, {0: "x"}, None):
+        with pytest.raises(
+            ValueError, match=r"must have `values`, a dict of tensors.* Received: version: int, values: "
+        ):
+            optimizer.load_state_dict(saved | {"masters": {"version": 1, "values": values, "storage_state": {}}})
+    with pytest.raises(ValueError, match=r"must have `values`"):
+        optimizer.load_state_dict(saved | {"masters": {"version": 1}})
     assert same(everything(model, optimizer), before)
+
+
+def test_hooks_of_saving_and_loading_are_called() -> None:
+    model, calls = half_model(), []
+    optimizer = wrapped(model)
+    optimizer.register_state_dict_post_hook(lambda _, state: state | {"extra": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(state.pop("extra")))
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == [1, "loaded"]
 
 
 @pytest.mark.parametrize("storage", STORAGES)

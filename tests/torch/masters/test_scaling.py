@@ -88,11 +88,12 @@ def test_scaled_training_is_training_and_a_skipped_step_is_none(storage: Storage
         assert same(everything(model, optimizer), before)
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("scaler", SCALERS)
-@pytest.mark.parametrize("inner", ["adamw fused", "adamw foreach"])
+@pytest.mark.parametrize("inner", ["adamw fused", "adamw foreach", "sgd dampened"])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_training_goes_on_after_a_skip_as_if_there_had_been_none(storage: Storage, inner: str, scaler: str) -> None:
-    """Random numbers included: none are drawn where the host sees the skip."""
+    """Random numbers included, where only the device knows of the skip too."""
     model, twin = half_model(), half_model()
     optimizer, plain = wrapped(model, storage, inner), wrapped(twin, storage, inner)
     step = SCALERS[scaler]()
@@ -102,6 +103,18 @@ def test_training_goes_on_after_a_skip_as_if_there_had_been_none(storage: Storag
         step(model, optimizer, number, INF)
         step(model, optimizer, number, None)
     assert same(everything(model, optimizer), everything(twin, plain))
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_skip_that_the_host_has_read_writes_to_no_weight(storage: Storage) -> None:
+    model = half_model()
+    optimizer = wrapped(model, storage, "rmsprop")
+    step = by_loss_scaler()
+    step(model, optimizer, 0, None)
+    versions = [parameter._version for parameter in model.parameters()]
+    step(model, optimizer, 1, INF)
+    assert [parameter._version for parameter in model.parameters()] == versions
 
 
 @pytest.mark.usefixtures("either_way")
@@ -215,7 +228,7 @@ def test_fp16_gradients_are_read_once_where_their_division_cannot_overflow(monke
 
     monkeypatch.setattr("gradscale.torch.step.measure.measure_sizes", watched)
     model = half_model()
-    for optimizer, scale in ((wrapped(model), 0.5), (INNER["sgd fused"](model.parameters()), 2.0)):
+    for optimizer, scale in ((wrapped(model), 0.5), (INNER["adagrad fused"](model.parameters()), 2.0)):
         optimizer.zero_grad()
         scaler = LossScaler(policy=Static(scale))
         scaler.backward(loss_of_half(model))

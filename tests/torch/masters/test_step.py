@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gradscale.torch import MasterWeights
 from gradscale.torch.masters import Storage
-from gradscale.torch.masters import optimizer as module
+from gradscale.torch.masters import chunks as module
 
 
 def float32_twin(model: nn.Module, inner: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -183,6 +183,7 @@ def test_a_closure_is_evaluated_with_gradients_and_its_loss_returned() -> None:
     assert not same(weights(model), before)
 
 
+@pytest.mark.not_simulated("sparse tensors")
 def test_sparse_gradients_stay_sparse() -> None:
     embedding = nn.Embedding(5, 3, sparse=True).half()
     before = embedding.weight.detach().clone()
@@ -340,6 +341,30 @@ def test_what_cannot_be_wrapped_is_refused_and_left_as_it_is() -> None:
     with pytest.raises(ValueError, match="A scheduler has been built on this optimizer"):
         MasterWeights(optimizer)
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+class Closed(torch.optim.SGD):
+    """An optimizer that takes no groups after it was built."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if getattr(self, "built", False):
+            raise RuntimeError("no more groups")
+        super().add_param_group(param_group)
+
+
+def test_an_optimizer_that_takes_no_more_groups_can_be_wrapped_and_a_group_it_refuses_is_not_added() -> None:
+    model, late = half_model(), nn.Linear(3, 3).half()
+    inner = Closed([{"params": [parameter], "lr": 0.1} for parameter in model.parameters()])
+    inner.built = True  # type: ignore[attr-defined]
+    optimizer = MasterWeights(inner)
+    with pytest.raises(RuntimeError, match="no more groups"):
+        optimizer.add_param_group({"params": late.parameters()})
+    assert [group["params"] for group in optimizer.param_groups] == [[parameter] for parameter in model.parameters()]
+    give(model)
+    before = weights(model)
+    optimizer.step()
+    assert not same(weights(model), before)
+    assert len(list(optimizer.masters())) == 4
 
 
 def test_gradients_that_are_there_become_float32_where_that_is_asked_for() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.torch.helpers import autocast
 from tests.torch.precision.models import Net, loss_of
 from torch import Tensor, nn
 
@@ -18,7 +19,13 @@ HALF, FLOAT = torch.float16, torch.float32
 
 def explained(precision: Any, model: Any = None) -> Explanation:
     model = Net() if model is None else model
-    return explain(*prepare(model, torch.optim.AdamW(model.parameters()), precision))
+    return explain(*prepare(model, torch.optim.AdamW(model.parameters(), eps=1e-4), precision))
+
+
+def explained_as_o3_with_adam() -> Explanation:
+    """Built by hand: `prepare` refuses the default `eps` of Adam."""
+    model, _, scaler = prepare(Net(), None, "O3")
+    return explain(model, torch.optim.AdamW(model.parameters()), scaler)
 
 
 def computes_in(explanation: Explanation) -> dict[str, str]:
@@ -83,7 +90,7 @@ AUTOCAST: list[tuple[nn.Module, tuple[Any, ...], str]] = [
 def test_what_is_reported_of_autocast_is_what_it_does_on_a_cpu(
     module: nn.Module, inputs: tuple[Any, ...], reported: str
 ) -> None:
-    with torch.autocast("cpu", dtype=HALF):
+    with autocast(dtype=HALF):
         assert next(each.compute_dtype for each in compute_dtypes(module)) == reported
         found = module(*inputs)
     while isinstance(found, tuple):
@@ -91,10 +98,11 @@ def test_what_is_reported_of_autocast_is_what_it_does_on_a_cpu(
     assert found.dtype is (HALF if reported == "float16" else FLOAT)
 
 
+@pytest.mark.not_simulated("recurrent layers")
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.RNNCell, nn.GRUCell, nn.LSTMCell])
 def test_recurrent_layers_compute_products_in_half_under_autocast_whatever_they_return(kind: type[nn.Module]) -> None:
     module, inputs = kind(8, 8), torch.randn(2, 8)
-    with torch.autocast("cpu", dtype=HALF):
+    with autocast(dtype=HALF):
         reported = explain(module)
         found = module(inputs)[0].float()
     assert reported.modules[0].compute_dtype == "float16"
@@ -116,7 +124,7 @@ def test_autocast_has_rules_of_its_own_on_accelerators(operation: str) -> None:
 def test_a_custom_loop_is_explained_inside_its_autocast_block() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     assert explain(model).modules[0].compute_dtype == "float32"
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast(dtype=torch.bfloat16):
         assert explain(model).modules[0].compute_dtype == "bfloat16"
 
 
@@ -163,17 +171,39 @@ def test_nothing_is_wrong_with_what_prepare_makes(precision: str) -> None:
 
 
 def test_o3_is_warned_of_in_three_ways() -> None:
-    found = explained("O3").warnings
+    found = explained_as_o3_with_adam().warnings
     assert len(found) == 3
-    assert "5 norm layers store weights and statistics in half precision, such as 'norms.0'" in found[0]
+    assert "5 norm layers store weights or statistics in half precision, such as 'norms.0'" in found[0]
     assert "AdamW updates 17 half-precision parameters with no master weights" in found[1]
     assert "AdamW keeps squares of gradients in FP16" in found[2]
     assert "eps=1e-08" in found[2]
 
 
+def test_half_statistics_of_norms_without_trained_weights_are_warned_of() -> None:
+    for norm in (
+        nn.BatchNorm1d(4, affine=False).half(),
+        nn.InstanceNorm1d(4, track_running_stats=True).bfloat16(),
+        nn.BatchNorm1d(4).half().requires_grad_(False),
+    ):
+        model = nn.Sequential(nn.Linear(4, 4), norm)
+        (found,) = (warning for warning in explain(model).warnings if "norm" in warning)
+        assert found.startswith("1 norm layers store weights or statistics in half precision, such as '1'")
+        model.eval()  # nothing changes them
+        assert not any("norm" in warning for warning in explain(model).warnings)
+
+
+def test_norms_with_float32_statistics_or_none_are_not_warned_of() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.LayerNorm(4, elementwise_affine=False).half())
+    assert explain(model).warnings == ()
+
+
 def test_a_larger_eps_or_no_eps_is_not_warned_of() -> None:
     model = nn.Linear(2, 2).half()
-    for optimizer in (torch.optim.Adam(model.parameters(), eps=1e-4), torch.optim.SGD(model.parameters())):
+    for optimizer in (
+        torch.optim.Adam(model.parameters(), eps=1e-4),
+        torch.optim.SGD(model.parameters()),
+        torch.optim.Adafactor(model.parameters()),  # has two, of which one is None
+    ):
         assert not any("squares" in warning for warning in explain(model, optimizer, LossScaler(model)).warnings)
 
 
@@ -220,7 +250,7 @@ def test_warnings_are_emitted_where_that_is_asked_for() -> None:
 
 
 def test_the_table_shows_all_of_it() -> None:
-    text = str(explained("O3"))
+    text = str(explained_as_o3_with_adam())
     assert text.split()[:2] == ["module", "class"]
     assert "(the model itself)" in text
     assert "none before the first step" in text

@@ -8,32 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.torch.helpers import small_model, weights
+from tests.torch.precision.refusals import refused
 from torch import Tensor, nn
 
 from gradscale.torch import O2, MasterWeights, prepare
 
 SGD = torch.optim.SGD
-
-
-def snapshot(*models: nn.Module) -> list[Any]:
-    """Returns what `prepare` could change: classes, attributes, and the memory and dtype of every tensor."""
-    return [
-        [(type(part), sorted(vars(part))) for model in models for part in model.modules()],
-        [(value.dtype, value.data_ptr()) for model in models for value in model.state_dict().values()],
-    ]
-
-
-def refused(
-    error: type[Exception], message: str, model: Any, optimizer: Any, precision: Any = "O2", *watched: nn.Module
-) -> None:
-    """Checks that the call raises with this message, and that models and optimizers are as they were."""
-    models = [model] if isinstance(model, nn.Module) else model
-    before = snapshot(*models, *watched)
-    state = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) else None
-    with pytest.raises(error, match=message):
-        prepare(model, optimizer, precision)
-    assert snapshot(*models, *watched) == before
-    assert state is None or optimizer.state_dict() == state
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +24,7 @@ def _ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.cpu_only("gloo, which has no other device")
 @pytest.mark.usefixtures("_ranks")
 def test_a_model_in_ddp() -> None:
     model = small_model()
@@ -52,6 +33,7 @@ def test_a_model_in_ddp() -> None:
     refused(RuntimeError, message, wrapped, SGD(model.parameters()), "O1", model)
 
 
+@pytest.mark.cpu_only("gloo, which has no other device")
 @pytest.mark.usefixtures("_ranks")
 def test_a_model_that_is_sharded() -> None:
     from torch.distributed.device_mesh import init_device_mesh
@@ -63,6 +45,7 @@ def test_a_model_that_is_sharded() -> None:
         prepare(model, SGD(model.parameters()), "O1")
 
 
+@pytest.mark.cpu_only("gloo, which has no other device")
 @pytest.mark.usefixtures("_ranks")
 def test_a_model_that_is_prepared_can_be_wrapped_in_ddp_and_trained() -> None:
     model = small_model()
@@ -77,6 +60,7 @@ def test_a_model_that_is_prepared_can_be_wrapped_in_ddp_and_trained() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
 
 
+@pytest.mark.cpu_only("gloo, which has no other device")
 @pytest.mark.usefixtures("_ranks")
 def test_a_model_that_is_prepared_can_be_sharded_and_its_optimizer_built_then() -> None:
     from torch.distributed.device_mesh import init_device_mesh

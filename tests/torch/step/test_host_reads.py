@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.torch.accumulation.test_retry import narrow
 from tests.torch.helpers import INF, OPTIMIZERS, loss_of, poison, small_model
 from torch import Tensor, nn
 
@@ -80,6 +81,7 @@ def counts(monkeypatch: pytest.MonkeyPatch, optimizer_name: str, policy: Policy,
 POLICIES = [Dynamic(), Static(4.0), Headroom(), LogMax(), Histogram(), Dynamic(hysteresis=2, refill="clean")]
 
 
+@pytest.mark.cpu_only("numpy takes no tensor of a device")
 def test_the_counter_sees_every_way_to_read_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     flag = torch.tensor(True)
     for read in (bool, float, Tensor.item, Tensor.nonzero, lambda t: torch.equal(t, t)):
@@ -143,6 +145,44 @@ def test_unscaled_grad_and_containers_of_losses_read_nothing(monkeypatch: pytest
             pass
         scaler.step(optimizer)
     assert reads == []
+
+
+@pytest.mark.parametrize(("limit", "attempts"), [(INF, 1), (1024.0, 7), (-1.0, 11)])
+def test_a_backward_pass_with_retries_reads_once_per_attempt(
+    monkeypatch: pytest.MonkeyPatch, limit: float, attempts: int
+) -> None:
+    model = small_model()
+    scaler = LossScaler(model, Dynamic(init_scale=65536.0))
+    loss = narrow(loss_of(model), limit)
+    with counting(monkeypatch) as reads:
+        scaler.backward(loss, retries=10)
+    assert len(reads) == attempts
+
+
+def test_a_loss_that_is_not_finite_is_read_with_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    scaler = LossScaler(model, Dynamic())
+    loss = loss_of(model) * INF
+    with counting(monkeypatch) as reads:
+        scaler.backward(loss, retries=3)
+    assert len(reads) == 1
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_micro_batches_and_a_batch_given_up_read_nothing(monkeypatch: pytest.MonkeyPatch, set_to_none: bool) -> None:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = LossScaler(policy=Dynamic())
+    for _ in range(2):
+        scaler.backward(loss_of(model))
+        # Outside of the block: the mode that counts keeps a multi-tensor kernel from raising versions.
+        optimizer.zero_grad(set_to_none=set_to_none)
+        with counting(monkeypatch) as reads:
+            for micro_batch in range(2):
+                scaler.backward(loss_of(model, micro_batch))
+            scaler.step(optimizer)
+        assert reads == []
+        optimizer.zero_grad(set_to_none=set_to_none)
 
 
 class NeverThere:

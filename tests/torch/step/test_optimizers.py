@@ -226,3 +226,19 @@ def test_gradients_after_a_step_are_unscaled_and_clipped(fused: bool) -> None:
     scaler.backward(loss_of(model))
     scaler.step(optimizer, clip_norm=0.25)
     assert clipped_norm([p.grad for p in model.parameters() if p.grad is not None]) == pytest.approx(0.25, rel=1e-5)
+
+
+@pytest.mark.parametrize("policy", [Dynamic(), NoScaling()])
+@pytest.mark.parametrize("arguments", [{}, {"clip_norm": 1.0}, {"clip_value": 1.0}], ids=str)
+def test_an_optimizer_may_have_no_parameters_yet(policy: Policy, arguments: dict[str, float]) -> None:
+    empty = torch.optim.SGD([{"params": []}], lr=1.0)
+    model = small_model()
+    scaler = LossScaler(policy=policy)
+    scaler.backward(loss_of(model))
+    scaler.step(empty, **arguments)
+    model.zero_grad()
+    empty.add_param_group({"params": list(model.parameters())})
+    before = weights(model)
+    scaler.backward(loss_of(model))
+    assert not scaler.step(empty, **arguments).skipped()
+    assert not same(weights(model), before)

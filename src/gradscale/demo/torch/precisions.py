@@ -29,12 +29,14 @@ class PrecisionRecipe:
         precision: how model and optimizer are prepared.
         context: the context that the model runs in.
         scaler: makes the scaler; None uses the precision's own.
+        eps: Adam's. Its default is 0 in FP16.
     """
 
     name: str
     precision: Precision
     context: Context = nullcontext
     scaler: Callable[[nn.Module], LossScaler] | None = None
+    eps: float = 1e-8
 
 
 RECIPES = (
@@ -44,7 +46,7 @@ RECIPES = (
     PrecisionRecipe("O2, remainders", replace(O2, master_weights="remainder")),
     PrecisionRecipe("O2, Kahan", replace(O2, master_weights="kahan")),
     PrecisionRecipe("O2, stochastic", replace(O2, master_weights="stochastic")),
-    PrecisionRecipe("O3", O3),
+    PrecisionRecipe("O3, eps=1e-4", O3, eps=1e-4),
     PrecisionRecipe("BF16", replace(O1, compute=torch.bfloat16)),
     PrecisionRecipe(
         "FP8, emulated",
@@ -75,7 +77,7 @@ def train_in(recipe: PrecisionRecipe, task: Task, model: nn.Module, seed: int, s
 
     A run whose scale is stuck, because its weights are NaN, ends there; its loss is NaN.
     """
-    model, optimizer, scaler = prepare(model, adam(task, model), recipe.precision)
+    model, optimizer, scaler = prepare(model, adam(task, model, recipe.eps), recipe.precision)
     if recipe.scaler is not None:
         scaler = recipe.scaler(model)
     generator = torch.Generator().manual_seed(seed)

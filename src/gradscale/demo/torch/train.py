@@ -96,9 +96,9 @@ def initial_model(task: Task, seed: int) -> nn.Module:
         return task.model()
 
 
-def adam(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+def adam(task: Task, model: nn.Module, eps: float = 1e-8) -> torch.optim.Optimizer:
     """Returns the optimizer of a task's model."""
-    return torch.optim.Adam(model.parameters(), lr=task.learning_rate, fused=True)
+    return torch.optim.Adam(model.parameters(), lr=task.learning_rate, eps=eps, fused=True)
 
 
 @contextmanager

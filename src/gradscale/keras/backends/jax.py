@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
 
 from gradscale.engine.measurement import Measurement
+from gradscale.formats import FP32
 from gradscale.keras.backends import Assign, Observation, StepPlan, only_observation, single_call
 from gradscale.keras.remember import STATIC, TENSORS, StepResult
 from gradscale.kernels.jax import peak, real_parts, share_above, square
@@ -32,9 +33,9 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
     to_unscale = sizes.at[own].set(0.0) if plan.overwrites else sizes
     measurement = Measurement(
         sizes=sizes,
-        total=jnp.sum(to_unscale),  # not the maximum, which may lose a NaN
+        total=jnp.max(jnp.where(jnp.isfinite(to_unscale), to_unscale, jnp.inf)),  # a maximum alone may lose a NaN
         amax=jnp.max(to_unscale, initial=0.0) if plan.amax else None,
-        norm=_norm(scaled, jnp.maximum(jnp.float32(plan.scale), 1.0)) if plan.norm else None,
+        norm=jnp.sqrt(_sum([square(gradient) for gradient in scaled])) if plan.norm else None,
         upper_share=None if plan.edge is None else share_above(scaled, plan.edge),
         half_amax=jnp.max(_stacked(_peak_or_inf, [values[place] for place in plan.half])) if plan.half else None,
     )
@@ -100,23 +101,25 @@ def _sizes(values: Sequence[Array], plan: StepPlan) -> Array:
 
 
 def _stacked(size: Callable[[Array], Array], values: Sequence[Array]) -> Array:
-    return jnp.stack([size(value).astype(jnp.float32) for value in values])
+    return jnp.stack([_single(size(value)) for value in values])
+
+
+def _single(size: Array) -> Array:
+    """Returns a size in float32: the largest float32 for a finite float64 that does not fit."""
+    if size.dtype != jnp.float64:
+        return size.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(size), jnp.minimum(size, FP32.max), size).astype(jnp.float32)
 
 
 def _peak_or_inf(value: Array) -> Array:
     """Returns the largest magnitude; inf where a number is not finite."""
     # `max(abs(x))` alone may lose a NaN in XLA's CPU kernel.
     known = [jnp.where(jnp.isfinite(part), jnp.abs(part), jnp.inf) for part in real_parts(value)]
-    return jnp.max(jnp.stack([jnp.max(part, initial=0.0).astype(jnp.float32) for part in known]))
+    return jnp.max(jnp.stack([jnp.max(part, initial=0.0) for part in known]))
 
 
 def _inf_unless_finite(value: Array) -> Array:
     return jnp.where(jnp.all(jnp.isfinite(value)), jnp.float32(0), jnp.inf)
-
-
-def _norm(gradients: Sequence[Array], scale: Array) -> Array:
-    """Returns the norm, from squares of unscaled gradients: those of scaled ones may overflow though all is finite."""
-    return jnp.sqrt(_sum([square(gradient * (1.0 / scale)) for gradient in gradients])) * scale
 
 
 def _sum(squares: Sequence[Array]) -> Array:

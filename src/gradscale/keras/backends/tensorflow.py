@@ -8,9 +8,13 @@ import keras
 import tensorflow as tf
 
 from gradscale.engine.measurement import Measurement
+from gradscale.formats import FP32
 from gradscale.keras.backends import Assign, Observation, StepPlan, Update, single_call
 
 T = TypeVar("T")
+
+MOST_OF_A_SUM = 2.0**96
+"""What a float64 size that does not fit float32 counts as in a sum: it must be finite, and 2**32 of them too."""
 
 XP = SimpleNamespace(
     where=tf.where,
@@ -31,14 +35,14 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
     _check_norm(plan)
     magnitudes = [_magnitudes(grad) for grad in grads]
     # Sums: TensorFlow's `reduce_max` may lose a NaN, a sum cannot.
-    sizes = [_sum([tf.reduce_sum(part) for part in parts]) for parts in magnitudes]
+    sizes = [_sum([_single(tf.reduce_sum(part), MOST_OF_A_SUM) for part in parts]) for parts in magnitudes]
     scaled = [part for parts in plan.to_unscale(magnitudes) for part in parts]
     half = [part for place in plan.half for part in magnitudes[place]]
     measurement = Measurement(
         sizes=tf.stack(sizes),
         total=_sum(plan.to_unscale(sizes)),
         amax=_largest(scaled) if plan.amax else None,
-        norm=_norm(scaled, tf.maximum(tf.cast(plan.scale, tf.float32), 1.0)) if plan.norm else None,
+        norm=tf.sqrt(_sum([_squared(part) for part in scaled])) if plan.norm else None,
         upper_share=None if plan.edge is None else _share_above(scaled, plan.edge),
         half_amax=_largest(half) if half else None,
     )
@@ -163,25 +167,32 @@ def _worst(context: Any, mine: tf.Tensor) -> tf.Tensor:
 
 
 def _magnitudes(grad: Any) -> list[tf.Tensor]:
-    """Returns the magnitudes of a gradient, dense or sparse, in float32. A complex one has two parts."""
+    """Returns the magnitudes of a gradient, dense or sparse, in float32 or wider. A complex one has two parts."""
     values = tf.convert_to_tensor(grad.values if isinstance(grad, tf.IndexedSlices | tf.SparseTensor) else grad)
     parts = [tf.math.real(values), tf.math.imag(values)] if values.dtype.is_complex else [values]
-    return [tf.abs(tf.cast(part, tf.float32)) for part in parts]
+    return [tf.abs(part if part.dtype.size >= 4 else tf.cast(part, tf.float32)) for part in parts]
+
+
+def _single(size: tf.Tensor, most: float = FP32.max) -> tf.Tensor:
+    """Returns a size in float32: `most` for a finite float64 that does not fit."""
+    if size.dtype != tf.float64:
+        return size
+    return tf.cast(tf.where(tf.math.is_finite(size), tf.minimum(size, most), size), tf.float32)
 
 
 def _sum(numbers: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.add_n(numbers) if numbers else tf.constant(0.0)
 
 
-def _norm(magnitudes: Sequence[tf.Tensor], scale: tf.Tensor) -> tf.Tensor:
-    """Returns the norm, from squares of unscaled gradients: those of scaled ones may overflow though all is finite."""
-    return tf.sqrt(_sum([tf.reduce_sum(tf.square(part / scale)) for part in magnitudes])) * scale
+def _squared(part: tf.Tensor) -> tf.Tensor:
+    """Returns the sum of squares in float32, inf where it does not fit, also of float64 gradients."""
+    return tf.cast(tf.reduce_sum(tf.square(part)), tf.float32)
 
 
 def _largest(magnitudes: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the largest magnitude of all; anything where there is a NaN."""
     # `reduce_max` of an empty tensor is minus infinity.
-    return tf.reduce_max(tf.stack([tf.constant(0.0), *(tf.reduce_max(part) for part in magnitudes)]))
+    return tf.reduce_max(tf.stack([tf.constant(0.0), *(_single(tf.reduce_max(part)) for part in magnitudes)]))
 
 
 def _share_above(magnitudes: Sequence[tf.Tensor], edge: float) -> tf.Tensor:

@@ -11,7 +11,7 @@ from gradscale.engine.host import SCALARS
 from gradscale.engine.measurement import Measurement
 from gradscale.keras.backends import Assign, Observation, StepPlan, only_observation, single_call
 from gradscale.keras.variables import on_host
-from gradscale.kernels.torch import largest, norms, share_above
+from gradscale.kernels.torch import largest, norms, share_above, single, single_norm
 
 # numpy scalars on the host: 0.9 times the duration of a step of Keras's class, where `keras.ops` on tensors took 1.04.
 XP = SCALARS
@@ -35,16 +35,12 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
     edge = None if plan.edge is None else torch.tensor(plan.edge, device=device)
     known = _on_host(
         total=total,
-        norm=torch.linalg.vector_norm(norms(scaled, device)) if plan.norm else None,
+        norm=single_norm(torch.linalg.vector_norm(norms(scaled, device))) if plan.norm else None,
         upper_share=None if edge is None else share_above(scaled, edge, device),
         half_amax=sizes[list(plan.half)].amax() if plan.half else None,
         overwrites=sizes[own].amax() if plan.overwrites else None,
         bad_loss=bad_loss,
     )
-    if plan.norm and np.isfinite(known["total"]) and not np.isfinite(known["norm"]):
-        # The squares of scaled gradients overflow though all is finite. Seldom enough to copy them.
-        scale = max(float(plan.scale), 1.0)
-        known |= _on_host(norm=torch.linalg.vector_norm(norms(multiplied(scaled, 1.0 / scale), device)) * scale)
     loss_finite, overwrites = np.bool_(known.pop("bad_loss", 0) == 0), known.pop("overwrites", None)
     return Observation(Measurement(sizes, amax=known["total"], **known), loss_finite, overwrites)
 
@@ -87,5 +83,5 @@ def _on_host(**found: Tensor | None) -> dict[str, Any]:
     """Returns the numbers that there are as numpy scalars: one copy for all of them."""
     there = {name: number for name, number in found.items() if number is not None}
     device = next(iter(there.values())).device
-    numbers = torch.stack([number.to(device, torch.float32) for number in there.values()])
+    numbers = torch.stack([single(number).to(device, torch.float32) for number in there.values()])
     return dict(zip(there, np.array(numbers.tolist(), np.float32), strict=True))

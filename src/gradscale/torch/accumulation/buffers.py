@@ -6,48 +6,83 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradscale.torch.step.host_copy import host_value
+
 
 class BufferGuard:
-    """Holds a copy of every buffer of some modules as the last applied step left it.
+    """Holds a copy of every buffer of some modules as it was before the forward passes of a step.
 
-    A forward pass updates buffers before it is known that the step will be skipped. `settle` then restores the copy, or
-    takes a new one. Costs one copy of the buffers in memory. Does not synchronize with the device.
+    A forward pass updates buffers before it is known that the step will be skipped. The first one after a step, of any
+    of the modules and with gradients enabled, takes the copies, and `settle` restores them. Costs one copy of the
+    buffers in memory. Does not synchronize with the device.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         # Modules, not tensors: `to` and `load_state_dict(assign=True)` replace a module's buffers.
-        self._parts = list({id(part): part for module in modules for part in module.modules()}.values())
-        self._copies = [_copied(part) for part in self._parts]
-        for part in self._parts:
-            part.register_load_state_dict_post_hook(self._on_load)
+        self._modules = list(modules)
+        self._forward_begun = False
+        self._copies: dict[nn.Module, dict[str, Tensor]] = {}
+        # The same as two lists, for a compiled forward pass.
+        self._originals: list[Tensor] = []
+        self._held: list[Tensor] = []
+        self._copy()
 
     @torch.no_grad()
     def settle(self, applied: Tensor) -> None:
         """Keeps the buffers as they are where the step was applied; restores the copies where it was not.
 
-        A buffer that is new, or has another shape than before, is kept as it is.
+        A buffer that is new, or has another shape than before, is kept as it is. If the next forward pass calls no
+        hooks (`module.forward(x)`), what is kept or restored here is what the next skipped step goes back to.
         """
-        for part, copies in zip(self._parts, self._copies, strict=True):
-            for name, buffer in _buffers(part):
-                # A `where` on the device, for integer buffers too (`num_batches_tracked`): no host read.
-                copy = copies.get(name, buffer)
-                copy = copy.to(buffer) if copy.shape == buffer.shape else buffer
-                settled = torch.where(applied.to(buffer.device, non_blocking=True), buffer, copy)
-                # Through `data`, which does not raise the version: BatchNorm saves its statistics for the backward
-                # pass without using them there, and autograd would raise for a graph made before this write.
-                buffer.data.copy_(settled)
-                copies[name] = settled
+        if not host_value(applied):
+            for part, copies in self._copies.items():
+                for name, buffer in _buffers(part):
+                    if name in copies and copies[name].shape == buffer.shape:
+                        _restore(buffer, copies[name], applied)
+        self._copy()
+        self._forward_begun = False
+
+    def _copy(self) -> None:
+        """Takes a copy of every buffer, of modules that were added or replaced too."""
+        parts = {part: dict(_buffers(part)) for module in self._modules for part in module.modules()}
+        self._copies = {
+            part: {name: buffer.detach().clone() for name, buffer in buffers.items()} for part, buffers in parts.items()
+        }
+        self._originals = [buffer for buffers in parts.values() for buffer in buffers.values()]
+        self._held = [copy for copies in self._copies.values() for copy in copies.values()]
+        for part, buffers in parts.items():
+            if (buffers or part in self._modules) and self._before_forward not in part._forward_pre_hooks.values():
+                part.register_forward_pre_hook(self._before_forward)
+                part.register_load_state_dict_post_hook(self._on_load)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        """Copies all buffers before the first forward pass since the last step that can be part of the next one."""
+        del module, args
+        # Without gradients it is an evaluation, or `update_bn`, and what it writes is to stay.
+        if self._forward_begun or not torch.is_grad_enabled():
+            return
+        self._forward_begun = True
+        if torch.compiler.is_compiling():
+            # Two lists are what the compiler can trace. A buffer that was replaced since the last step is left out.
+            with torch.no_grad():
+                torch._foreach_copy_(self._held, self._originals)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            self._copy()
 
     def _on_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """Copies loaded buffers, or a skipped step would undo the load. Called for every part that was loaded."""
+        """Copies loaded buffers, or a skipped step would undo the load if its forward pass calls no hooks."""
         del incompatible_keys
-        for index, part in enumerate(self._parts):
-            if part is module:  # a shallow copy of a part has the hook too, and is none of them
-                self._copies[index] = _copied(module)
+        if module in self._copies:  # a shallow copy of a part has the hook too, and is none of them
+            self._copy()
 
 
-def _copied(part: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.detach().clone() for name, buffer in _buffers(part)}
+def _restore(buffer: Tensor, copy: Tensor, applied: Tensor) -> None:
+    """Writes the copy to the buffer unless `applied`, a 0-d bool, is set."""
+    # A `where` on the device, for integer buffers too (`num_batches_tracked`): no host read.
+    kept = torch.where(applied.to(buffer.device, non_blocking=True), buffer, copy.to(buffer))
+    # Through `data`, which does not raise the version: BatchNorm saves its statistics for the backward pass without
+    # using them there, and autograd would raise for a graph made before this write.
+    buffer.data.copy_(kept)
 
 
 def _buffers(part: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -42,7 +42,7 @@ def make_closure(
             # The optimizer computes with the gradients in any case, and inf or NaN would reach its state.
             for parameter in parameters:
                 if parameter.grad is not None:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = torch.zeros_like(parameter.grad)  # not always of the parameter's own type
         return loss.detach()
 
     return closure

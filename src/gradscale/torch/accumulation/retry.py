@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gradscale.engine.retries import check_retries
 from gradscale.torch.accumulation.window import Window
 from gradscale.torch.step.decide import Rule
+from gradscale.torch.step.gradients import numbers_of
 from gradscale.torch.step.measure import measure_sizes
 
 
@@ -24,6 +25,7 @@ class Stash:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._earlier = [parameter.grad for parameter in parameters]
+        self._hooks = {id(each): _taken_from(each._post_accumulate_grad_hooks) for each in parameters}
         self.clear()
 
     def clear(self) -> None:
@@ -33,33 +35,52 @@ class Stash:
 
     def overflowed(self, device: torch.device) -> Tensor:
         """Returns whether a gradient of the attempt is not finite, a 0-d bool on `device`."""
-        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        # Coalesced: entries of one row may be finite and their sum not.
-        dense = [grad.coalesce()._values() if grad.is_sparse else grad for grad in grads]
+        dense = [numbers_of(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         return ~torch.isfinite(measure_sizes(dense, device).total)
 
     @torch.no_grad()
     def merge(self, ratio: Tensor | None) -> None:
         """Adds the gradients of the attempt to the earlier ones, which are first multiplied by the ratio of the scales.
 
-        That is exact if the ratio is a power of two, unless a gradient becomes subnormal.
+        That is exact if the ratio is a power of two, unless a gradient becomes subnormal. Hooks that wait for a
+        gradient to be accumulated are then called.
         """
+        attempted = [parameter for parameter in self._parameters if parameter.grad is not None]
         for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
             if earlier is None:
                 continue
             if ratio is not None:
                 (earlier._values() if earlier.is_sparse else earlier).mul_(ratio.to(earlier.device))
             parameter.grad = earlier if parameter.grad is None else _sum(earlier, parameter.grad)
+        self._put_hooks_back()
+        for parameter in attempted:
+            for hook in self._hooks[id(parameter)].values():
+                hook(parameter)
 
     def restore(self) -> None:
         """Puts the earlier gradients back, as if there had been no attempt."""
         for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
             parameter.grad = earlier
+        self._put_hooks_back()
+
+    def _put_hooks_back(self) -> None:
+        for parameter in self._parameters:
+            if hooks := self._hooks[id(parameter)]:
+                parameter._post_accumulate_grad_hooks.update(hooks)  # type: ignore[attr-defined]
 
 
 def _sum(earlier: Tensor, later: Tensor) -> Tensor:
     """Returns the sum, in the memory of `earlier` unless it is sparse and `later` is not."""
     return later + earlier if earlier.is_sparse and not later.is_sparse else earlier.add_(later)
+
+
+def _taken_from(hooks: dict[int, Any] | None) -> dict[int, Any]:
+    """Returns the hooks, and takes them out of the dict that autograd calls them from."""
+    # They would see the inf of a failed attempt, and an optimizer that steps inside one would apply it.
+    taken = dict(hooks or {})
+    if hooks:
+        hooks.clear()
+    return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +90,26 @@ class Retry:
     Attributes:
         parameters: all whose gradients share the scale.
         rule: the rule that lowers the scale.
-        any_rank: returns whether a flag is set on any of the ranks that share the scale.
+        any_rank: returns which of a few flags are set on any of the ranks that share the scale.
     """
 
     parameters: Sequence[Tensor]
     rule: Rule
-    any_rank: Callable[[Tensor], bool]
+    any_rank: Callable[[Tensor], list[bool]]
 
     def backward(self, loss: Tensor, window: Window, retries: int, kwargs: dict[str, Any]) -> None:
         """Runs the backward pass of `loss`, again at lower scales while it overflows, at most `retries` times more.
 
-        Synchronizes with the device after every attempt. If the last attempt overflows too, the rule is restored, and
-        the gradients keep the scale of that attempt. If the backward pass raises, nothing has changed.
+        Synchronizes with the device once after every attempt. If the last attempt overflows too, the rule is restored,
+        and the gradients keep the scale of that attempt. If the backward pass raises, nothing has changed.
         """
-        window.begin_backward()
-        before, scale, earlier_retries = self.rule.state, window.scale, window.retries
+        before, scale, earlier_retries, losses = self.rule.state, window.scale, window.retries, window.loss_finite
         stash = Stash(self.parameters)
         try:
             overflowed = self._try(loss, window, stash, retries, kwargs)
         except BaseException:
             stash.restore()
-            self.rule.state, window.scale, window.retries = before, scale, earlier_retries
+            self.rule.state, window.scale, window.retries, window.loss_finite = before, scale, earlier_retries, losses
             raise
         if overflowed:
             # The step that follows backs off once. Gradients that are NaN at any scale would otherwise bring it to the
@@ -101,27 +121,23 @@ class Retry:
 
     def _try(self, loss: Tensor, window: Window, stash: Stash, retries: int, kwargs: dict[str, Any]) -> bool:
         """Runs the backward pass until it does not overflow or no retry is left; returns whether it overflowed."""
-        # All ranks make the same decisions, or their collectives would not match: hence `any_rank` at each of them.
-        scale_can_help = not self.any_rank(~window.note_loss(loss))
+        finite = window.is_finite(loss)
+        window.note_loss(finite)
         keep_graph = bool(kwargs.pop("retain_graph", None))
         for tried in range(retries + 1):
-            # The graph is kept only while another attempt is possible: the last one frees it.
-            again = scale_can_help and tried < retries
+            # The graph is kept while another attempt may follow: the last one frees it.
+            again = tried < retries
             window.product(loss).backward(retain_graph=keep_graph or again, **kwargs)
-            overflowed = self.any_rank(stash.overflowed(window.scale.device))
-            if not (overflowed and again and self._lowered(window)):
+            lowered = self.rule.lowered() if again else self.rule.state
+            floor = self.rule.tensor(lowered.scale) >= window.scale
+            # All in one read. All ranks make the same decisions, or their collectives would not match.
+            flags = torch.stack([stash.overflowed(window.scale.device), ~finite, floor])
+            overflowed, bad_loss, at_floor = self.any_rank(flags)
+            if not overflowed or bad_loss or at_floor:
                 return overflowed
+            self.rule.state, window.scale = lowered, self.rule.tensor(lowered.scale)
             window.retries += 1
             stash.clear()
-        return True
-
-    def _lowered(self, window: Window) -> bool:
-        """Lowers the scale; returns False, with nothing changed, where it cannot go lower."""
-        before = self.rule.state
-        if float(self.rule.lower()) >= 1:
-            self.rule.state = before
-            return False
-        window.scale = self.rule.scale
         return True
 
 
@@ -135,12 +151,8 @@ def check_backward(retries: int, kwargs: dict[str, Any]) -> None:
         )
 
 
-def retriable_parameters(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """Returns the parameters whose gradients share the scale.
-
-    Raises:
-        RuntimeError: the modules are not known, or one of them synchronises its gradients during the backward pass.
-    """
+def check_retriable(modules: Sequence[nn.Module]) -> None:
+    """Raises if the modules are not known, or one of them synchronises its gradients during the backward pass."""
     if not modules:
         raise RuntimeError(
             "`retries` must know every parameter whose gradient shares the scale, to bring all of them to the new one. "
@@ -153,8 +165,6 @@ def retriable_parameters(modules: Sequence[nn.Module]) -> list[Tensor]:
                 "the other ranks while it runs, once per forward pass. Call `backward(loss)` without `retries`, or run "
                 "it inside `model.no_sync()` and reduce the gradients yourself."
             )
-    parameters = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
-    return list({id(parameter): parameter for parameter in parameters}.values())
 
 
 def synchronising(root: nn.Module) -> nn.Module | None:

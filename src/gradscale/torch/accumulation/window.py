@@ -1,20 +1,52 @@
 """The accumulation window: one scale, and any number of losses and backward passes, between two steps."""
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_map
 
+from gradscale.kernels.torch import largest
+from gradscale.torch.accumulation.leaves import leaves_of
 from gradscale.torch.accumulation.stale import StaleGradients
-from gradscale.torch.checks import check_order, refuse_some_unscaled, refuse_stale, refuse_unknown_parameters
+from gradscale.torch.accumulation.unscaled import Unscaled
+from gradscale.torch.checks import check_order, refuse_stale, refuse_unknown_parameters
 from gradscale.torch.step.decide import Rule
-from gradscale.torch.step.gradients import Names, parameters_of
+from gradscale.torch.step.gradients import Names, values_of
 
 Optimizer = torch.optim.Optimizer
+
+
+class Held(NamedTuple):
+    """A gradient as a backward pass left it.
+
+    Attributes:
+        parameter: the parameter that held it.
+        grad: the gradient.
+        version: its version, which counts writes in place.
+    """
+
+    parameter: Tensor
+    grad: weakref.ref[Tensor]
+    version: int
+
+    @classmethod
+    def now(cls, parameters: Iterable[Tensor]) -> "Iterator[Held]":
+        """Yields the gradients that `parameters` hold now."""
+        for parameter in parameters:
+            if (grad := parameter.grad) is not None:
+                yield cls(parameter, weakref.ref(grad), grad._version)
+
+    @property
+    def written(self) -> bool:
+        """Whether the gradient was replaced, or written to in place as `zero_grad(set_to_none=False)` does."""
+        grad = self.parameter.grad
+        return grad is None or grad is not self.grad() or grad._version != self.version
 
 
 class Window:
@@ -22,24 +54,23 @@ class Window:
 
     Attributes:
         scale: the scale of all losses of this window, of every micro-batch. Only a retry changes it.
-        loss_finite: whether every loss was finite so far, a 0-d bool.
+        loss_finite: whether every loss that was differentiated so far was finite, a 0-d bool.
         overflowed: whether gradients overflowed outside of `step`, although the losses until then were finite.
         backward_begun: whether a backward pass has begun.
         stale: parameters that held gradients of an earlier window when the first backward pass of this one began.
         retries: how often a backward pass was run again.
         rescaled: ids of the parameters whose gradients a retry has multiplied to its scale; None without one.
-        unscaled_by: ids of the optimizers whose gradients are unscaled already.
-        unscaled_amax: largest of those gradients, unscaled, before the user's edits.
-        unscaled_share: share of their elements above the policy's edge, before the user's edits.
+        unscaled: the gradients that are unscaled already.
     """
 
-    def __init__(self, scale: Tensor, find_stale: Callable[[], list[Tensor]], current: Callable[[], "Window"]) -> None:
+    def __init__(self, scale: Tensor, gradients: StaleGradients, begin: Callable[[], "Window"]) -> None:
         """Opens a window.
 
         Args:
             scale: the scale of its losses.
-            find_stale: finds stale gradients; called once, when the first backward pass begins.
-            current: returns the window that is open then: another one, for a loss whose backward pass comes late.
+            gradients: finds stale gradients when the first backward pass begins.
+            begin: begins a backward pass, and returns the window that is open then: another one, for a loss whose
+                backward pass comes late.
         """
         # A step inside `torch.inference_mode()` makes a scale that autograd cannot keep for the backward pass.
         self.scale = scale.clone() if scale.is_inference() else scale
@@ -49,22 +80,20 @@ class Window:
         self.stale: list[Tensor] = []
         self.retries = 0
         self.rescaled: set[int] | None = None
-        self.unscaled_by: set[int] = set()
-        self.unscaled_amax = torch.zeros_like(scale)
-        self.unscaled_share = torch.zeros_like(scale)
-        self._unscaled_elements = 0
-        self._unscaled: list[Tensor] = []
-        self._find_stale = find_stale
-        self._current = current
+        self.unscaled = Unscaled(scale)
+        self._gradients = gradients
+        self._begin = begin
+        self._left_gradients = False
+        self._left: list[Held] = []
 
     def scaled(self, output: Tensor) -> Tensor:
         """Returns `output` times the scale, with a hook on its backward pass."""
-        finite = self.note_loss(output)
         scaled = self.product(output)
         if scaled.requires_grad:
+            self._gradients.note_graph(scaled)
             # Stale gradients are searched for when the backward pass begins: at `scale` it is too early, since
             # `zero_grad` may still follow, and at `step` it is too late, since autograd has added to them in place.
-            scaled.register_hook(partial(self._on_backward, self.scale, finite))
+            scaled.register_hook(partial(self._on_backward, self.scale, self.is_finite(output)))
         return scaled
 
     def product(self, output: Tensor) -> Tensor:
@@ -77,12 +106,15 @@ class Window:
         wide = grad.float() if grad.dtype.itemsize < 4 else grad
         return wide * (1.0 / self.scale).to(grad.device, wide.dtype, non_blocking=True)
 
-    def note_loss(self, output: Tensor) -> Tensor:
-        """Returns whether `output` is finite, a 0-d bool on the scaler's device, and remembers it for the window."""
+    def is_finite(self, output: Tensor) -> Tensor:
+        """Returns whether `output` is finite, a 0-d bool on the scaler's device."""
         # Times 0: NaN if the loss is inf or NaN, else 0. `isfinite` takes twice as many kernels.
-        finite = (output.detach() * 0 == 0).all().to(self.scale.device)
+        return (output.detach() * 0 == 0).all().to(self.scale.device)
+
+    def note_loss(self, finite: Tensor) -> None:
+        """Notes whether a loss, whose backward pass begins, is finite."""
+        # Not before: a loss that is never differentiated, of an abandoned batch or of a validation, gives no gradient.
         self.loss_finite = self.loss_finite & finite
-        return finite
 
     def note_overflow(self, overflowed: Tensor) -> None:
         """Notes that gradients taken outside of `step` overflowed, so that a loss made from them is not the cause.
@@ -91,51 +123,47 @@ class Window:
         """
         self.overflowed = self.overflowed | (overflowed.to(self.scale.device) & self.loss_finite)
 
-    def note_unscaled(
-        self, optimizers: Sequence[torch.optim.Optimizer], amax: Tensor, upper_share: Tensor, elements: int
-    ) -> None:
-        """Notes that the gradients of `optimizers` are unscaled from now on, and how large they are.
-
-        `amax` is the largest of them, and `upper_share` the share of their `elements` above the policy's edge.
-        """
-        self.unscaled_by.update(id(optimizer) for optimizer in optimizers)
-        self._unscaled += parameters_of(optimizers)
-        self.unscaled_amax = torch.maximum(self.unscaled_amax, amax)
-        above = self.unscaled_share * self._unscaled_elements + upper_share * elements
-        self._unscaled_elements += elements
-        self.unscaled_share = above / max(1, self._unscaled_elements)
-
-    def divisor(self, optimizers: Iterable[torch.optim.Optimizer]) -> Tensor:
-        """Returns what the gradients of `optimizers` must be divided by: the scale, or 1 after `unscaled`."""
-        # Callers compare by identity with `scale`, which costs no host read.
-        done = all(id(optimizer) in self.unscaled_by for optimizer in optimizers)
-        return torch.ones_like(self.scale) if done else self.scale
+    @property
+    def abandoned(self) -> bool:
+        """Whether all gradients that the backward passes have left were cleared: the batch was given up."""
+        return self._left_gradients and next(Held.now(self._gradients.watched()), None) is None
 
     def begin_backward(self) -> None:
         """Notes that a backward pass begins; raises if its gradients would be added to unscaled ones."""
-        if any(parameter.grad is not None for parameter in self._unscaled):
-            raise RuntimeError(
-                "A backward pass of a scaled loss was begun after `scaler.unscaled(...)`, and would add scaled "
-                "gradients to unscaled ones. Run all backward passes first, then `unscaled`, then `scaler.step(...)`; "
-                "to discard what was unscaled, call `optimizer.zero_grad()`."
-            )
-        self.unscaled_by.clear()
-        self._unscaled.clear()
+        if self.unscaled:
+            self.unscaled.refuse_backward()
+            self.unscaled.forget()
         if self.backward_begun:
-            # Cleared between two backward passes: no longer stale.
-            self.stale = [parameter for parameter in self.stale if parameter.grad is not None]
+            self._note_cleared()
         else:
             self.backward_begun = True
-            self.stale = self._find_stale()
+            self.stale = self._gradients.uncleared()
+        # Until `end_backward`, which a backward pass that raises does not reach.
+        self._left_gradients, self._left = True, []
+
+    def end_backward(self) -> None:
+        """Notes some gradients that the backward pass has left, to see before the next one if they were cleared."""
+        # The first of all shows that, and of stale gradients each. All of them would cost as much as a step's Python.
+        self._left = [*islice(Held.now(self._gradients.watched()), 1), *Held.now(self.stale)]
+        self._left_gradients = bool(self._left)
+
+    def _note_cleared(self) -> None:
+        """Drops what the window knows of gradients that were cleared between two backward passes."""
+        written = {id(held.parameter) for held in self._left if held.written}
+        self.stale = [each for each in self.stale if each.grad is not None and id(each) not in written]
+        if self._left and self._left[0].written and self._left[0].parameter.grad is not None:
+            # Cleared in place, or edited: zeros are the proof. Read on the device, without a synchronization.
+            values = [values_of(each, each.grad) for each in self._gradients.watched() if each.grad is not None]
+            cleared = largest(values, self.scale.device).sum() == 0
+            self.loss_finite, self.overflowed = self.loss_finite | cleared, self.overflowed & ~cleared
 
     def _on_backward(self, made_with: Tensor, finite: Tensor, grad: Tensor) -> Tensor | None:
         """Begins the backward pass of a loss, and multiplies it to the scale of the open window if that is another."""
         # A loss may be scaled before a `step` and differentiated after it. Its gradients then belong to the next step,
         # and must have that step's scale.
-        window = self._current()
-        window.begin_backward()
-        if window is not self:
-            window.loss_finite = window.loss_finite & finite
+        window = self._begin()
+        window.note_loss(finite)
+        torch.autograd.Variable._execution_engine.queue_callback(window.end_backward)  # type: ignore[attr-defined]
         if window.scale is made_with:
             return None
         return grad * (window.scale / made_with).to(grad.device, grad.dtype)
@@ -158,13 +186,21 @@ class Windows:
         """Returns the open window, or opens one. The first decides that the scale is kept on `device`."""
         if self.open is None:
             self._rule.settle(device)
-            self.open = Window(self._rule.scale, self._stale.uncleared, current=lambda: self.get(device))
+            self.open = Window(self._rule.scale, self._stale, partial(self.begin, device))
         return self.open
+
+    def begin(self, device: torch.device) -> Window:
+        """Returns the window of a backward pass that begins: a new one, if the batch of the open one was abandoned."""
+        if self.open is not None and self.open.abandoned:
+            # What is known of its losses and gradients would be held against the next batch.
+            self.open = None
+        window = self.get(device)
+        window.begin_backward()
+        return window
 
     def ready(self, optimizers: Sequence[Optimizer]) -> Window:
         """Returns the window whose gradients are used, or raises if the order of calls is wrong."""
         window = check_order(self.open)
-        refuse_some_unscaled(window, optimizers)
         try:
             refuse_stale(window, optimizers, self._names)
             refuse_unknown_parameters(window, optimizers, self._names)
@@ -174,10 +210,19 @@ class Windows:
             raise
         return window
 
-    def close(self, optimizers: Sequence[Optimizer] = ()) -> None:
-        """Ends the window, if one is open. Gradients that exist now must be cleared before the next one begins."""
+    def sharing_the_scale(self, loss: Tensor) -> list[Tensor]:
+        """Returns every known tensor whose gradient has the scale, or gets it from the backward pass of `loss`."""
+        known = chain(self._stale.watched(), leaves_of(loss))
+        # A parameter that was frozen since an earlier micro-batch has a gradient, too.
+        return list({id(each): each for each in known if each.requires_grad or each.grad is not None}.values())
+
+    def close(self, optimizers: Sequence[Optimizer] = (), *, zeros: bool = True) -> None:
+        """Ends the window, if one is open. Gradients that exist now must be cleared before the next one begins.
+
+        Without `zeros`, only those that are not zeros, which synchronizes with the device.
+        """
         self.open = None
-        self._stale.remember(optimizers)
+        self._stale.remember(optimizers, zeros=zeros)
 
 
 def map_losses(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:

@@ -1,6 +1,5 @@
 """The saved form of `GradScaler`: torch's dict, with one more entry for settings that torch's does not have."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from gradscale.engine.saved import read_saved, write_saved
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
 from gradscale.torch.drop_in.settings import Bounds, check_factors, check_interval
@@ -70,10 +70,11 @@ def _adapted(policy: Policy, numbers: Mapping[str, Any]) -> Policy:
 
 def _check_scale(saved: Any) -> None:
     scale = float(saved)
-    if not 0 < scale < math.inf:
+    if not LOWEST_SCALE <= scale <= HIGHEST_SCALE:
         raise ValueError(
-            f"A saved scale must be greater than 0 and finite. Received: scale={scale!r}. The run that saved it had "
-            "lost its scale: put another number into the dict."
+            "A saved scale must lie between 2**-126 and 2**126, where it and its reciprocal are normal float32 "
+            f"numbers. Received: scale={scale!r}. The run that saved it had lost its scale: put another number into "
+            "the dict."
         )
 
 

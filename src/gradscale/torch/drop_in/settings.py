@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscale.formats import FP32
-from gradscale.policies.checks import LOWEST_SCALE, check_count, check_number
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_count, check_number, check_scale
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
 
@@ -20,17 +19,15 @@ TORCH_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor":
 class Bounds:
     """The scales that are allowed.
 
-    By default every normal float32: a device may flush a smaller scale to zero, and a larger one is inf.
+    By default all that are normal float32 numbers with a normal reciprocal: a device may flush others to zero.
     """
 
     min_scale: float = LOWEST_SCALE
-    max_scale: float = FP32.max
+    max_scale: float = HIGHEST_SCALE
 
     def __post_init__(self) -> None:
         for name, value in (("min_scale", self.min_scale), ("max_scale", self.max_scale)):
-            check_number(name, value)
-            if not LOWEST_SCALE <= value <= FP32.max:
-                raise ValueError(f"`{name}` must be a normal float32 number, from 2**-126. Received: {name}={value!r}.")
+            check_scale(name, value)
         if self.min_scale > self.max_scale:
             raise ValueError(
                 "`min_scale` must not be above `max_scale`. "

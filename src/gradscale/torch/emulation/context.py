@@ -2,11 +2,13 @@
 
 import threading
 from contextlib import ContextDecorator
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from gradscale.formats import get_format
 from gradscale.torch.emulation.rounding import Rounding, UniformNumbers
+from gradscale.torch.scripts import SCRIPTS, Call, operations
 
 if TYPE_CHECKING:
     from gradscale.torch.emulation.mode import EmulationMode
@@ -24,6 +26,12 @@ class _Open(threading.local):
 _open = _Open()
 
 
+def _in_block(script: Any, call: Call) -> Call:
+    """Returns the call of a script in the innermost block of this thread; the call itself where none rounds."""
+    mode = _open.modes[-1] if _open.modes else None
+    return call if mode is None or not mode.rounds else partial(mode.run_scripted, operations(script), call)
+
+
 class emulate(ContextDecorator):
     """Runs a model as if its products were computed in another number format. A block, or a decorator.
 
@@ -32,8 +40,9 @@ class emulate(ContextDecorator):
     vanish or overflow there. Parameters and their gradients stay float32 tensors. In FP16 and BF16 the results of other
     functions are rounded too, unless they are on autocast's float32 list; in other formats they are float32.
 
-    Only float32 tensors are emulated; float64 and FP16 tensors are computed as usual. The innermost block of a thread
-    takes precedence. The backward pass may be run outside. Does not synchronize with the device.
+    `out`, and the target of a product in place, are rounded like any result. Only float32 tensors are emulated; float64
+    and FP16 tensors are computed as usual. The innermost block of a thread takes precedence. The backward pass may be
+    run outside. Does not synchronize with the device.
 
     A checkpointed function must be decorated, so that it is emulated when it is recomputed; torch raises an error
     otherwise: `checkpoint(emulate("fp16")(block), x, use_reentrant=False)`.
@@ -48,6 +57,7 @@ class emulate(ContextDecorator):
 
     Raises:
         ValueError: a format or `rounding` is unknown, or a seed is given without stochastic rounding.
+        RuntimeError: in the block, a scripted or traced function with products is called.
 
     >>> import torch
     >>> weight = torch.tensor([[1 / 3]], requires_grad=True)
@@ -83,9 +93,11 @@ class emulate(ContextDecorator):
             _open.modes[-1].paused = True
         mode.__enter__()
         _open.modes.append(mode)
+        SCRIPTS.catch(_in_block)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        SCRIPTS.release(_in_block)
         _open.modes.pop().__exit__(kind, error, at)
         if _open.modes:
             _open.modes[-1].paused = False

@@ -8,7 +8,7 @@ PRODUCTS = frozenset(
     """
     linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addr addbmm baddbmm
     einsum tensordot inner chain_matmul linalg_multi_dot linalg_matmul linalg_vecdot
-    conv1d conv2d conv3d conv_tbc convolution conv_transpose1d conv_transpose2d conv_transpose3d
+    conv1d conv2d conv3d conv_tbc convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d
     scaled_dot_product_attention
     rnn_tanh rnn_relu lstm gru rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell
     """.split()
@@ -18,6 +18,9 @@ PRODUCTS = frozenset(
 EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
 """Rounded like products, but their results count as float32 afterwards, as in autocast. So the residual stream of a
 transformer stays float32."""
+
+HALF = frozenset(["prelu"])
+"""Computed element by element, but in FP16 and BF16 even of float32 arguments, as products are."""
 
 FLOAT32 = frozenset(
     """
@@ -35,7 +38,7 @@ FLOAT32 = frozenset(
 )
 """Functions whose results are always float32: they need range or precision."""
 
-LIKE_FIRST = frozenset(["batch_norm", "instance_norm", "prelu"])
+LIKE_FIRST = frozenset(["batch_norm", "instance_norm"])
 """Functions whose result has the precision of their first argument, although their parameters are float32."""
 
 LIKE_SECOND = frozenset(["to", "type_as"])
@@ -47,5 +50,5 @@ DECOMPOSED = frozenset(["multi_head_attention_forward"])
 OPERANDS = {"scaled_dot_product_attention": 3}
 """How many of a product's arguments are rounded, where not all are. A mask has -inf, which not every format has."""
 
-MASKS = frozenset(["attn_mask"])
-"""Keyword arguments that are not rounded."""
+NOT_OPERANDS = frozenset(["attn_mask", "out"])
+"""Keyword arguments of products that are not rounded before."""

@@ -4,7 +4,8 @@ Importing this loads torch's compiler, which takes a second, to exclude the mode
 block, and not by `gradscale.torch`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache, partial
 from types import FunctionType
 from typing import Any
@@ -13,15 +14,17 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradscale.formats import BF16, FP16
+from gradscale.formats import BF16, FP16, FP32
 from gradscale.torch.cast import map_tensors, tensors_in
+from gradscale.torch.casting.rules import autocast_devices, floating
 from gradscale.torch.emulation.lists import (
     DECOMPOSED,
     EMBEDDINGS,
     FLOAT32,
+    HALF,
     LIKE_FIRST,
     LIKE_SECOND,
-    MASKS,
+    NOT_OPERANDS,
     OPERANDS,
     PRODUCTS,
 )
@@ -48,6 +51,7 @@ class EmulationMode(TorchFunctionMode):
     def __init__(self, values: Rounding, grads: Rounding) -> None:
         super().__init__()
         self.paused = False
+        self.rounds = (values.format, grads.format) != (FP32, FP32)
         self._values = values
         self._grads = grads
         self._elementwise = values.format in ELEMENTWISE
@@ -58,12 +62,24 @@ class EmulationMode(TorchFunctionMode):
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        # `out` is the caller's tensor, and other tensors may share its memory: it is not rounded.
-        if self.paused or kwargs.get("out") is not None:
+        # The overloads of an operator are named "mm.default" and "mm.out".
+        name = getattr(func, "__name__", "").partition(".")[0]
+        if self.paused:
             return func(*args, **kwargs)
-        if name in PRODUCTS or name in EMBEDDINGS:
+        if self.rounds and torch._C._is_any_autocast_enabled():
+            # Autocast would cast what is emulated: FP16 tensors are not.
+            with ExitStack() as stack:
+                for device in autocast_devices(floating(args, kwargs)):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+                return self._run(name, func, args, kwargs)
+        return self._run(name, func, args, kwargs)
+
+    def _run(self, name: str, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the result of a function by the rule that its name is listed under."""
+        if name in PRODUCTS or name in EMBEDDINGS or (name in HALF and self._elementwise):
             return self._product(name, func, args, kwargs)
+        if name.endswith("_") and name[:-1] in PRODUCTS:
+            return self._product_in_place(name[:-1], args, kwargs)
         if name in DECOMPOSED:
             # torch disables a mode while its `__torch_function__` runs: entered again, it sees the calls inside.
             with self:
@@ -72,13 +88,40 @@ class EmulationMode(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._promote(name, func, args, kwargs)
 
+    def run_scripted(self, names: Collection[str], func: Function, *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of a TorchScript function whose operations have these names.
+
+        Rounds the result as that of one function: a fused kernel rounds at its end, too. The operations themselves are
+        not seen, so that those with products are refused.
+        """
+        if products := sorted(name for name in names if name.removesuffix("_") in PRODUCTS | EMBEDDINGS):
+            raise RuntimeError(
+                "`emulate` cannot round inside TorchScript, whose products would run in float32. "
+                f"Received: a scripted or traced function with {', '.join(products[:5])}. Run the Python function, for "
+                'all scripts by PYTORCH_JIT=0, or leave it in float32 with `with emulate("fp32"):` around it.'
+            )
+        # Not called by torch, which would disable the mode: rounding must not be rounded.
+        with torch._C.DisableTorchFunction():
+            if not self._elementwise or not FLOAT32.isdisjoint(names):
+                return func(*args, **kwargs)
+            return self._promote("", func, args, kwargs)
+
     def _product(self, name: str, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Returns the product of rounded operands, rounded."""
         count = OPERANDS.get(name, len(args))
         operands = [map_tensors(arg, self._round_operand) for arg in args[:count]]
-        named = {key: arg if key in MASKS else map_tensors(arg, self._round_operand) for key, arg in kwargs.items()}
+        named = {
+            key: arg if key in NOT_OPERANDS else map_tensors(arg, self._round_operand) for key, arg in kwargs.items()
+        }
+        # The result may be `out`, the caller's tensor: all of it has just been written, and may be rounded.
         result = func(*operands, *args[count:], **named)
         return map_tensors(result, self._round_in_place if name in EMBEDDINGS else self._round_result)
+
+    def _product_in_place(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Puts the product of rounded operands, rounded, into the first of them, and returns that."""
+        # `copy_`, which autograd records: the gradient of the tensor from before goes through the product.
+        target = args[0].copy_(self._product(name, getattr(Tensor, name), args, kwargs))
+        return self._low_precision.mark(target) if is_emulated(target) else target
 
     def _round_operand(self, tensor: Tensor) -> Tensor:
         """Returns an operand of a product, rounded unless it is so already. Its gradient is rounded in any case."""
@@ -104,7 +147,8 @@ class EmulationMode(TorchFunctionMode):
         That is where all tensors in the arguments are low precision. As in torch's type promotion, a tensor without
         dimensions does not count beside one with.
         """
-        deciding = args[:1] if name in LIKE_FIRST else (*args, *kwargs.values())
+        # As in torch's type promotion, `out` has no part in it: it takes the result.
+        deciding = args[:1] if name in LIKE_FIRST else (*args, *(kwargs[key] for key in kwargs if key != "out"))
         given = [tensor for arg in deciding for tensor in tensors_in(arg) if is_emulated(tensor)]
         low = [tensor for tensor in given if tensor in self._low_precision]
         if not low:

@@ -37,6 +37,10 @@ class MasterStorage(ABC):
         step, the host does not know it, and `write` is called all the same.
         """
 
+    def end_step(self, skip: Tensor | None) -> None:
+        """Ends a step whose values have all been written. `skip` is 1 where it was skipped; None if it was not."""
+        del skip
+
     def adopt(self, weight: Tensor, stored: Tensor) -> None:
         """Updates what is stored for a weight that other code has written to. By default the low bits become 0."""
         del weight

@@ -71,13 +71,16 @@ class Gate:
     Args:
         divisor: a 0-d float32; None leaves the gradients as they are.
         skip: a 0-d float32, 1 to skip and 0 to apply; None applies.
+
+    Attributes:
+        skip: the same.
     """
 
     # One for all chunks of a step: the skip is read at most once, and no chunk is stepped while another is skipped.
 
     def __init__(self, divisor: Tensor | None, skip: Tensor | None) -> None:
         self._divisor = divisor
-        self._skip = skip
+        self.skip = skip
         self._skips: bool | None = False
         if skip is not None:
             known = host_value(skip)
@@ -85,7 +88,7 @@ class Gate:
 
     @property
     def known_to_skip(self) -> bool:
-        """Whether the host knows, without synchronizing, that the step is skipped."""
+        """Whether the host knows that the step is skipped: without synchronizing, or since `step` has read it."""
         return bool(self._skips)
 
     def step(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
@@ -94,11 +97,11 @@ class Gate:
         The kernel of a fused optimizer does both, and nothing synchronizes. For any other, one multi-tensor kernel
         divides the gradients of `parameters`, and the host synchronizes with the device once, to read the skip.
         """
-        if self._divisor is None and self._skip is None:
+        if self._divisor is None and self.skip is None:
             optimizer.step()
         elif apply.folds(optimizer):
             # On the CPU the zero is known to the host, and the kernel is called without `found_inf`.
-            skip = torch.zeros((), device="cpu") if self._skip is None else self._skip
+            skip = torch.zeros((), device="cpu") if self.skip is None else self.skip
             apply.step_folded(optimizer, self._divisor, skip)
         elif not self._read_skip():
             if self._divisor is not None:
@@ -107,7 +110,7 @@ class Gate:
 
     def _read_skip(self) -> bool:
         if self._skips is None:
-            self._skips = bool(self._skip)
+            self._skips = bool(self.skip)
         return self._skips
 
 

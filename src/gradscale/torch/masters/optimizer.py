@@ -1,6 +1,6 @@
 """`MasterWeights`: any optimizer, for FP16 and BF16 parameters, with updates in float32."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -9,16 +9,13 @@ from torch import Tensor
 
 from gradscale.torch.cast import HALF_DTYPES, cast
 from gradscale.torch.masters import saved
+from gradscale.torch.masters.chunks import chunks
 from gradscale.torch.masters.inner_optimizer import Gate, can_be_split, check_inner_optimizer, copy_settings, only
-from gradscale.torch.masters.master import Master, make_master
+from gradscale.torch.masters.master import Master, made_anew, own_master
 from gradscale.torch.masters.step_buffers import StepBuffer, set_gradients
 from gradscale.torch.masters.storage import Storage, make_storage
 
 Optimizer = torch.optim.Optimizer
-
-CHUNK_ON_CPU, CHUNK = 2**21, 2**25
-"""Elements stepped at once, except that a tensor is never split. On the CPU few enough to stay in its caches between
-the passes; elsewhere enough to keep a device busy, and still few beside a model."""
 
 
 class MasterWeights(Optimizer):
@@ -36,7 +33,8 @@ class MasterWeights(Optimizer):
     float32 copy of all of them is made.
 
     The model's weight is the rounded master in every storage. A weight that other code has written to, for instance
-    `load_state_dict` of the model, becomes the master at the next step.
+    `load_state_dict` of the model, becomes the master at the next step. So does a weight whose dtype has been changed,
+    as by `model.half()`: which parameters are 16-bit is found out at every step.
 
     Args:
         optimizer: the inner optimizer, which does the arithmetic, built on the model's parameters. Step only this
@@ -68,9 +66,8 @@ class MasterWeights(Optimizer):
         self._groups: list[list[Master]] = []
         self._loaded: dict[int, Tensor] = {}
         self._value_buffer, self._grad_buffer = StepBuffer(), StepBuffer()
-        # The base class calls `add_param_group`, which adds the masters to the inner optimizer in their place.
-        groups, optimizer.param_groups = optimizer.param_groups, []
-        super().__init__(groups, optimizer.defaults)
+        super().__init__([{**group} for group in optimizer.param_groups], optimizer.defaults)
+        self._make_fit()
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
@@ -82,24 +79,50 @@ class MasterWeights(Optimizer):
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Does nothing: the base class sets an empty state, and the inner optimizer has the state."""
 
-    @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, as for any optimizer; 16-bit parameters get masters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        masters = [make_master(weight, self._storage) for weight in group["params"]]
-        self.optimizer.add_param_group({**group, "params": [master.tensor for master in masters]})
-        self._groups.append(masters)
-        self._make_float32(masters)
+        # The base class calls this for the groups that the inner optimizer has already.
+        adds = len(self.param_groups) > len(self.optimizer.param_groups)
+        if adds:
+            try:
+                self.optimizer.add_param_group({**group})
+            except BaseException:
+                self.param_groups.pop()
+                raise
+        self._groups.append([own_master(weight) for weight in group["params"]])
+        if adds:
+            self._make_fit()
 
-    def _make_float32(self, masters: Sequence[Master]) -> None:
-        """Casts the existing state of 16-bit weights to float32, and with `grad_fp32` their gradients."""
+    def _make_fit(self) -> None:
+        """Replaces masters that do not fit their weights, here and in the inner optimizer, with their state."""
+        # All are made before the first is replaced: where memory runs out, nothing has been changed.
+        made = [
+            (masters, index, made_anew(master, self._storage))
+            for masters in self._groups
+            for index, master in enumerate(masters)
+            if not master.fits
+        ]
+        if not made:
+            return
         state = self.optimizer.state
-        for master in masters:
-            if master.is_half and master.weight in state:
-                state[master.tensor] = cast(state.pop(master.weight), torch.float32, HALF_DTYPES)
-            if master.is_half and self.grad_fp32:
-                _accumulate_in_float32(master.weight)
+        for masters, index, master in made:
+            replaced, masters[index] = masters[index].tensor, master
+            if replaced in state:
+                state[master.tensor] = cast(state.pop(replaced), torch.float32, HALF_DTYPES)
+        for group, masters in zip(self.optimizer.param_groups, self._groups, strict=True):
+            # In the inner optimizer's own dict: a wrapper such as SAM shares it with the optimizer inside.
+            group["params"] = [master.tensor for master in masters]
+        self._set_grad_dtypes(master for _, _, master in made)
+
+    def _set_grad_dtypes(self, masters: Iterable[Master]) -> None:
+        """With `grad_fp32`, makes the gradients of 16-bit weights float32, those that are there already too."""
+        for weight in (master.weight for master in masters if self.grad_fp32 and master.is_half):
+            # torch raises if `grad_dtype` is set while there is a gradient.
+            grad, weight.grad = weight.grad, None
+            weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
+            weight.grad = None if grad is None else grad.float()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -115,36 +138,23 @@ class MasterWeights(Optimizer):
         gate = Gate(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         if gate.known_to_skip:
             return returned
+        self._make_fit()
         self._sync()
         # At every step: schedulers write to the groups of this object.
         copy_settings(self.param_groups, self.optimizer.param_groups)
         if can_be_split(self.optimizer):
-            for group, chunk in self._chunks():
+            for group, chunk in chunks(self._groups):
+                if gate.known_to_skip:
+                    break
                 with only(self.optimizer, group, [master.tensor for master in chunk]):
                     self._step(chunk, gate)
         else:
             self._step([master for master in self._masters() if master.weight.grad is not None], gate)
             # Other optimizers may count steps or adapt their rate in a group.
             copy_settings(self.optimizer.param_groups, self.param_groups)
+        if not gate.known_to_skip:
+            self._storage.end_step(gate.skip)
         return returned
-
-    def _chunks(self) -> Iterator[tuple[int, list[Master]]]:
-        """Yields the parameters that have gradients in chunks of one group and one device, each with its group."""
-        for group, masters in enumerate(self._groups):
-            chunk: list[Master] = []
-            elements = 0
-            for master in masters:
-                weight = master.weight
-                if weight.grad is None:
-                    continue
-                most = CHUNK_ON_CPU if weight.is_cpu else CHUNK
-                if chunk and (elements + weight.numel() > most or chunk[-1].weight.device != weight.device):
-                    yield group, chunk
-                    chunk, elements = [], 0
-                chunk.append(master)
-                elements += weight.numel()
-            if chunk:
-                yield group, chunk
 
     def _step(self, masters: Sequence[Master], gate: Gate) -> None:
         """Steps the inner optimizer, which has no other parameters with gradients, and rounds into the weights."""
@@ -162,7 +172,8 @@ class MasterWeights(Optimizer):
                     tensor.data = value
             set_gradients(tensors, weights, self._grad_buffer)
             gate.step(self.optimizer, [master.tensor for master in masters])
-            self._storage.write(values, weights, stored)
+            if not gate.known_to_skip:
+                self._storage.write(values, weights, stored)
         finally:
             # The buffers are reused for the next chunk, so that masters must not refer to them.
             for tensor in tensors:
@@ -175,27 +186,19 @@ class MasterWeights(Optimizer):
     def _sync(self) -> None:
         """Applies masters that were loaded, and updates masters of weights that other code has written to."""
         for index, master in enumerate(self._masters()):
-            if index in self._loaded:
-                self._storage.restore(self._loaded[index], master.weight, master.stored)
-            elif master.is_half and not master.weight_unchanged:
-                self._storage.adopt(master.weight, master.stored)
-            else:
-                continue
-            master.note_weight()
+            if master.is_half:
+                master.sync(self._storage, self._loaded.get(index))
         self._loaded = {}
 
     @torch.no_grad()
     def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields every parameter of the model with its value in float32; a wider parameter with itself.
 
-        With `"fp32"` these are the masters themselves, and with other storages copies.
+        They are the values that the next step starts from, and for reading only: copies, or with `"fp32"` mostly the
+        masters themselves.
         """
-        self._sync()
-        for master in self._masters():
-            if not master.is_half or self._storage.stores_values:
-                yield master.weight, master.tensor
-            else:
-                yield master.weight, self._storage.read([master.weight], [master.stored], StepBuffer())[0]
+        for index, master in enumerate(self._masters()):
+            yield master.weight, master.value(self._storage, self._loaded.get(index))
 
     @torch.no_grad()
     def sync_from_model(self) -> None:
@@ -203,6 +206,7 @@ class MasterWeights(Optimizer):
 
         Only needed after writes that torch does not count, such as `parameter.data.copy_(...)`: others are detected.
         """
+        self._make_fit()
         self._loaded = {}
         for master in self._masters():
             if master.is_half:
@@ -226,8 +230,9 @@ class MasterWeights(Optimizer):
 
         Resuming from it is bit-exact. A plain optimizer can load it too, and so can another storage.
         """
-        indices = {id(master.weight): index for index, master in enumerate(self._masters()) if master.is_half}
-        values = {indices[id(weight)]: value.detach() for weight, value in self.masters() if id(weight) in indices}
+        values = {
+            index: value.detach() for index, (weight, value) in enumerate(self.masters()) if weight.dtype in HALF_DTYPES
+        }
         return super().state_dict() | {saved.KEY: saved.entry_of(values, self.storage, self._storage.state())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -237,6 +242,15 @@ class MasterWeights(Optimizer):
         everywhere if the model is loaded from the same checkpoint before the next step. Elsewhere, and for a plain
         optimizer's state, the weight is the master.
         """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        self._load(state_dict)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        self._make_fit()
         masters, entry = list(self._masters()), state_dict.get(saved.KEY)
         if entry is not None:
             saved.check_entry(entry, masters)
@@ -250,26 +264,15 @@ class MasterWeights(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy or a pickle, without attributes set by schedulers and hooks."""
-        with torch.no_grad():
-            self._sync()
         return {name: self.__dict__[name] for name in _FIELDS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Copies of weights have new versions and addresses, and have lost their `grad_dtype`.
-        for master in self._masters():
-            master.note_weight()
-        self._make_float32(list(self._masters()))
+        # Copies of weights have lost their `grad_dtype`.
+        self._set_grad_dtypes(self._masters())
 
     def _masters(self) -> Iterator[Master]:
         return chain.from_iterable(self._groups)
-
-
-def _accumulate_in_float32(weight: Tensor) -> None:
-    # torch raises if `grad_dtype` is set while there is a gradient.
-    grad, weight.grad = weight.grad, None
-    weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
-    weight.grad = None if grad is None else grad.float()
 
 
 _FIELDS = (

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradscale.torch.generators import Generators
 from gradscale.torch.masters.contract import MasterStorage
+from gradscale.torch.masters.noise import Noise
 from gradscale.torch.masters.step_buffers import StepBuffer
 
 NORMAL = 2.0**-14
@@ -21,13 +21,13 @@ class Stochastic(MasterStorage):
     finite number it rounds to nearest.
 
     Args:
-        seed: of the random numbers. Every device has a generator of its own.
+        seed: of the random numbers.
     """
 
     stored_bytes: ClassVar[int] = 0
 
     def __init__(self, seed: int) -> None:
-        self._generators = Generators(seed)
+        self._noise = Noise(seed)
 
     def store(self, weight: Tensor) -> Tensor:
         """Returns an empty tensor: nothing is stored."""
@@ -44,23 +44,27 @@ class Stochastic(MasterStorage):
         """Rounds the values into the weights. Values that the dtype holds exactly are unchanged."""
         del stored
         for value, weight in zip(values, weights, strict=True):
-            weight.copy_(_round(value, weight.dtype, self._generators.on(value.device)))
+            weight.copy_(_round(value, weight.dtype, self._noise))
 
     def restore(self, value: Tensor, weight: Tensor, stored: Tensor) -> None:
         """Does nothing: the weight is the value."""
         del value, weight, stored
 
+    def end_step(self, skip: Tensor | None) -> None:
+        """Goes on to the random numbers of the next step, unless this one was skipped."""
+        self._noise.end_step(skip)
+
     def state(self) -> dict[str, Any]:
-        """Returns the state of the random numbers on each device."""
-        return self._generators.state()
+        """Returns the state of the random numbers."""
+        return self._noise.state()
 
     def load(self, state: dict[str, Any]) -> None:
         """Continues the random numbers from `state`. The state of another storage is ignored."""
         if "seed" in state:
-            self._generators.load(state)
+            self._noise.load(state)
 
 
-def _round(value: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def _round(value: Tensor, dtype: torch.dtype, noise: Noise) -> Tensor:
     """Returns values that `dtype` holds exactly, or that are larger than its largest finite number.
 
     Uniform random bits are added to the bits that are cut off, and carry into the rest with the probability of rounding
@@ -71,7 +75,7 @@ def _round(value: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Ten
     # exact but for bits far below the last.
     cut = 16 if dtype is torch.bfloat16 else 13
     lift = _lift(value) if cut == 13 else 0.0
-    bits = (value + lift).view(torch.int32).add_(_noise(value, cut, generator)).bitwise_and_(-1 << cut)
+    bits = (value + lift).view(torch.int32).add_(_random_bits(value, cut, noise)).bitwise_and_(-1 << cut)
     return torch.where(value.abs() <= torch.finfo(dtype).max, bits.view(torch.float32).sub_(lift), value)
 
 
@@ -81,9 +85,8 @@ def _lift(value: Tensor) -> Tensor:
     return (NORMAL - value.abs()).clamp_(min=0.0).ceil_().mul_(NORMAL).copysign_(value)
 
 
-def _noise(like: Tensor, bits: int, generator: torch.Generator) -> Tensor:
+def _random_bits(like: Tensor, bits: int, noise: Noise) -> Tensor:
     """Returns uniform random int32 numbers of `bits` bits, at most 16."""
-    # Four are taken from one random 64-bit number: drawing is most of the cost.
-    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
-    words.random_(-(2**63), None, generator=generator)
+    # Four are taken from one 64-bit number: drawing is most of the cost.
+    words = noise.draw(-(-like.numel() // 4), like.device)
     return words.view(torch.int16)[: like.numel()].view(like.shape).to(torch.int32).bitwise_and_((1 << bits) - 1)

@@ -10,6 +10,7 @@ from gradscale.formats import FP16
 from gradscale.torch.cast import HALF_DTYPES
 from gradscale.torch.masters import MasterWeights
 from gradscale.torch.precision.compute_dtypes import ModuleDtype, dtype_names
+from gradscale.torch.precision.lost_eps import lost_eps
 from gradscale.torch.precision.weight_cast import NORMS
 from gradscale.torch.step.gradients import parameters_of
 
@@ -43,13 +44,18 @@ def _scales(scaler: Any) -> bool:
 
 def _half_norms(modules: Sequence[ModuleDtype]) -> str | None:
     norms = [each for each in modules if isinstance(each.module, NORMS)]
-    half = [each for each in norms if _half(each.module.parameters(recurse=False))]
+    half = [each for each in norms if _half(each.module.parameters(recurse=False)) or _half_statistics(each.module)]
     if not half:
         return None
     return (
-        f"{len(half)} norm layers store weights and statistics in half precision, such as {half[0].name!r}: small "
+        f"{len(half)} norm layers store weights or statistics in half precision, such as {half[0].name!r}: small "
         "changes of them are lost. Keep them float32 with `keep_norm_fp32=True`."
     )
+
+
+def _half_statistics(module: torch.nn.Module) -> bool:
+    """Returns whether a norm layer, frozen or without weights, still updates half-precision statistics."""
+    return module.training and any(buffer.dtype in HALF_DTYPES for buffer in module.buffers(recurse=False))
 
 
 def _lost_updates(optimizer: Optimizer) -> str | None:
@@ -66,16 +72,14 @@ def _lost_updates(optimizer: Optimizer) -> str | None:
 def _vanishing_moments(optimizer: Optimizer) -> str | None:
     if isinstance(optimizer, MasterWeights):
         return None
-    for group in optimizer.param_groups:
-        fp16 = any(parameter.dtype is torch.float16 for parameter in group["params"])
-        # Adam's default `eps` of 1e-8 is below 2**-24 = 6e-8, the smallest FP16 number.
-        if fp16 and group.get("eps", 1.0) < FP16.smallest_subnormal:
-            return (
-                f"{type(optimizer).__name__} keeps squares of gradients in FP16. Those below "
-                f"{FP16.smallest_subnormal:.1e} are 0, and it divides by eps={group['eps']:g} alone, or by 0 where "
-                "that is rounded to FP16 too. Use `MasterWeights(optimizer)`, or a larger `eps`."
-            )
-    return None
+    eps = lost_eps(optimizer)
+    if eps is None:
+        return None
+    return (
+        f"{type(optimizer).__name__} keeps squares of gradients in FP16. Those below {FP16.smallest_subnormal:.1e} are "
+        f"0, and it divides by eps={eps:g} alone, or by 0 where that is rounded to FP16 too. Use "
+        "`MasterWeights(optimizer)`, or a larger `eps`."
+    )
 
 
 def _half(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradscale.formats import FP16
 from gradscale.torch.checks import some
+from gradscale.torch.fused_sgd import refuse_broken_fused_sgd
 from gradscale.torch.masters import MasterWeights
 from gradscale.torch.masters.inner_optimizer import check_inner_optimizer
 from gradscale.torch.precision.input_output_cast import input_output_cast_of
 from gradscale.torch.precision.levels import Precision
+from gradscale.torch.precision.lost_eps import lost_eps
 from gradscale.torch.precision.weight_cast import unmatched
 from gradscale.torch.step.gradients import Names, parameters_of
 
@@ -44,6 +47,25 @@ def check_together(models: Sequence[nn.Module], optimizers: Sequence[Optimizer],
     for optimizer in optimizers:
         _check_optimizer(optimizer, precision)
     _check_owned(models, optimizers)
+
+
+def check_updates(optimizers: Sequence[Optimizer]) -> None:
+    """Raises if one of the optimizers, of parameters that were cast, is known to fail on half weights."""
+    refuse_broken_fused_sgd(optimizers)
+    for optimizer in optimizers:
+        # Of torch's own only: others may compute in float32, as apex's and `MasterWeights` do.
+        if not any(
+            base.__module__.startswith("torch.optim.") for base in type(optimizer).__mro__ if base is not Optimizer
+        ):
+            continue
+        eps = lost_eps(optimizer)
+        if eps is not None:
+            raise ValueError(
+                f"FP16 holds no `eps` below {FP16.smallest_subnormal:.1e}, and squares of small gradients are 0 in it "
+                "too: without master weights torch's optimizers divide 0 by 0, and the weights become NaN. "
+                f"Received: {type(optimizer).__name__} with eps={eps:g}. Use master weights, as 'O2' does, or BF16; or "
+                "build it with an `eps` that FP16 holds, such as 1e-4."
+            )
 
 
 def as_optimizers(optimizer: Any) -> list[Optimizer]:

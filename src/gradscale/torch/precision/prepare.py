@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from gradscale.torch.checks import check_modules
 from gradscale.torch.masters import MasterWeights
-from gradscale.torch.precision.checks import as_optimizers, check_together
+from gradscale.torch.precision.checks import as_optimizers, check_together, check_updates
 from gradscale.torch.precision.levels import Precision, as_precision
+from gradscale.torch.precision.rollback import undone_on_error
 from gradscale.torch.precision.weight_cast import plan_weight_cast
 from gradscale.torch.scaler import LossScaler
 from gradscale.torch.step.gradients import parameters_of
@@ -63,8 +64,9 @@ def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tu
 
     Raises:
         RuntimeError: the model is already prepared, wrapped or compiled. Nothing has been changed then.
-        ValueError: the precision is unknown, a parameter is not float32, or models and optimizers do not belong
-            together. Nothing has been changed then.
+        ValueError: the precision is unknown, a parameter is not float32, models and optimizers do not belong together,
+            or an optimizer would divide by an `eps` that is 0 in FP16. Nothing has been changed then, nor after an
+            error of an optimizer.
     """
     chosen = as_precision(precision)
     models, optimizers = check_modules(model), as_optimizers(optimizer)
@@ -72,8 +74,11 @@ def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tu
     weight_cast = plan_weight_cast(models, chosen)
     # `_apply` sets `data`, so that these detached tensors keep the float32 values.
     float32 = {parameter: parameter.detach() for parameter in parameters_of(optimizers)}
-    weight_cast.apply(chosen.compute)
-    prepared = [_prepared(each, chosen, float32) for each in optimizers]
+    # Without optimizers nothing can fail, and the float32 weights need not outlive their cast.
+    with undone_on_error(models if optimizers else (), optimizers):
+        weight_cast.apply(chosen.compute)
+        prepared = [_prepared(each, chosen, float32) for each in optimizers]
+        check_updates(prepared)
     scaler = LossScaler(models, chosen.scaling())
     returned = prepared[0] if isinstance(optimizer, Optimizer) else prepared or None
     return model if isinstance(model, nn.Module) else models, returned, scaler

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradscale.engine.measurement import Measurement
+from gradscale.kernels.torch import single, single_norm
 from gradscale.policies.contract import Seen
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.plan import StepPlan
@@ -51,8 +52,8 @@ class Agreement:
         if plan.edited:
             # From before the edits inside `unscaled`: a policy that saw clipped gradients would raise the scale until
             # the backward pass overflows.
-            amax = xp.where(seen.finite, rule.leaf(window.unscaled_amax), np.inf)
-            seen = replace(seen, amax=amax, upper_share=rule.leaf(window.unscaled_share))
+            amax = xp.where(seen.finite, rule.leaf(window.unscaled.amax), np.inf)
+            seen = replace(seen, amax=amax, upper_share=rule.leaf(window.unscaled.share))
         return measurement, seen if self.ranks == 1 else rule.leaves(self.over_ranks(rule.tensors(seen)))
 
     def over_ranks(self, seen: Seen) -> Seen:
@@ -71,13 +72,13 @@ class Agreement:
         bad, bad_loss, amax, norm, share = packed.unbind()
         return Seen(finite=bad == 0, loss_finite=bad_loss == 0, amax=amax, norm=norm, upper_share=share)
 
-    def any_rank(self, flag: Tensor) -> bool:
-        """Returns whether `flag`, a 0-d bool, is set on any rank. Synchronizes with the device."""
+    def any_rank(self, flags: Tensor) -> list[bool]:
+        """Returns which of `flags`, a vector of bools, are set on any rank. Synchronizes with the device once."""
         if self.ranks == 1:
-            return bool(flag)
-        packed = flag.float()
+            return flags.tolist()  # type: ignore[return-value]
+        packed = flags.float()
         dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.group)
-        return bool(packed.item())
+        return (packed != 0).tolist()  # type: ignore[return-value]
 
 
 @torch.no_grad()
@@ -102,10 +103,10 @@ def joined(measurement: Measurement, grads: Sequence[Tensor]) -> Measurement:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
     if not has_norm:
         total = sizes.amax()
-        return measurement._replace(sizes=sizes, total=total, amax=total)
+        return measurement._replace(sizes=sizes, total=total, amax=single(total))
     sizes = sizes.sqrt()
     total = torch.linalg.vector_norm(sizes)
-    return measurement._replace(sizes=sizes, total=total, norm=total, amax=amax)
+    return measurement._replace(sizes=sizes, total=total, norm=single_norm(total), amax=amax)
 
 
 def _largest_of(sizes: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradscale.kernels.torch import tensor_groups
-from gradscale.torch.step.gradients import keeps_masters, share_parameters
+from gradscale.torch.step.gradients import keeps_masters
 from gradscale.torch.step.host_copy import host_value
 
 if TYPE_CHECKING:
@@ -96,22 +96,20 @@ def apply(plan: "StepPlan", applied: Tensor, factor: Tensor) -> bool | None:
     optimizers, gradients, clip_value = plan.optimizers, plan.gradients, plan.clip_value
     # The factor of a skipped step is 0, and its inverse inf: 1 leaves the gradients as they are.
     divisor = None if plan.divides else torch.where(applied, 1.0 / factor, 1.0)
-    if divisor is not None and (clip_value is not None or share_parameters(optimizers)):
-        # Fused kernels write the divided gradient back, so two that share a parameter would divide it twice; and the
-        # bound of a clip by value is on unscaled elements.
-        multiply(gradients.values, torch.where(applied, factor, 1.0))
-        divisor = None
+    if divisor is not None and plan.divided_first:
+        multiply(gradients.owned_by(plan.divided_first).values, torch.where(applied, factor, 1.0))
     if clip_value is not None:
         clamp(gradients.values, torch.where(applied, torch.full_like(factor, clip_value), torch.inf))
     unfused = [optimizer for optimizer in optimizers if optimizer not in plan.folding]
     # Read once, before the first optimizer is stepped: all of them or none.
     go = bool(applied) if unfused else None
     if go and divisor is not None:
-        multiply(gradients.owned_by(unfused).values, factor)
+        rest = [optimizer for optimizer in unfused if optimizer not in plan.divided_first]
+        multiply(gradients.owned_by(rest).values, factor)
     skip = (~applied).float()
     for optimizer in optimizers:
         if optimizer in plan.folding:
-            step_folded(optimizer, divisor, skip)
+            step_folded(optimizer, None if optimizer in plan.divided_first else divisor, skip)
         elif go:
             optimizer.step()
         else:

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradscale.engine.decide import decide
 from gradscale.engine.host import EXACT, SCALARS
 from gradscale.engine.measurement import UNKNOWN_RATIO, Measurement, with_amax
-from gradscale.policies.contract import Policy, ScaleState, Seen, backed_off
+from gradscale.policies.contract import Policy, ScaleState, Seen, advanced, backed_off
 from gradscale.record import place
 from gradscale.torch.step import host_copy
 from gradscale.torch.step.host_copy import read_now
@@ -151,7 +151,7 @@ class Rule:
     @np.errstate(all="ignore")
     def after(self, state: ScaleState, seen: Seen) -> ScaleState:
         """Returns the state that follows `state` once `seen`, in leaves, was seen. Does not synchronize."""
-        return self.policy.next(state, seen, self.xp)
+        return advanced(self.policy, state, seen, self.xp)
 
     def hold(self, seen: Seen) -> Decision:
         """Returns the decision of a step without gradients, which is neither applied nor counted."""
@@ -159,13 +159,11 @@ class Rule:
         return Decision(self.state, no, torch.ones_like(self.scale), seen, self.amax_ratio)
 
     @np.errstate(all="ignore")
-    def lower(self) -> Tensor:
-        """Backs the scale off once, without hysteresis, and returns the ratio of the new scale to the old one."""
-        before = self.state.scale
+    def lowered(self) -> ScaleState:
+        """Returns the state backed off once, without hysteresis. Does not synchronize with the device."""
         overflow = place(Seen(finite=np.bool_(False)), self._put)
-        self.state = backed_off(self.policy, self.state, overflow, self.xp)
-        return self.tensor(self.state.scale / before)
+        return backed_off(self.policy, self.state, overflow, self.xp)
 
 
-_NUMPY = {torch.float32: np.float32, torch.int32: np.int32, torch.bool: np.bool_}
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.int32: np.int32, torch.bool: np.bool_}
 _TORCH = {kind: dtype for dtype, kind in _NUMPY.items()}

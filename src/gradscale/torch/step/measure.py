@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from gradscale.engine.measurement import Measurement
-from gradscale.kernels.torch import DOT_FROM, all_on_cpu, largest, norms, share_above, tensor_groups
+from gradscale.kernels.torch import (
+    DOT_FROM,
+    all_on_cpu,
+    largest,
+    norms,
+    share_above,
+    single,
+    single_norm,
+    tensor_groups,
+)
 from gradscale.torch.step import host_copy
 from gradscale.torch.step.host_copy import host_value
 from gradscale.torch.step.plan import StepPlan
@@ -61,8 +70,8 @@ def measure_sizes(
     return Measurement(
         sizes,
         total,
-        amax=peak,
-        norm=total if norm else None,
+        amax=None if peak is None else single(peak),
+        norm=single_norm(total) if norm else None,
         upper_share=None if edge is None else share_above(gradients, torch.full_like(total, edge), device),
         half_amax=largest(halves, device).amax() if halves else None,
     )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradscale.kernels.torch import CPU
 from gradscale.policies.contract import Seen
 from gradscale.torch.step.apply import clamp, multiply, step_folded
 from gradscale.torch.step.decide import Rule
@@ -29,10 +30,11 @@ def step_without_scaling(
     `clip_norm` needs `norm`. Does not synchronize with the device.
     """
     gradients = collect(optimizers if norm or clip_value is not None else ())
-    device = rule.settle(next(parameters_of(optimizers)).device)
+    # An optimizer may have no parameters yet: groups can be added later.
+    device = rule.settle(next((parameter.device for parameter in parameters_of(optimizers)), CPU))
     measured = measure_sizes(gradients.values if norm else (), device, norm=True, amax=False)
     yes, scale = torch.ones((), dtype=torch.bool, device=device), rule.scale
-    seen = Seen(finite=rule.leaf(yes), loss_finite=rule.leaf(yes), norm=rule.leaf(measured.total))
+    seen = Seen(finite=rule.leaf(yes), loss_finite=rule.leaf(yes), norm=rule.leaf(measured.norm))
     decision = rule.decide(seen, scale, clip_norm)
     _apply(optimizers, gradients, None if clip_norm is None else decision.factor, clip_value)
     rule.commit(decision)
@@ -41,7 +43,7 @@ def step_without_scaling(
         scale=scale,
         next_scale=scale,
         loss_finite=yes,
-        grad_norm=measured.total if norm else None,
+        grad_norm=measured.norm if norm else None,
         sizes=measured.sizes,
         traces=Traces(gradients) if norm else None,
         parameter_names=names,
@@ -54,7 +56,9 @@ def _apply(
     """Updates every optimizer with its gradients times `factor`, finite or not."""
     if factor is not None:
         # An optimizer that keeps masters divides in float32: multiplying here would round 16-bit gradients once more.
-        folding = [optimizer for optimizer in optimizers if clip_value is None and keeps_masters(optimizer)]
+        # Not a gradient that another optimizer holds too, which would be multiplied there as well.
+        once = [optimizer for optimizer in optimizers if optimizer not in gradients.sharing]
+        folding = [optimizer for optimizer in once if clip_value is None and keeps_masters(optimizer)]
         optimizers = [optimizer for optimizer in optimizers if optimizer not in folding]
         multiply(gradients.owned_by(optimizers).values if folding else gradients.values, factor)
         for optimizer in folding:

@@ -36,6 +36,7 @@ class StepPlan:
         grows: whether the divisor may be below 1, so that a finite gradient may not be finite once divided.
         half: whether FP16 gradients are divided in FP16 by a divisor that may be below 1.
         folding: the optimizers whose kernels divide the gradients and skip the update themselves.
+        divided_first: the optimizers whose gradients are divided before any of them is stepped.
         clip_norm: bound on the norm of all gradients together, unscaled.
         clip_value: bound on the magnitude of every element, unscaled.
     """
@@ -52,6 +53,7 @@ class StepPlan:
     grows: bool
     half: bool
     folding: Sequence[Optimizer]
+    divided_first: Sequence[Optimizer]
     clip_norm: float | None = None
     clip_value: float | None = None
 
@@ -85,7 +87,11 @@ def plan_step(
     step the optimizers itself, whose kernels then cannot divide.
     """
     reads = Plan.of(policy, norm=norm, clip_norm=clip_norm)
-    gradients, divisor = collect(optimizers), window.divisor(optimizers)
+    gradients = collect(optimizers)
+    # Compared by identity with the scale, which costs no host read.
+    divisor = (
+        torch.ones_like(window.scale) if window.unscaled and not window.unscaled.rest_of(gradients) else window.scale
+    )
     # Gradients that `unscaled` has divided may have been edited: their sizes were noted before the edits.
     as_made = divisor is window.scale
     follows = reads.amax and reads.norm and as_made
@@ -108,6 +114,9 @@ def plan_step(
         grows=grows,
         half=grows and not all(map(keeps_masters, optimizers)),
         folding=folding,
+        # Fused kernels write the divided gradient back, so that two which share one would divide it twice; and the
+        # bound of a clip by value is on unscaled elements.
+        divided_first=gradients.sharing if clip_value is None else optimizers,
         clip_norm=clip_norm,
         clip_value=clip_value,
     )

@@ -1,0 +1,80 @@
+"""Gradients that `LossScaler.unscaled` has divided by the scale before the step."""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradscale.torch.step.gradients import Gradients, parameters_of, values_of
+
+Optimizer = torch.optim.Optimizer
+
+
+class Unscaled:
+    """Which gradients of a window are unscaled already, and how large they were before the user's edits.
+
+    A gradient is known by its parameter, since an edit may replace it, and by its own identity, since two parameters
+    may hold the same one.
+
+    Attributes:
+        optimizers: ids of the optimizers that were named, whose gradients the user may have edited.
+        amax: the largest of the gradients, unscaled, before the edits.
+        share: the share of their elements above the policy's edge, before the edits.
+    """
+
+    def __init__(self, scale: Tensor) -> None:
+        self.optimizers: set[int] = set()
+        self.amax = torch.zeros_like(scale)
+        self.share = torch.zeros_like(scale)
+        self._elements = 0
+        self._parameters: dict[int, Tensor] = {}
+        # Weak: `zero_grad` frees the memory of a gradient.
+        self._grads: dict[int, weakref.ref[Tensor]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._parameters)
+
+    def note(self, gradients: Gradients, amax: Tensor, share: Tensor) -> None:
+        """Notes that `gradients` are unscaled from now on, their largest magnitude, and their share above the edge."""
+        self.optimizers.update(map(id, gradients.optimizers))
+        # All parameters of the optimizers: an edit may give one a gradient that has none.
+        self._parameters |= {id(parameter): parameter for parameter in parameters_of(gradients.optimizers)}
+        self._grads |= {id(grad): weakref.ref(grad) for grad in gradients.grads}
+        self.amax = torch.maximum(self.amax, amax)
+        elements = sum(map(Tensor.numel, gradients.values))
+        above = self.share * self._elements + share * elements
+        self._elements += elements
+        self.share = above / max(1, self._elements)
+
+    def rest_of(self, gradients: Gradients) -> Gradients:
+        """Returns those of `gradients` that are still scaled."""
+        pairs = enumerate(zip(gradients.parameters, gradients.grads, strict=True))
+        return gradients.at([index for index, (parameter, grad) in pairs if not self._has(parameter, grad)])
+
+    def _has(self, parameter: Tensor, grad: Tensor) -> bool:
+        noted = self._grads.get(id(grad))
+        return id(parameter) in self._parameters or (noted is not None and noted() is grad)
+
+    def forget(self) -> None:
+        """Forgets the gradients, which have been cleared."""
+        self.optimizers.clear()
+        self._parameters.clear()
+        self._grads.clear()
+
+    def refuse_backward(self) -> None:
+        """Raises if the gradients of a backward pass would be added to unscaled ones.
+
+        Synchronizes with the device only where unscaled gradients are still there, or were cleared in place.
+        """
+        if not all_zero([parameter for parameter in self._parameters.values() if parameter.grad is not None]):
+            raise RuntimeError(
+                "A backward pass of a scaled loss was begun after `scaler.unscaled(...)`, and would add scaled "
+                "gradients to unscaled ones. Run all backward passes first, then `unscaled`, then `scaler.step(...)`; "
+                "to discard what was unscaled, call `optimizer.zero_grad()`."
+            )
+
+
+def all_zero(parameters: Sequence[Tensor]) -> bool:
+    """Returns whether the gradients of `parameters` are zeros, which have no scale. Synchronizes with the device."""
+    return not any(values_of(each, each.grad).any() for each in parameters if each.grad is not None)
