@@ -124,7 +124,7 @@ def _dyadic(random: Random, shape: tuple[int, ...]) -> Any:
 
 def _policy(random: Random) -> Policy | None:
     scale = 2.0 ** random.randint(-4, 18)
-    growth = {"growth_interval": random.randint(1, 3), "hysteresis": random.randint(1, 2)}
+    growth: dict[str, Any] = {"growth_interval": random.randint(1, 3), "hysteresis": random.randint(1, 2)}
     return random.choice(
         (
             None,

@@ -80,7 +80,9 @@ class Pair:
         self._compare()
 
     def _new_optimizer(self) -> LossScaleOptimizer:
-        rule = {"policy": self.program.policy} if self.program.policy else {"initial_scale": self.program.initial_scale}
+        rule: dict[str, Any] = (
+            {"policy": self.program.policy} if self.program.policy else {"initial_scale": self.program.initial_scale}
+        )
         optimizer = LossScaleOptimizer(self.program.inner(), **rule)
         optimizer.build(self.models)
         return optimizer

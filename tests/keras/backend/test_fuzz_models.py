@@ -47,7 +47,8 @@ def run(seed: int, folder: Path) -> None:
     settings = {**EXACT[random.choice(list(EXACT))], "learning_rate": 2.0 ** -random.randint(1, 3)}
     settings |= random.choice(({}, {"clipvalue": 0.5}, {"gradient_accumulation_steps": 2}))
     growing = Dynamic(init_scale=8.0, growth_interval=2, max_scale=256.0)
-    policy = random.choice((growing, Static(64.0), Headroom(init_scale=16.0, max_scale=256.0)))
+    # Between these bounds no gradient of the model leaves the range of FP16.
+    policy = random.choice((growing, Static(64.0), Headroom(init_scale=16.0, min_scale=1.0, max_scale=256.0)))
     shape = {"frozen": random.random() < 0.5, "bias": random.random() < 0.5}
     start = random.random()
     scaled = network(Random(start), "mixed_float16", **shape)
