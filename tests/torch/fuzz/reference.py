@@ -1,4 +1,4 @@
-"""The reference: a plain training loop without a scale, which knows what goes wrong and does what should happen then."""
+"""The reference: a plain training loop without a scale, which knows what goes wrong and what should happen then."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
