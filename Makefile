@@ -16,6 +16,7 @@ MXNET := .venv-mxnet
 MXNET_PY := $(MXNET)/bin/python
 PYTHON ?=
 WORKERS ?= 2 # of the tests; each takes up to 5 GB of memory
+DEVICE ?= sim # where the tests of PyTorch run besides the CPU
 
 # What each stage adds. pip resolves every stage against the same pins, so the stages can come in any order.
 DEMO := -e '.[demo,torch]'
@@ -47,6 +48,10 @@ test: test-main $(if $(ARGS),,test-mxnet) ## run the tests and the doctests, wit
 .PHONY: test-main
 test-main: $(VENV)/.stage-test ## run all of them but those of MXNet
 	@$(PY) -m pytest -q -m 'not slow' -n $(WORKERS) $(ARGS)
+
+.PHONY: test-device
+test-device: $(VENV)/.stage-test ## run those of PyTorch on DEVICE: sim, a simulated accelerator, or cuda
+	@$(PY) -m tests.torch.on_device --device $(DEVICE) --workers $(WORKERS) -m 'not slow' $(ARGS)
 
 .PHONY: test-mxnet
 test-mxnet: $(MXNET)/.stage-test-mxnet ## run those of MXNet, in their own environment

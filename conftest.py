@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 
+import pytest
 from hypothesis import settings
 
 # A loaded machine is no fault of the code.
@@ -27,3 +28,7 @@ NEEDS = {
 }
 
 collect_ignore = [f"src/gradscale/{path}" for path, framework in NEEDS.items() if find_spec(framework) is None]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where tests/torch run: cpu, cuda, or sim, which simulates a GPU")

@@ -1,11 +1,52 @@
-"""Every test starts from the same random numbers, on one thread: threads cost small models more than they save."""
+"""Every test starts from the same random numbers, on one thread: threads cost small models more than they save.
+
+With `--device`, the tests run there: tensors are made on that device unless a test says otherwise.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.torch.sim import device as simulated
 
 from gradscale.torch.step import host_copy
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _set_default_device(_device(config))  # for tensors that test files make when they are imported
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test that is not for the device, by its marker, with the reason that is given there."""
+    device = _device(item.config)
+    for marker in item.iter_markers("cpu_only") if device.type != "cpu" else ():
+        pytest.skip(f"CPU only: {marker.args[0]}")
+    for marker in item.iter_markers("not_simulated") if device.type == simulated.NAME else ():
+        pytest.skip(f"not simulated: {marker.args[0]}")
+
+
+def _device(config: pytest.Config) -> torch.device:
+    name: str = config.getoption("--device")
+    if name.startswith(simulated.NAME):
+        simulated.install()
+    return torch.device(name)
+
+
+def _set_default_device(device: torch.device) -> None:
+    # Not the CPU: the context of a default device slows down every call of torch.
+    if device.type != "cpu":
+        torch.set_default_device(device)
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> torch.device:
+    """Where the test runs: the CPU, or what `--device` names. Tensors are made there by default."""
+    return _device(pytestconfig)
+
+
+@pytest.fixture(autouse=True)
+def _made_on_the_device(device: torch.device) -> None:
+    _set_default_device(device)  # again, since a test may have set another
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +63,10 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(params=[True, False], ids=["in host memory", "on a device"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def either_way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a test twice: as on the CPU, and as on an accelerator, where the host may not look at any number."""
+    if device.type != "cpu" and request.param:
+        pytest.skip("CPU only: the scale is not in host memory here")
     if not request.param:
         monkeypatch.setattr(host_copy, "in_host_memory", lambda device: False)
 

@@ -38,6 +38,11 @@ class Wrapper:
         self.inside.step()
 
 
+def autocast(dtype: torch.dtype = torch.float16, enabled: bool = True) -> torch.autocast:
+    """Returns autocast of the device that the test runs on."""
+    return torch.autocast(torch.get_default_device().type, dtype=dtype, enabled=enabled)
+
+
 def small_model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))

@@ -101,6 +101,7 @@ class LossScaler:
         """The result of the last step; None before the first."""
         return self._memory.last
 
+    @torch._disable_dynamo
     def scale(self, outputs: Any) -> Any:
         """Returns a loss, or a nested structure of losses, times the scale. Does not synchronize with the device.
 
@@ -111,6 +112,7 @@ class LossScaler:
             return outputs
         return map_losses(lambda output: self._windows.get(output.device).scaled(output), outputs)
 
+    @torch._disable_dynamo
     def backward(self, loss: Tensor, retries: int = 0, **kwargs: Any) -> None:
         """Scales `loss` and runs its backward pass.
 
@@ -131,6 +133,7 @@ class LossScaler:
         else:
             self.scale(loss).backward(**kwargs)
 
+    @torch._disable_dynamo
     def step(
         self,
         *optimizers: Optimizer,
@@ -231,6 +234,7 @@ class LossScaler:
         multiply(scaled.values, 1.0 / window.scale)
         window.unscaled.note(scaled, found.amax / window.scale, share)
 
+    @torch._disable_dynamo
     def grad(self, loss: Tensor, inputs: Tensor | Sequence[Tensor], **kwargs: Any) -> tuple[Tensor | None, ...]:
         """Returns the unscaled gradients of `loss` by `inputs`, computed on the scaled loss: for gradient penalties.
 

@@ -141,6 +141,7 @@ def test_buffers_that_are_new_or_have_a_new_shape_are_taken_as_they_are() -> Non
     assert (model.mean == 3.0).all()
 
 
+@pytest.mark.not_simulated("sparse tensors")
 def test_buffers_that_cannot_be_written_are_left_alone() -> None:
     model = nn.Linear(2, 1)
     model.register_buffer("graph", torch.eye(3).to_sparse())

@@ -262,6 +262,7 @@ def test_unknown_parameters_raise_after_a_retry() -> None:
     assert not scaler.step(optimizer).skipped()
 
 
+@pytest.mark.not_simulated("sparse tensors")
 def test_sparse_gradients_of_earlier_micro_batches_survive_a_retry() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     scaler = LossScaler(embedding, Dynamic(init_scale=65536.0))
@@ -373,6 +374,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.cpu_only("gloo, which has no other device")
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("wrapped_in", [lambda ddp: ddp, nn.Sequential], ids=["itself", "a module"])
 def test_a_data_parallel_model_is_refused_unless_it_does_not_synchronise(wrapped_in: Any) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.torch.casting import library
 from tests.torch.casting.library import types_of
+from tests.torch.helpers import autocast
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -15,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from gradscale.torch import casts
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-
-autocast = lambda dtype=FP16: torch.autocast("cpu", dtype=dtype)  # noqa: E731
 
 
 def x(dtype: torch.dtype = FP32) -> Tensor:
@@ -158,7 +157,7 @@ def test_torch_functions_inside_a_listed_python_function_are_cast_too() -> None:
 @pytest.mark.parametrize("auto", [False, True])
 def test_gradients_come_back_in_the_type_of_the_input(auto: bool) -> None:
     a, b = x().requires_grad_(), x(FP16).requires_grad_()
-    with torch.autocast("cpu", dtype=FP16, enabled=auto), casts(half=[torch.matmul], float=[library.product]):
+    with autocast(dtype=FP16, enabled=auto), casts(half=[torch.matmul], float=[library.product]):
         (torch.matmul(a, b).sum() + library.product(a, b).sum()).backward()
     assert a.grad is not None
     assert b.grad is not None

@@ -13,7 +13,7 @@ from gradscale.policies.contract import Seen
 from gradscale.torch import GradScaler
 from gradscale.torch.step import host_copy
 
-FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
+FIRST, SECOND = torch.empty(0).device, torch.device("cpu", 1)
 
 
 class TwoDevices(GradScaler):

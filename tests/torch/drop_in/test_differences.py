@@ -181,20 +181,20 @@ def test_update_takes_an_integer(kind: Any) -> None:
 
 
 def test_update_takes_a_tensor_of_one_element(kind: Any) -> None:
-    scaler = ready(kind("cpu"))
+    scaler = ready(kind(torch.get_default_device().type))
     scaler.update(torch.tensor([1024.0]))
     assert scaler.get_scale() == 1024.0
 
 
 def test_update_takes_a_tensor_where_the_device_was_given_with_its_number(kind: Any) -> None:
-    scaler = ready(kind("cpu:0"))
+    scaler = ready(kind(f"{torch.get_default_device().type}:0"))
     scaler.update(torch.tensor(1024.0))
     assert scaler.get_scale() == 1024.0
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, INF, torch.nan, torch.tensor(0.0), torch.tensor(torch.nan)])
 def test_update_refuses_what_is_no_scale(kind: Any, bad: Any) -> None:
-    scaler = ready(kind("cpu", init_scale=8.0))
+    scaler = ready(kind(torch.get_default_device().type, init_scale=8.0))
     with pytest.raises(ValueError, match=r"`new_scale` must be from 1\.17549e-38 to 8\.50706e\+37"):
         scaler.update(bad)
     assert scaler.get_scale() == 8.0

@@ -18,7 +18,7 @@ from tests.torch.drop_in.helpers import (
     ready,
     train,
 )
-from tests.torch.helpers import OPTIMIZERS, poison
+from tests.torch.helpers import OPTIMIZERS, autocast, poison
 from torch import Tensor, nn
 
 KINDS = (OURS, TORCH)
@@ -77,7 +77,7 @@ def test_autocast_to_fp16_trains_like_float32(kind: Any, fused: bool) -> None:
         loss = torch.zeros(())
         for x, y in batches(20):
             optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.float16, enabled=scaler.is_enabled()):
+            with autocast(dtype=torch.float16, enabled=scaler.is_enabled()):
                 loss = nn.functional.mse_loss(model(x), y)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -313,7 +313,8 @@ def test_optimizer_with_a_grad_scaler_argument_is_handed_the_scaler(kind: Any) -
 def test_update_leaves_the_tracker_alone_when_it_sets_the_scale() -> None:
     def run(kind: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         owner = parameter()
-        scaler, optimizer = ready(kind("cpu", init_scale=8.0)), torch.optim.SGD([owner], lr=0.1)
+        scaler = ready(kind(torch.get_default_device().type, init_scale=8.0))
+        optimizer = torch.optim.SGD([owner], lr=0.1)
         give((owner, 1.0))
         scaler.step(optimizer)
         scaler.update()

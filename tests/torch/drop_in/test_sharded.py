@@ -30,6 +30,7 @@ def backward(scaler: Any, owner: Any, *, bad: bool) -> None:
         grad_of(owner).to_local()[0, 0] = torch.inf  # type: ignore[attr-defined]
 
 
+@pytest.mark.cpu_only("gloo, which has no other device")
 @pytest.mark.parametrize("kind", [OURS, TORCH])
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("explicit", [False, True])

@@ -59,6 +59,7 @@ def test_inf_is_found_in_any_of_mixed_gradients(where: int | None, kind: Any) ->
     assert all((grad.flatten()[0] == 1).item() for grad in grads)
 
 
+@pytest.mark.not_simulated("sparse tensors")
 @pytest.mark.parametrize("kind", [OURS, TORCH])
 @pytest.mark.parametrize(("last", "found"), [(64.0, 0.0), (INF, 1.0), (NAN, 1.0)])
 def test_sparse_gradients_are_divided_and_checked(last: float, found: float, kind: Any) -> None:
@@ -69,6 +70,7 @@ def test_sparse_gradients_are_divided_and_checked(last: float, found: float, kin
         assert torch.equal(grad.to_dense(), sparse_of([[0, 1, 1], [2, 0, 2]], [4.0, 8.0, 16.0]).to_dense())
 
 
+@pytest.mark.not_simulated("sparse tensors")
 @pytest.mark.parametrize("kind", [OURS, TORCH])
 def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(kind: Any) -> None:
     sparse = sparse_of([[0, 1, 0], [2, 0, 2]], [64000.0, 32.0, 64000.0], torch.float16)
@@ -77,6 +79,7 @@ def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(kind: A
     assert grad.is_coalesced()
 
 
+@pytest.mark.not_simulated("sparse tensors")
 @pytest.mark.parametrize("kind", [OURS, TORCH])
 def test_duplicates_of_a_sparse_float32_gradient_are_left_to_the_optimizer(kind: Any) -> None:
     (grad,), flag = unscale(kind, [sparse_of([[0, 0], [2, 2]], [4.0, 4.0])], 0.25)
@@ -163,7 +166,7 @@ LARGE = {"small tensors": (3,), "large tensors": (300, 300)}
 
 
 @pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.cpu_only("a device reads norms"))])
 def test_largest_finite_gradient_is_no_overflow(fused: bool, shape: tuple[int, ...]) -> None:
     owner = parameter(shape=shape)
     optimizer = torch.optim.SGD([owner], lr=1e-38, fused=fused)
@@ -297,3 +300,41 @@ def test_gradients_made_after_unscale_are_refused_where_there_were_none_before(f
         "Its gradients were made after `unscale_`. Call `unscale_` after the backward pass."
     ]
     assert owner.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("unscales", [True, False], ids=["unscale_", "step alone"])
+@pytest.mark.parametrize("twice", ["a parameter", "a gradient"])
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_gradient_that_is_held_twice_is_divided_once(twice: str, unscales: bool) -> None:
+    p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([p, p] if twice == "a parameter" else [p, q], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(p.sum()).backward()
+    q.grad = p.grad
+    if unscales:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert p.tolist() == ([-2.0, -2.0] if twice == "a parameter" else [-1.0, -1.0])
+    assert q.tolist() == ([0.0, 0.0] if twice == "a parameter" else [-1.0, -1.0])
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_non_finite_parameters_are_named_where_another_is_listed_twice() -> None:
+    p, bad = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([("p", p), ("p", p), ("bad", bad)], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale((p + bad * torch.inf).sum()).backward()
+    scaler.step(optimizer)
+    assert scaler.last is not None
+    assert [culprit.name for culprit in scaler.last.culprits()] == ["bad"]
+
+
+def test_one_gradient_of_two_optimizers_is_refused_as_a_shared_parameter_is() -> None:
+    p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    a, b = torch.optim.SGD([p], lr=1.0), torch.optim.SGD([q], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(p.sum()).backward()
+    q.grad = p.grad
+    scaler.unscale_(a)
+    with pytest.raises(RuntimeError, match="may belong to one optimizer"):
+        scaler.unscale_(b)

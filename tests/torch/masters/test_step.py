@@ -183,6 +183,7 @@ def test_a_closure_is_evaluated_with_gradients_and_its_loss_returned() -> None:
     assert not same(weights(model), before)
 
 
+@pytest.mark.not_simulated("sparse tensors")
 def test_sparse_gradients_stay_sparse() -> None:
     embedding = nn.Embedding(5, 3, sparse=True).half()
     before = embedding.weight.detach().clone()

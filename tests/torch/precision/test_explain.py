@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.torch.helpers import autocast
 from tests.torch.precision.models import Net, loss_of
 from torch import Tensor, nn
 
@@ -89,7 +90,7 @@ AUTOCAST: list[tuple[nn.Module, tuple[Any, ...], str]] = [
 def test_what_is_reported_of_autocast_is_what_it_does_on_a_cpu(
     module: nn.Module, inputs: tuple[Any, ...], reported: str
 ) -> None:
-    with torch.autocast("cpu", dtype=HALF):
+    with autocast(dtype=HALF):
         assert next(each.compute_dtype for each in compute_dtypes(module)) == reported
         found = module(*inputs)
     while isinstance(found, tuple):
@@ -97,10 +98,11 @@ def test_what_is_reported_of_autocast_is_what_it_does_on_a_cpu(
     assert found.dtype is (HALF if reported == "float16" else FLOAT)
 
 
+@pytest.mark.not_simulated("recurrent layers")
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.RNNCell, nn.GRUCell, nn.LSTMCell])
 def test_recurrent_layers_compute_products_in_half_under_autocast_whatever_they_return(kind: type[nn.Module]) -> None:
     module, inputs = kind(8, 8), torch.randn(2, 8)
-    with torch.autocast("cpu", dtype=HALF):
+    with autocast(dtype=HALF):
         reported = explain(module)
         found = module(inputs)[0].float()
     assert reported.modules[0].compute_dtype == "float16"
@@ -122,7 +124,7 @@ def test_autocast_has_rules_of_its_own_on_accelerators(operation: str) -> None:
 def test_a_custom_loop_is_explained_inside_its_autocast_block() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     assert explain(model).modules[0].compute_dtype == "float32"
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast(dtype=torch.bfloat16):
         assert explain(model).modules[0].compute_dtype == "bfloat16"
 
 

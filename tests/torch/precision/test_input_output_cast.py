@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.torch.helpers import autocast
 from tests.torch.test_cast import NO_CASTS, one
 from torch import Tensor, nn
 
@@ -75,7 +76,7 @@ def test_autocast_is_on_inside_and_not_outside() -> None:
 
 def test_autocast_can_be_switched_off_inside() -> None:
     module = with_cast(InputOutputCast(None, torch.float32, None))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast(dtype=torch.bfloat16):
         assert module(one()[None])["y"].dtype is torch.float32
 
 

@@ -24,6 +24,7 @@ def _ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.cpu_only("gloo, which has no other device")
 @pytest.mark.usefixtures("_ranks")
 def test_a_model_in_ddp() -> None:
     model = small_model()
@@ -32,6 +33,7 @@ def test_a_model_in_ddp() -> None:
     refused(RuntimeError, message, wrapped, SGD(model.parameters()), "O1", model)
 
 
+@pytest.mark.cpu_only("gloo, which has no other device")
 @pytest.mark.usefixtures("_ranks")
 def test_a_model_that_is_sharded() -> None:
     from torch.distributed.device_mesh import init_device_mesh
@@ -43,6 +45,7 @@ def test_a_model_that_is_sharded() -> None:
         prepare(model, SGD(model.parameters()), "O1")
 
 
+@pytest.mark.cpu_only("gloo, which has no other device")
 @pytest.mark.usefixtures("_ranks")
 def test_a_model_that_is_prepared_can_be_wrapped_in_ddp_and_trained() -> None:
     model = small_model()
@@ -57,6 +60,7 @@ def test_a_model_that_is_prepared_can_be_wrapped_in_ddp_and_trained() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
 
 
+@pytest.mark.cpu_only("gloo, which has no other device")
 @pytest.mark.usefixtures("_ranks")
 def test_a_model_that_is_prepared_can_be_sharded_and_its_optimizer_built_then() -> None:
     from torch.distributed.device_mesh import init_device_mesh

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.helpers import INF, NAN, all_finite, state_tensors
+from tests.torch.helpers import INF, NAN, all_finite, autocast, state_tensors
 from torch import Tensor, nn
 
 from gradscale.torch import LossScaler
@@ -106,7 +106,7 @@ def train(name: str, probability: float) -> tuple[nn.Sequential, torch.optim.Opt
     for _ in range(STEPS):
         rows = torch.randint(0, len(images), (64,), generator=order)
         faults.draw()
-        with torch.autocast("cpu", torch.float16, enabled=half), faults.in_activations(model):
+        with autocast(torch.float16, enabled=half), faults.in_activations(model):
             loss = faults.in_loss(nn.functional.cross_entropy(model(images[rows]), labels[rows]))
         scaler.backward(loss)
         faults.in_gradients(model)

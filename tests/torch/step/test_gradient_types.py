@@ -144,6 +144,7 @@ def sparse_step(grad: Tensor, **kwargs: Any) -> tuple[nn.Parameter, StepResult]:
     return weight, scaler.step(torch.optim.SGD([weight], lr=1.0, foreach=False), **kwargs)
 
 
+@pytest.mark.not_simulated("sparse tensors")
 def test_sparse_gradients_are_unscaled_and_clipped_with_their_duplicates_added_up() -> None:
     grad = sparse([1, 1, 3], [[2.0, 0.0], [4.0, 0.0], [0.0, 8.0]])
     assert not grad.is_coalesced()
@@ -155,6 +156,7 @@ def test_sparse_gradients_are_unscaled_and_clipped_with_their_duplicates_added_u
     torch.testing.assert_close(weight[3, 1].item(), -0.8)
 
 
+@pytest.mark.not_simulated("sparse tensors")
 def test_duplicates_of_a_sparse_gradient_that_overflow_together_are_seen() -> None:
     weight, result = sparse_step(sparse([1, 1], [[3e38, 0.0], [3e38, 0.0]]))
     assert result.skipped()
@@ -162,6 +164,7 @@ def test_duplicates_of_a_sparse_gradient_that_overflow_together_are_seen() -> No
     assert [(culprit.kind, culprit.count) for culprit in result.culprits()] == [("inf", 1)]
 
 
+@pytest.mark.not_simulated("sparse tensors")
 def test_a_sparse_gradient_of_a_real_embedding_trains() -> None:
     embedding = nn.Embedding(10, 3, sparse=True)
     optimizer = torch.optim.SparseAdam(embedding.parameters(), lr=0.1)

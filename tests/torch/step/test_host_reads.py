@@ -81,6 +81,7 @@ def counts(monkeypatch: pytest.MonkeyPatch, optimizer_name: str, policy: Policy,
 POLICIES = [Dynamic(), Static(4.0), Headroom(), LogMax(), Histogram(), Dynamic(hysteresis=2, refill="clean")]
 
 
+@pytest.mark.cpu_only("numpy takes no tensor of a device")
 def test_the_counter_sees_every_way_to_read_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     flag = torch.tensor(True)
     for read in (bool, float, Tensor.item, Tensor.nonzero, lambda t: torch.equal(t, t)):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.torch.helpers import INF, all_finite, loss_of, poison, same, small_model, weights
+from tests.torch.helpers import INF, all_finite, autocast, loss_of, poison, same, small_model, weights
 from torch import Tensor, nn
 
 from gradscale import Dynamic, NoScaling, Policy, Static
@@ -28,7 +28,7 @@ def classifier() -> nn.Sequential:
 
 
 def half_precision() -> torch.autocast:
-    return torch.autocast("cpu", dtype=torch.float16)
+    return autocast(dtype=torch.float16)
 
 
 @pytest.mark.parametrize("fused", [True, False])

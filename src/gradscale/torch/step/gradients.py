@@ -73,13 +73,22 @@ def collect(optimizers: Sequence[Optimizer]) -> Gradients:
         values = [values_of(parameter, parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
         grads: list[Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
     gradients = Gradients(parameters, grads, values, optimizers)
-    # By identity, which one parameter in two optimizers and two parameters with one `.grad` have in common.
+    first = first_of_each(grads)
+    return gradients if len(first) == len(grads) else replace(gradients, shared=True).at(first)
+
+
+def first_of_each(grads: Sequence[Tensor]) -> Sequence[int]:
+    """Returns the positions of `grads` without those of a gradient that came before.
+
+    A parameter may be listed twice, or belong to two optimizers, and two parameters may hold one `.grad`. Divided
+    for each of them, such a gradient would be too small by a factor of the scale.
+    """
     if len(set(map(id, grads))) == len(grads):
-        return gradients
+        return range(len(grads))
     first: dict[int, int] = {}
     for index, grad in enumerate(grads):
         first.setdefault(id(grad), index)
-    return replace(gradients, shared=True).at(list(first.values()))
+    return list(first.values())
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
