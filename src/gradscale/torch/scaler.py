@@ -195,6 +195,7 @@ class LossScaler:
         try:
             measurement, decision = self._decided(plan)
             self._warn_of_half(plan, samples)
+            self._memory.begin(optimizers, plan.divisor.device)
             updated = apply(plan, decision.applied, decision.factor)
         except BaseException:
             # Some gradients may have been divided: closed, so that another step cannot divide them again.
@@ -204,7 +205,7 @@ class LossScaler:
             # The kernel that checks and divides has one flag for all gradients. A gradient that was not finite is not
             # finite after the division either, and can be named now. The amax would be that of divided gradients.
             measurement = measure_sizes(plan.gradients.values, plan.divisor.device)._replace(amax=None)
-        return self._close(plan, measurement, decision)
+        return self._close(plan, measurement, decision, updated=updated)
 
     @contextmanager
     def unscaled(self, *optimizers: Optimizer) -> Iterator[None]:
@@ -350,15 +351,17 @@ class LossScaler:
         if samples and not self._warned_of_half:
             self._warned_of_half = warn_of_half(plan.gradients, self._names)
 
-    def _close(self, plan: StepPlan, measurement: Measurement, decision: Decision) -> StepResult:
+    def _close(
+        self, plan: StepPlan, measurement: Measurement, decision: Decision, *, updated: bool | None = None
+    ) -> StepResult:
         """Ends the window: updates the scale, settles buffers, notes stale gradients, and returns the result."""
         # `keep` comes last: it may raise `ScaleStuck`, and the step is complete by then.
         self._rule.commit(decision)
         for guard in self._buffers:
             guard.settle(decision.applied)
-        result = result_of(plan, measurement, decision, self._rule, self._names)
+        result = result_of(plan, measurement, decision, self._rule, self._names, updated=updated)
         self._windows.close(plan.optimizers)
-        self._memory.keep(result, decision)
+        self._memory.keep(result, decision.state, plan.optimizers)
         return result
 
 

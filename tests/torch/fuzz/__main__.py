@@ -3,7 +3,6 @@
 import sys
 
 import torch
-
 from tests.torch.fuzz.draw import draw
 from tests.torch.fuzz.run import report
 

@@ -86,7 +86,10 @@ def _parameter(rng: Random, name: str, exact: bool, masters: bool) -> Parameter:
 def _optimizers(rng: Random, parameters: Sequence[Parameter], exact: bool, masters: bool) -> tuple[OptimizerSetup, ...]:
     later = [each for each in parameters[1:] if rng.random() < 0.15]
     held = [each for each in parameters if each not in later]
-    if len(held) == 1 or rng.random() < 0.6:
+    sparse = [each for each in held if each.sparse]
+    if sparse and rng.random() < 0.4:
+        parts = [[each for each in held if not each.sparse], sparse]
+    elif len(held) == 1 or rng.random() < 0.6:
         parts = [held]
     else:
         cut = rng.randint(1, len(held) - 1)
@@ -100,7 +103,8 @@ def _optimizer(
     rng: Random, held: Sequence[Parameter], later: Sequence[Parameter], *, exact: bool, masters: bool
 ) -> OptimizerSetup:
     names = [parameter.name for parameter in held]
-    kind = rng.choice([kind for kind in OPTIMIZERS if _fits(kind, [*held, *later], exact=exact, masters=masters)])
+    kinds = [kind for kind in OPTIMIZERS if _fits(kind, held, later, exact=exact, masters=masters)]
+    kind = "sparse adam" if "sparse adam" in kinds and rng.random() < 0.5 else rng.choice(kinds)
     cut = len(names) if kind == "lbfgs" else rng.randint(1, len(names))  # LBFGS takes one group
     groups = tuple(tuple(part) for part in (names[:cut], names[cut:]) if part)
     if not masters or kind in ("lbfgs", "sparse adam"):
@@ -109,11 +113,12 @@ def _optimizer(
     return OptimizerSetup(kind, groups, storage, grad_fp32=rng.random() < 0.5)  # type: ignore[arg-type]
 
 
-def _fits(kind: str, parameters: Sequence[Parameter], *, exact: bool, masters: bool) -> bool:
-    """Returns whether torch's optimizer takes such parameters."""
-    sparse = [parameter.sparse for parameter in parameters]
+def _fits(kind: str, held: Sequence[Parameter], later: Sequence[Parameter], *, exact: bool, masters: bool) -> bool:
+    """Returns whether torch's optimizer takes such parameters: those that it holds, and those that are added later."""
     if kind == "sparse adam":
-        return all(sparse) and exact
+        return all(parameter.sparse for parameter in held) and exact  # no group is added to it
+    parameters = [*held, *later]
+    sparse = [parameter.sparse for parameter in parameters]
     if kind == "lbfgs":
         return all(each.dtype == "float32" and not each.sparse and each.size for each in parameters) and exact
     return (
@@ -288,5 +293,8 @@ class _Loop:
 
     def _huge(self, batch: ops.Batch) -> ops.Fault:
         name = self._rng.choice(batch.parameters)
-        half = self._setup.parameter(name).is_half
-        return ops.Fault(name, self._rng.randrange(3), 60000.0 if half else self._rng.choice([2.0**80, 2.0**126]))
+        parameter = self._setup.parameter(name)
+        values = [60000.0] if parameter.is_half else [2.0**80, 2.0**126]
+        if parameter.dtype in ("float64", "complex128"):
+            values = [2.0**80, 2.0**200]
+        return ops.Fault(name, self._rng.randrange(3), self._rng.choice(values))

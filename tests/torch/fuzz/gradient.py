@@ -4,10 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from tests.torch.fuzz.operations import Batch
 from tests.torch.fuzz.setup import DTYPES, HALF, WIDTH, Parameter, poison
+from torch import Tensor
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -66,7 +65,9 @@ class Gradient:
         if self.rows is None:
             return values
         rows = torch.tensor(sorted(self.rows), dtype=torch.int64)
-        return torch.sparse_coo_tensor(rows[None], values[rows], values.shape, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            rows[None], values[rows], values.shape, is_coalesced=True, check_invariants=False
+        )
 
 
 def rounded(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -110,6 +111,12 @@ def added(one: Gradient | None, other: Gradient, scale: float, dtype: torch.dtyp
         return Gradient(rounded(other.values, scale, dtype), other.rows)
     rows = None if one.rows is None or other.rows is None else one.rows | other.rows
     return Gradient(rounded(one.values + other.values, scale, dtype), rows)
+
+
+def amax_of(gradients: Iterable[Gradient], scale: float) -> float:
+    """Returns the largest magnitude, as it is measured on scaled gradients: a finite float64 is at most a float32."""
+    largest = max((gradient.amax for gradient in gradients), default=0.0)
+    return min(largest * scale, LARGEST) / scale
 
 
 def norm_of(gradients: Iterable[Gradient], divisor: float = 1.0) -> float:

@@ -5,9 +5,8 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-
 from tests.torch.fuzz.setup import Parameter, Setup
+from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The reference: a plain training loop without a scale, which is told what goes wrong and does what should happen then."""
+"""The reference: a plain training loop without a scale, which knows what goes wrong and what should happen then."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,20 +7,19 @@ from functools import singledispatchmethod
 from itertools import chain
 
 import torch
+from tests.torch.fuzz import operations as ops
+from tests.torch.fuzz.gradient import Gradient, added, amax_of, made, norm_of, rounded, times
+from tests.torch.fuzz.outcome import Bad, Outcome, Refused, Result, TorchRaises, Undefined
+from tests.torch.fuzz.scale_rule import ScaleRule
+from tests.torch.fuzz.setup import DTYPES, INEXACT, Model, OptimizerSetup, Setup, initial, make_optimizer, names_of
 from torch import Tensor, nn
 
 from gradscale.engine.result import Status
 from gradscale.torch.accumulation.closure import RETRIES
-from tests.torch.fuzz import operations as ops
-from tests.torch.fuzz.gradient import Gradient, added, made, norm_of, rounded, times
-from tests.torch.fuzz.outcome import Bad, Outcome, Refused, Result, TorchRaises, Undefined
-from tests.torch.fuzz.scale_rule import ScaleRule
-from tests.torch.fuzz.setup import DTYPES, INEXACT, Model, OptimizerSetup, Setup, initial, make_optimizer, names_of
-
 
 LOOSE = 2.0**-18
-"""Relative difference where a factor was rounded: a clip that binds, or a scale that is no power of two. The factor is a
-float32 number and is applied in one or two roundings; a few more follow in the optimizer."""
+"""Relative difference where a factor was rounded: a clip that binds, or a scale that is no power of two. The factor is
+a float32 number and is applied in one or two roundings; a few more follow in the optimizer."""
 
 LOOSE_HALF = 2.0**-7
 """The same where gradients are BF16, whose numbers have 8 bits."""
@@ -49,11 +48,6 @@ class Window:
     abandoned: bool = False
     unscaled: set[str] = field(default_factory=set)
     as_made: dict[str, Gradient] = field(default_factory=dict)
-
-    @property
-    def amax(self) -> float:
-        """The largest of the gradients that were divided, before any edit."""
-        return max((each.amax for each in self.as_made.values()), default=0.0)
 
 
 class Reference:
@@ -105,7 +99,9 @@ class Reference:
 
     def masters_of(self, name: str) -> OptimizerSetup | None:
         """Returns the optimizer that has a master for a parameter; None without one."""
-        return next((each for each, held in zip(self.setup.optimizers, self.masters, strict=True) if name in held), None)
+        return next(
+            (each for each, held in zip(self.setup.optimizers, self.masters, strict=True) if name in held), None
+        )
 
     def gradient_dtype(self, name: str) -> torch.dtype:
         """Returns the type in which autograd accumulates the gradients of a parameter."""
@@ -243,9 +239,9 @@ class Reference:
         finite = self._all_finite(held) and not window.overflowed and not (norm_read and scaled_norm == torch.inf)
         loss_finite = window.loss_finite or window.overflowed
         status = Status.of(finite and loss_finite, loss_finite)
-        largest = max([window.amax, *(each.amax for each in as_made.values())])
-        amax = largest if finite else torch.inf
-        share = self.rule.share([*window.as_made.values(), *as_made.values()], window.scale)
+        measured = [*window.as_made.values(), *as_made.values()]
+        amax = amax_of(measured, window.scale) if finite else torch.inf
+        share = self.rule.share(measured, window.scale)
         if held:
             self.rule.step(finite=finite, loss_finite=loss_finite, amax=amax, share=share, norm_read=norm_read)
         norm = norm_of(held.values()) if finite else torch.inf
@@ -282,9 +278,7 @@ class Reference:
         if norm_read and any(each.finite and norm_of([each], divisor) == torch.inf for each in held.values()):
             return None  # only the squares are not finite
         called = self._called(optimizers)
-        return tuple(
-            Bad(called[name], each.kind, each.bad_elements) for name, each in held.items() if not each.finite
-        )
+        return tuple(Bad(called[name], each.kind, each.bad_elements) for name, each in held.items() if not each.finite)
 
     def _called(self, optimizers: Sequence[int]) -> dict[str, str]:
         """Returns what a result calls each parameter: its name in the model, or its place in the last optimizer."""
@@ -488,6 +482,8 @@ class Reference:
     def _(self, operation: ops.ShareGradient) -> Result:
         if operation.source in self._stale:
             raise Undefined("A stale gradient becomes that of another parameter.")
+        if self.window is not None and self.window.retries and operation.target not in self.gradients:
+            raise Undefined("A retry does not know of a gradient that is set later, and refuses it.")
         if (gradient := self.gradients.get(operation.source)) is not None:
             self.gradients[operation.target] = gradient
             self.defined.discard(operation.target)

@@ -1,13 +1,13 @@
-"""The scale of the reference: the policy itself, run on numpy numbers, with what the reference knows of the gradients."""
+"""The scale of the reference: the policy itself, on numpy numbers, with what the reference knows of the gradients."""
 
 from collections.abc import Sequence
 
 import numpy as np
+from tests.torch.fuzz.gradient import Gradient
+from tests.torch.fuzz.setup import POLICIES
 
 from gradscale.engine.measurement import reads_amax
 from gradscale.policies.contract import Seen, backed_off
-from tests.torch.fuzz.gradient import Gradient
-from tests.torch.fuzz.setup import POLICIES
 
 
 class ScaleRule:

@@ -11,13 +11,13 @@ from functools import singledispatchmethod
 from unittest import mock
 
 import torch
+from tests.torch.fuzz import operations as ops
+from tests.torch.fuzz.outcome import Bad, Outcome, Refused, Result
+from tests.torch.fuzz.setup import POLICIES, Model, Setup, initial, make_optimizer, poison, with_masters
 from torch import Tensor, nn
 
 from gradscale.torch import LossScaler, StepResult
 from gradscale.torch.step import host_copy
-from tests.torch.fuzz import operations as ops
-from tests.torch.fuzz.outcome import Bad, Outcome, Refused, Result
-from tests.torch.fuzz.setup import POLICIES, Model, Setup, initial, make_optimizer, poison, with_masters
 
 
 class Subject:
@@ -60,7 +60,7 @@ class Subject:
         if not self.setup.on_device:
             yield
             return
-        with mock.patch.object(host_copy, "in_host_memory", lambda device: False):
+        with mock.patch.object(host_copy, "in_host_memory", return_value=False):
             yield
 
     @singledispatchmethod
