@@ -560,7 +560,8 @@ class Reference:
         if self._keeps_half(names):
             return Refused()
         outcomes: list[Outcome] = []
-        self.optimizers[index].step(lambda: self._evaluated(index, names, operation.batch, outcomes))
+        # torch's annotation wants a float, and its optimizers take the loss as a tensor.
+        self.optimizers[index].step(lambda: self._evaluated(index, names, operation.batch, outcomes))  # type: ignore
         self._keep_left_gradients(index)
         self._round_masters(index)
         if self.setup.policy in INEXACT:
