@@ -169,10 +169,9 @@ class LossScaler:
             self._unscale_rest(optimizers, window)
         samples = self._memory.samples
         plan = plan_step(
-            self.policy,
+            self._rule,
             optimizers,
             window,
-            self._rule.steps,
             norm=norm,
             sample=samples,
             clip_norm=clip_norm,
@@ -193,7 +192,7 @@ class LossScaler:
             # The kernel that checks and divides has one flag for all gradients. A gradient that was not finite is not
             # finite after the division either, and can be named now. The amax would be that of divided gradients.
             measurement = measure_sizes(plan.gradients.values, plan.divisor.device)._replace(amax=None)
-        return self._close(plan, measurement, decision)
+        return self._close(plan, measurement, decision, updated)
 
     @contextmanager
     def unscaled(self, *optimizers: Optimizer) -> Iterator[None]:
@@ -277,7 +276,7 @@ class LossScaler:
         def settle() -> StepResult:
             window = self._windows.get(parameters[0].device)
             samples = self._memory.samples
-            plan = plan_step(self.policy, [owner], window, self._rule.steps, norm=True, sample=samples, fold=False)
+            plan = plan_step(self._rule, [owner], window, norm=True, sample=samples, fold=False)
             measurement, decision = self._decided(plan)
             self._warn_of_half(plan, samples)
             multiply(plan.gradients.values, torch.where(decision.applied, decision.factor, 1.0))
@@ -351,13 +350,18 @@ class LossScaler:
         if samples and not self._warned_of_half:
             self._warned_of_half = warn_of_half(plan.gradients, self._names)
 
-    def _close(self, plan: StepPlan, measurement: Measurement, decision: Decision) -> StepResult:
-        """Ends the window: updates the scale, settles buffers, notes stale gradients, and returns the result."""
+    def _close(
+        self, plan: StepPlan, measurement: Measurement, decision: Decision, updated: bool | None = None
+    ) -> StepResult:
+        """Ends the window: updates the scale, settles buffers, notes stale gradients, and returns the result.
+
+        `updated` is whether the optimizers were updated, if the host knows it.
+        """
         # `keep` comes last: it may raise `ScaleStuck`, and the step is complete by then.
         self._rule.commit(decision)
         for guard in self._buffers:
             guard.settle(decision.applied)
-        result = result_of(plan, measurement, decision, self._rule, self._names)
+        result = result_of(plan, measurement, decision, self._rule, self._names, updated)
         self._windows.close(plan.optimizers)
         self._memory.keep(result, decision)
         return result

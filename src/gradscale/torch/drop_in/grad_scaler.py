@@ -13,6 +13,7 @@ from gradscale.engine.measurement import Measurement
 from gradscale.policies.auto import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
+from gradscale.policies.static import Static
 from gradscale.torch.drop_in.saved import read_scaler, write_extra
 from gradscale.torch.drop_in.scale_bound import ScaleBound
 from gradscale.torch.drop_in.settings import (
@@ -266,10 +267,10 @@ class GradScaler(torch.amp.GradScaler):
             raise unchecked_gradients(optimizer)
         overflow = any_overflow(state["found_inf_per_device"].values(), scale.device)
         returned = apply.step_folded(optimizer, divisor, overflow.float(), *args, **kwargs)
-        measured = state.get("measured")
-        if measured is None and overflow.is_cpu and overflow.tolist():
+        measured, overflowed = state.get("measured"), host_value(overflow)
+        if measured is None and overflowed:
             measured = sizes_of(gradients_of(optimizer), scale.device)
-        self._remember(optimizer, scale, overflow, measured)
+        self._remember(optimizer, scale, overflow, measured, None if overflowed is None else not overflowed)
         return returned
 
     def _step_gated(self, optimizer: Optimizer, scale: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -284,15 +285,23 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("step")
         overflow = any_overflow(optimizer_state["found_inf_per_device"].values(), scale.device)
         returned, measured = None, None
-        if bool(overflow):
+        if overflowed := bool(overflow):
             apply.hold(optimizer)
             measured = optimizer_state.get("measured") or sizes_of(gradients_of(optimizer), scale.device)
         else:
             returned = optimizer.step(*args, **kwargs)
-        self._remember(optimizer, scale, overflow, measured)
+        self._remember(optimizer, scale, overflow, measured, not overflowed)
         return returned
 
-    def _remember(self, optimizer: Optimizer, scale: Tensor, overflow: Tensor, measured: Measurement | None) -> None:
+    def _remember(
+        self,
+        optimizer: Optimizer,
+        scale: Tensor,
+        overflow: Tensor,
+        measured: Measurement | None,
+        applied: bool | None,
+    ) -> None:
+        """Sets `last`. `applied` is whether the step was applied, if the host knows it."""
         # A copy: `update` writes to the scale in place, and the result must keep that of its step.
         present, state = scale.clone(), self._per_optimizer_states[id(optimizer)]
         seen = seen_by([state["sizes"]], overflow, present) if "sizes" in state else None
@@ -304,7 +313,8 @@ class GradScaler(torch.amp.GradScaler):
             amax=None if seen is None else seen.amax,
             attempted=bool(state["found_inf_per_device"]),
             sizes=None if measured is None else measured.sizes,
-            traces=None if measured is None else state.get("traces") or Traces(collect([optimizer])),
+            traces=None if applied and measured is None else state.get("traces") or Traces(collect([optimizer])),
+            known=applied,
         )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -341,8 +351,14 @@ class GradScaler(torch.amp.GradScaler):
         else:
             seen = seen_by([state["sizes"] for state in states if "sizes" in state], overflow, scale)
             update_by_policy(self._rule, scale, tracker, seen, self._bounds)
-        backs_off = self._rule is None or isinstance(self._rule.policy, Dynamic)
-        self._bound.lowered(scale, by=self._backoff_factor if backs_off else 0.0)
+        self._bound.lowered(scale, by=self._lowest_factor)
+
+    @property
+    def _lowest_factor(self) -> float:
+        """The least that one update may multiply the scale by; 0 where the policy has no such bound."""
+        if self._rule is None or isinstance(self._rule.policy, Dynamic):
+            return self._backoff_factor
+        return 1.0 if isinstance(self._rule.policy, Static) else 0.0
 
     @property
     def _sizing_policy(self) -> Policy | None:

@@ -22,8 +22,10 @@ SAMPLE_EVERY = 16
 """Steps between two host copies of the skip counter, and between two reads of the largest gradient for the headroom."""
 
 
-def result_of(plan: StepPlan, measurement: Measurement, decision: Decision, rule: Rule, names: Names) -> StepResult:
-    """Returns the result of a step, whose decision `rule` has taken over."""
+def result_of(
+    plan: StepPlan, measurement: Measurement, decision: Decision, rule: Rule, names: Names, known: bool | None
+) -> StepResult:
+    """Returns the result of a step, whose decision `rule` has taken over. `known` is as in the result."""
     seen = decision.seen
     # In host memory the outcome is known, and gradients that are all finite need not be traced.
     total = host_value(measurement.total)
@@ -42,6 +44,7 @@ def result_of(plan: StepPlan, measurement: Measurement, decision: Decision, rule
         traces=None if all_finite else Traces(plan.gradients),
         parameter_names=names,
         gradient_count=len(plan.gradients),
+        known=known,
     )
 
 
