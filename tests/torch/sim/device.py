@@ -49,7 +49,7 @@ def install() -> None:
     torch.Event, torch.Generator = host.Event, Generator  # type: ignore[misc]
     _register_kernels()
     original = torch.UntypedStorage.clone
-    torch.UntypedStorage.clone = lambda storage: _clone(storage) or original(storage)  # type: ignore[method-assign]
+    torch.UntypedStorage.clone = lambda storage: _cloned(storage, original)  # type: ignore[method-assign]
     torch.serialization.register_package(0, lambda storage: None, _restore)  # for torch.load
 
 
@@ -85,10 +85,10 @@ def _op(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-    """Returns a copy of a storage of the device, for `copy.deepcopy`: torch's own needs an allocator."""
+def _cloned(storage: torch.UntypedStorage, original: Any) -> torch.UntypedStorage:
+    """Returns a copy of a storage, for `copy.deepcopy`: torch's own needs an allocator, which this device has not."""
     if storage.device.type != NAME:
-        return None
+        return original(storage)
     return torch.empty(0, dtype=torch.uint8, device=NAME).set_(storage).clone().untyped_storage()
 
 

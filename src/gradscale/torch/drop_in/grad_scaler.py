@@ -36,7 +36,7 @@ from gradscale.torch.drop_in.update import measure_for, seen_by, update_by_kerne
 from gradscale.torch.step import apply
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.gradients import collect
-from gradscale.torch.step.host_copy import host_value
+from gradscale.torch.step.host_copy import host_value, moved
 from gradscale.torch.step.measure import any_overflow, check, multiply_and_check
 from gradscale.torch.step.result import StepResult, Traces
 
@@ -131,7 +131,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._lazy_init_scale_growth_tracker(outputs.device)
             scale, _ = self._check_scale_growth_tracker("scale")
             wide = outputs.float() if outputs.dtype is torch.float16 else outputs
-            return wide * scale.to(device=outputs.device, non_blocking=True)
+            return wide * moved(scale, outputs.device)
         if not isinstance(outputs, Iterable) or isinstance(outputs, str):
             raise ValueError("outputs must be a Tensor or an iterable of Tensors")
         scaled = map(self._scaled, outputs)
