@@ -1,18 +1,22 @@
 """`gradscale replay`: what it reads, how policies are named, what it prints, and its errors."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from gradscale import BF16, Dynamic, NoScaling, Static, preset
 from gradscale.cli import app
 from gradscale.cli._sequences import read_sequences
 from gradscale.cli._specs import parse_policy
+from gradscale.peers import PEERS
 from gradscale.policies.headroom import Headroom
 
 
@@ -119,6 +123,35 @@ def test_a_scale_that_a_peer_lets_grow_to_infinity_is_still_json() -> None:
 def test_steps_whose_gradients_are_all_zero_are_still_json() -> None:
     trace = json.dumps({"amax": [1.0, 0.0, 2.0]})
     assert len(scales("-p", "openseq2seq/LogMaxScaler", stdin=trace)) == 3
+
+
+POLICIES = [
+    *(system for system in PEERS if system not in ("jmp", "mindspore")),  # whose first rules need arguments
+    "jmp:loss_scale=2**15",
+    "mindspore/DynamicLossScaleManager",
+    "openseq2seq/LogMaxScaler",
+    "openseq2seq/LogMaxScaler:log_max=62,beta1=0,beta2=0",
+    "dynamic",
+    "headroom",
+    "logmax",
+    "histogram",
+    "static:8",
+    "none",
+]
+SIZES = st.sampled_from([0.0, 5e-324, 1e-45, 1e-30, 1.0, 6e4, 1e30, 3.4e38, 1e300, math.inf, math.nan])
+STEPS = st.lists(st.tuples(st.booleans(), SIZES, st.booleans(), st.floats(0, 1)), min_size=1, max_size=8)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(steps=STEPS, times=st.sampled_from([1, 40]), flags=st.booleans())
+def test_any_trace_is_json_and_no_scale_is_nan(steps: list[Any], times: int, flags: bool) -> None:
+    found_inf, amax, loss_finite, upper_share = (list(column) * times for column in zip(*steps, strict=True))
+    trace = {"amax": amax, "loss_finite": loss_finite, "upper_share": upper_share}
+    known = trace | {"found_inf": found_inf} if flags else trace
+    run = replayed(*(word for spec in POLICIES for word in ("-p", spec)), stdin=json.dumps(known))
+    for policy in run["policies"]:
+        assert len(policy["scales"]) == len(amax)
+        assert "nan" not in policy["scales"], policy["policy"]
 
 
 def test_the_table_has_a_row_for_each_policy() -> None:

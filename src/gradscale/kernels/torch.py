@@ -109,8 +109,8 @@ def single(size: Tensor) -> Tensor:
 
 
 def single_norm(norm: Tensor) -> Tensor:
-    """Returns a norm in float32: inf where its square does not fit, also of float64 tensors."""
-    return norm if norm.dtype is not torch.float64 else torch.where(norm < LARGEST_NORM, norm, torch.inf).float()
+    """Returns a norm in float32: inf where its square does not fit, also of float64 tensors. NaN stays NaN."""
+    return norm if norm.dtype is not torch.float64 else torch.where(norm >= LARGEST_NORM, torch.inf, norm).float()
 
 
 def _by_group(kernel: Callable[[TensorGroup], Tensor], tensors: Sequence[Tensor], device: torch.device) -> Tensor:

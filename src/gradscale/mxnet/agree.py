@@ -80,7 +80,7 @@ def agree(measured: Sequence[ContextMeasurement], plan: Plan, *, divisor: float,
     )
 
 
-def _norm(norm: float, plan: Plan) -> float:
+def _norm(norm: Any, plan: Plan) -> Any:
     """Returns a scaled norm; to clip by it, inf where its square does not fit float32, as on every adapter."""
     return math.inf if plan.norm and not norm < LARGEST_NORM else norm
 

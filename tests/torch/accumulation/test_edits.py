@@ -291,3 +291,38 @@ def test_without_scaling_grad_is_autograds_own() -> None:
     (grad,) = LossScaler(policy=NoScaling()).grad(x.sum() * 3, x)
     assert grad is not None
     assert grad.item() == 3.0
+
+
+def test_the_gradients_of_a_penalty_may_be_sparse() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    scaler = LossScaler(embedding, Static(1024.0))
+    (grad,) = scaler.grad(embedding(torch.tensor([1, 1, 3])).sum(), embedding.weight)
+    assert grad is not None
+    assert grad.to_dense()[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0]
+
+
+def _abandon_a_batch(model: nn.Module, scaler: LossScaler) -> None:
+    """Gives up a batch whose retries have lowered the scale of its window, to no avail."""
+    poisoned = next(model.parameters())
+    hook = poisoned.register_hook(lambda grad: grad * INF)
+    scaler.backward(loss_of(model), retries=2)
+    hook.remove()
+    model.zero_grad()
+
+
+def test_the_gradients_of_a_penalty_are_unscaled_after_an_abandoned_batch() -> None:
+    model, _, scaler = setup()
+    _abandon_a_batch(model, scaler)
+    x = torch.ones(3, requires_grad=True)
+    (grad,) = scaler.grad(x.sum(), x)
+    assert grad is not None
+    assert grad.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_an_overflow_in_the_gradients_of_a_penalty_skips_the_step_after_an_abandoned_batch() -> None:
+    model, optimizer, scaler = setup(Dynamic(init_scale=2.0**20))
+    _abandon_a_batch(model, scaler)
+    x = torch.ones(1, dtype=torch.float16, requires_grad=True)
+    scaler.grad((x.float() * 2.0).sum(), x)
+    scaler.backward(loss_of(model))
+    assert scaler.step(optimizer).status() == "overflow"

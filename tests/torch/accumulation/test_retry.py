@@ -240,6 +240,16 @@ def test_a_parameter_outside_of_the_model_is_brought_to_the_new_scale() -> None:
     assert (outside.item(), before.item()) == (-2.0, -1.0)
 
 
+def test_a_parameter_that_was_frozen_since_an_earlier_micro_batch_is_brought_to_the_new_scale() -> None:
+    model = nn.ParameterDict({"trained": torch.zeros(()), "frozen": torch.zeros(())})
+    scaler = LossScaler(model, Dynamic(init_scale=65536.0))
+    scaler.backward(model["trained"] + model["frozen"])
+    model["frozen"].requires_grad_(False)
+    scaler.backward(narrow(model["trained"]), retries=10)
+    assert not scaler.step(torch.optim.SGD(model.parameters(), lr=1.0)).skipped()
+    assert (model["trained"].item(), model["frozen"].item()) == (-2.0, -1.0)
+
+
 def test_unknown_parameters_raise_after_a_retry() -> None:
     model, unknown = small_model(), nn.Parameter(torch.ones(()))
     scaler = LossScaler(model, Dynamic(init_scale=65536.0))

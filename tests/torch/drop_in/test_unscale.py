@@ -300,3 +300,41 @@ def test_gradients_made_after_unscale_are_refused_where_there_were_none_before(f
         "Its gradients were made after `unscale_`. Call `unscale_` after the backward pass."
     ]
     assert owner.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("unscales", [True, False], ids=["unscale_", "step alone"])
+@pytest.mark.parametrize("twice", ["a parameter", "a gradient"])
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_gradient_that_is_held_twice_is_divided_once(twice: str, unscales: bool) -> None:
+    p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([p, p] if twice == "a parameter" else [p, q], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(p.sum()).backward()
+    q.grad = p.grad
+    if unscales:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert p.tolist() == ([-2.0, -2.0] if twice == "a parameter" else [-1.0, -1.0])
+    assert q.tolist() == ([0.0, 0.0] if twice == "a parameter" else [-1.0, -1.0])
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_non_finite_parameters_are_named_where_another_is_listed_twice() -> None:
+    p, bad = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([("p", p), ("p", p), ("bad", bad)], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale((p + bad * torch.inf).sum()).backward()
+    scaler.step(optimizer)
+    assert scaler.last is not None
+    assert [culprit.name for culprit in scaler.last.culprits()] == ["bad"]
+
+
+def test_one_gradient_of_two_optimizers_is_refused_as_a_shared_parameter_is() -> None:
+    p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    a, b = torch.optim.SGD([p], lr=1.0), torch.optim.SGD([q], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(p.sum()).backward()
+    q.grad = p.grad
+    scaler.unscale_(a)
+    with pytest.raises(RuntimeError, match="may belong to one optimizer"):
+        scaler.unscale_(b)

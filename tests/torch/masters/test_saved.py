@@ -195,7 +195,26 @@ def test_a_state_that_does_not_fit_is_refused_with_nothing_changed() -> None:
     saved["masters"]["version"] = 2
     with pytest.raises(ValueError, match=r"must be of version 1\. Received: version=2\."):
         optimizer.load_state_dict(saved)
+    with pytest.raises(TypeError, match=r"must be a dict, .* Received: int\."):
+        optimizer.load_state_dict(saved | {"masters": 5})
+    for values in (3, {0: "x"}, None):
+        with pytest.raises(
+            ValueError, match=r"must have `values`, a dict of tensors.* Received: version: int, values: "
+        ):
+            optimizer.load_state_dict(saved | {"masters": {"version": 1, "values": values, "storage_state": {}}})
+    with pytest.raises(ValueError, match=r"must have `values`"):
+        optimizer.load_state_dict(saved | {"masters": {"version": 1}})
     assert same(everything(model, optimizer), before)
+
+
+def test_hooks_of_saving_and_loading_are_called() -> None:
+    model, calls = half_model(), []
+    optimizer = wrapped(model)
+    optimizer.register_state_dict_post_hook(lambda _, state: state | {"extra": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(state.pop("extra")))
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == [1, "loaded"]
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -1,11 +1,13 @@
 """Under `torch.compile`: a compiled model trains, and forward pass, gradients and their measuring are one graph."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from tests.torch.helpers import loss_of, small_model
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.func import functional_call, grad_and_value
 
 from gradscale import Dynamic
@@ -72,3 +74,43 @@ def test_a_compiled_model_trains_as_the_same_model_does_uncompiled(backend: str)
             optimizer.zero_grad()
         weights.append([parameter.detach() for parameter in model.parameters()])
     torch.testing.assert_close(*weights)
+
+
+def trained_inside(compile: Callable[..., Any], inside: str) -> list[Tensor]:
+    """Returns the weights after three steps in which the scaler is called inside a function that `compile` is given."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = LossScaler(model, Dynamic(growth_interval=1))
+
+    def scaled(x: Tensor) -> Tensor:
+        return scaler.scale(model(x).square().mean())
+
+    def update(x: Tensor) -> None:
+        scaler.backward(model(x).square().mean(), retries=1)
+        with scaler.unscaled(optimizer):
+            pass
+        scaler.step(optimizer, clip_norm=0.05)
+
+    compiled = compile(scaled if inside == "the loss" else update)
+    for _ in range(3):
+        found = compiled(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)))
+        if inside == "the loss":
+            found.backward()
+            scaler.step(optimizer)
+        optimizer.zero_grad()
+    assert scaler.metrics()["applied"] == 3
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("inside", ["the loss", "the whole step"])
+def test_the_scaler_may_be_called_inside_a_compiled_function(inside: str) -> None:
+    found = trained_inside(lambda function: torch.compile(function, backend="aot_eager"), inside)
+    torch.testing.assert_close(found, trained_inside(lambda function: function, inside))
+
+
+def test_a_call_of_the_scaler_inside_a_full_graph_is_refused_by_name() -> None:
+    scaler = LossScaler(policy=Dynamic())
+    compiled = torch.compile(lambda x: scaler.scale(x.sum()), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Unsupported, match=r"LossScaler\.scale"):
+        compiled(torch.ones(2, requires_grad=True))

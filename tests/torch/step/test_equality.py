@@ -74,7 +74,10 @@ def test_a_clipped_step_differs_by_at_most_one_rounding(name: str, wide: bool) -
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("scale", [2.0**16, 1000.0, 1e-3])
-def test_one_clipped_gradient_is_within_two_roundings_of_the_exact_one(fused: bool, scale: float) -> None:
+def test_one_clipped_gradient_is_within_the_roundings_of_its_factor_of_the_exact_one(fused: bool, scale: float) -> None:
+    # The scaled gradient, the sum under the quotient, the quotient, the reciprocal of the scale, their product, and the
+    # product with the gradient; a fused kernel divides by the reciprocal of the factor instead, which is one more.
+    roundings = 7 if fused else 6
     weight = nn.Parameter(torch.zeros(1000))
     grad = torch.randn(1000)
     scaler = LossScaler(policy=Static(scale))
@@ -84,7 +87,7 @@ def test_one_clipped_gradient_is_within_two_roundings_of_the_exact_one(fused: bo
     exact = grad.double() / (result.grad_norm.double() + 1e-6)
     assert weight.grad is not None
     relative = ((weight.grad.double() - exact) / exact).abs().max().item()
-    assert relative <= 2.5 * torch.finfo(torch.float32).eps
+    assert relative <= (roundings + 0.01) * torch.finfo(torch.float32).eps / 2
 
 
 @pytest.mark.parametrize("name", ["adamw fused", "sgd foreach"])

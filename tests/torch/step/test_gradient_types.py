@@ -9,7 +9,7 @@ import torch
 from tests.torch.helpers import INF, NAN, give
 from torch import Tensor, nn
 
-from gradscale import Static
+from gradscale import NoScaling, Static
 from gradscale.torch import LossScaler, StepResult
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -79,6 +79,18 @@ def test_a_bad_element_of_any_type_anywhere_is_seen(kind: str, bad: float, norm:
         weight, skipped = stepped(KINDS[kind](values), **({"clip_norm": 1.0} if norm else {}))
         assert skipped
         assert not weight.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nan_of_any_type_makes_the_norm_nan_and_does_not_clip_other_gradients_to_zero(kind: str) -> None:
+    bad, good = KINDS[kind](torch.tensor([NAN, 1.0, 1.0, 1.0])), torch.tensor([3.0])
+    parameters = [nn.Parameter(torch.zeros_like(grad)) for grad in (bad, good)]
+    scaler = LossScaler(policy=NoScaling())
+    give(scaler, parameters, [bad, good])
+    result = scaler.step(torch.optim.SGD(parameters, lr=1.0), clip_norm=1.0)
+    assert result.grad_norm is not None
+    assert result.grad_norm.isnan()
+    assert parameters[1].item() != 0.0
 
 
 def test_an_imaginary_part_alone_can_overflow() -> None:

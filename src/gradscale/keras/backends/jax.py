@@ -106,6 +106,8 @@ def _stacked(size: Callable[[Array], Array], values: Sequence[Array]) -> Array:
 
 def _single(size: Array) -> Array:
     """Returns a size in float32: the largest float32 for a finite float64 that does not fit."""
+    if size.dtype != jnp.float64:
+        return size.astype(jnp.float32)
     return jnp.where(jnp.isfinite(size), jnp.minimum(size, FP32.max), size).astype(jnp.float32)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gradscale.engine.retries import check_retries
 from gradscale.torch.accumulation.window import Window
 from gradscale.torch.step.decide import Rule
+from gradscale.torch.step.gradients import numbers_of
 from gradscale.torch.step.measure import measure_sizes
 
 
@@ -34,9 +35,7 @@ class Stash:
 
     def overflowed(self, device: torch.device) -> Tensor:
         """Returns whether a gradient of the attempt is not finite, a 0-d bool on `device`."""
-        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        # Coalesced: entries of one row may be finite and their sum not.
-        dense = [grad.coalesce()._values() if grad.is_sparse else grad for grad in grads]
+        dense = [numbers_of(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         return ~torch.isfinite(measure_sizes(dense, device).total)
 
     @torch.no_grad()

@@ -29,12 +29,12 @@ def torch_aliases(function: Function) -> Aliases:
 
 def in_place_aliases(function: Function) -> Aliases:
     """Returns the variants of a torch function that write to their argument: none where it has none."""
-    return _index().by_name.get(f"{_plain_name(function.__name__)}_", frozenset())
+    return _index().by_name.get(f"{plain_name(function.__name__)}_", frozenset())
 
 
 def writes_in_place(function: Function) -> bool:
     """Returns whether a torch function writes to its argument, by its name."""
-    name = _plain_name(function.__name__)
+    name = plain_name(function.__name__)
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
@@ -60,7 +60,7 @@ def _index() -> _Index:
     found: dict[str, set[Function]] = {}
     for function in chain(in_place, *get_overridable_functions().values()):
         if function.__name__ != "__get__":  # the name of every property
-            found.setdefault(_plain_name(function.__name__), set()).add(function)
+            found.setdefault(plain_name(function.__name__), set()).add(function)
     by_name = {name: frozenset(functions) for name, functions in found.items()}
     return _Index(by_name, {function: names for names in by_name.values() for function in names})
 
@@ -78,7 +78,7 @@ _OPERATORS = {
 }
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """Returns "logit" for `special_logit`, "div" for `__rtruediv__` and "add_" for `__iadd__`."""
     if not (name.startswith("__") and name.endswith("__")):
         return name.removeprefix("special_")

@@ -11,10 +11,11 @@ from torch.overrides import TorchFunctionMode
 
 from gradscale.torch.cast import HALF_DTYPES
 from gradscale.torch.casting import rules
-from gradscale.torch.casting.aliases import Aliases, Function, describe, torch_aliases, writes_in_place
+from gradscale.torch.casting.aliases import Aliases, Function, describe, plain_name, torch_aliases, writes_in_place
 from gradscale.torch.casting.banned import Ban, bans
 from gradscale.torch.casting.patches import Patch, original, patch_for
 from gradscale.torch.casting.rules import Cast, Rule, Rules
+from gradscale.torch.scripts import SCRIPTS, Call, operations
 
 
 class casts(TorchFunctionMode, ContextDecorator):
@@ -46,6 +47,8 @@ class casts(TorchFunctionMode, ContextDecorator):
     Raises:
         TypeError: calls of a function cannot be caught.
         ValueError: a function is listed twice, or is unsafe in half precision.
+        RuntimeError: inside, an unsafe function gets half-precision tensors, or TorchScript with a listed function is
+            called.
     """
 
     def __init__(
@@ -75,10 +78,12 @@ class casts(TorchFunctionMode, ContextDecorator):
         rules.push(self._over(bans() if outer is None else outer))
         for patch in self._patches:
             patch.install()
+        SCRIPTS.catch(_checked)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        SCRIPTS.release(_checked)
         for patch in self._patches:
             patch.remove()
         rules.pop()
@@ -117,6 +122,24 @@ class casts(TorchFunctionMode, ContextDecorator):
         # `allow` lifts bans, not casts of an outer context.
         lifted = {alias for alias in self._allowed if isinstance(outer.get(alias), Ban)}
         return {alias: rule for alias, rule in outer.items() if alias not in lifted} | self._rules
+
+
+def _checked(script: Any, call: Call) -> Call:
+    """Returns the call of a script, unless this thread has a rule for one of its operations, which does not hold there.
+
+    Raises:
+        RuntimeError: an operation of the script is listed.
+    """
+    listed = {
+        plain_name(function.__name__) for function, rule in (rules.current() or {}).items() if isinstance(rule, Cast)
+    }
+    if found := sorted(listed & operations(script)):
+        raise RuntimeError(
+            "`casts` does not reach into TorchScript: a listed function would run in the precision of its arguments. "
+            f"Received: a scripted or traced function with {', '.join(found[:5])}. Run the Python function, for all "
+            "scripts by PYTORCH_JIT=0, or leave these out of the lists."
+        )
+    return call
 
 
 def _aliases(parameter: str, function: Function) -> Aliases:

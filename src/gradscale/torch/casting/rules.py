@@ -1,7 +1,7 @@
 """Rules for calls of functions: the rule that casts arguments, and which rules hold in which thread."""
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
@@ -67,7 +67,7 @@ class Cast:
         return self.dtype or autocast
 
 
-def floating(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def floating(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Returns the floating-point tensors among arguments, and in nested containers of them."""
     return [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value) if tensor.is_floating_point()]
 

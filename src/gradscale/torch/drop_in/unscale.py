@@ -7,21 +7,24 @@ from torch import Tensor
 
 from gradscale.engine.measurement import Measurement
 from gradscale.torch.checks import some
-from gradscale.torch.step.gradients import Names, parameters_of, values_of
+from gradscale.torch.step.gradients import Names, first_of_each, parameters_of, values_of
 from gradscale.torch.step.measure import measure_sizes
 
 Optimizer = torch.optim.Optimizer
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the dense tensors that hold the numbers of the optimizer's gradients."""
+    """Returns the dense tensors that hold the numbers of the optimizer's gradients, each gradient's once."""
+    grads: list[Tensor] = []
     found: list[Tensor] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
             if grad is not None:
                 found.append(grad if grad.layout is torch.strided else _sparse_values(parameter, grad))
-    return found
+                grads.append(parameter.grad)  # read again: coalescing replaces it
+    first = first_of_each(grads)
+    return found if len(first) == len(found) else [found[index] for index in first]
 
 
 def _sparse_values(parameter: Tensor, grad: Tensor) -> Tensor:
@@ -52,8 +55,9 @@ def refuse_divided(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
     for other in others:
         if other is optimizer:
             continue
-        theirs = {id(parameter) for parameter in parameters_of([other]) if parameter.grad is not None}
-        if shared := [parameter for parameter in parameters_of([optimizer]) if id(parameter) in theirs]:
+        # By the gradient: two parameters may hold one.
+        theirs = {id(parameter.grad) for parameter in parameters_of([other]) if parameter.grad is not None}
+        if shared := [parameter for parameter in parameters_of([optimizer]) if id(parameter.grad) in theirs]:
             raise RuntimeError(
                 "A parameter may belong to one optimizer of a backward pass only: each divides its gradient by the "
                 f"scale. Shared with another {type(other).__name__}: {some(Names(()), shared, [optimizer])}. Take them "

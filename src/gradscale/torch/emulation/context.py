@@ -2,12 +2,13 @@
 
 import threading
 from contextlib import ContextDecorator
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from gradscale.formats import get_format
 from gradscale.torch.emulation.rounding import Rounding, UniformNumbers
-from gradscale.torch.emulation.scripted import ScriptPatch
+from gradscale.torch.scripts import SCRIPTS, Call, operations
 
 if TYPE_CHECKING:
     from gradscale.torch.emulation.mode import EmulationMode
@@ -25,13 +26,10 @@ class _Open(threading.local):
 _open = _Open()
 
 
-def _rounding_mode() -> "EmulationMode | None":
-    """Returns the mode of the innermost block of this thread, unless that is float32 and rounds nothing."""
+def _in_block(script: Any, call: Call) -> Call:
+    """Returns the call of a script in the innermost block of this thread; the call itself where none rounds."""
     mode = _open.modes[-1] if _open.modes else None
-    return mode if mode is not None and mode.rounds else None
-
-
-_scripts = ScriptPatch(_rounding_mode)
+    return call if mode is None or not mode.rounds else partial(mode.run_scripted, operations(script), call)
 
 
 class emulate(ContextDecorator):
@@ -95,11 +93,11 @@ class emulate(ContextDecorator):
             _open.modes[-1].paused = True
         mode.__enter__()
         _open.modes.append(mode)
-        _scripts.install()
+        SCRIPTS.catch(_in_block)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        _scripts.remove()
+        SCRIPTS.release(_in_block)
         _open.modes.pop().__exit__(kind, error, at)
         if _open.modes:
             _open.modes[-1].paused = False

@@ -88,9 +88,7 @@ class EmulationMode(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._promote(name, func, args, kwargs)
 
-    def run_scripted(
-        self, names: Collection[str], func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run_scripted(self, names: Collection[str], func: Function, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of a TorchScript function whose operations have these names.
 
         Rounds the result as that of one function: a fused kernel rounds at its end, too. The operations themselves are

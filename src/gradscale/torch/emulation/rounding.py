@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 
 from gradscale.formats import BF16, FP8_E5M2, FP16, FP32, Format
 from gradscale.torch.generators import Generators
@@ -83,8 +84,8 @@ class Rounding:
 def round_result(tensor: Tensor, values: Rounding, grads: Rounding) -> Tensor:
     """Rounds a new result, which nothing else may refer to, in place, and its gradient in the backward pass."""
     inner = tensor
-    while torch._C._functorch.is_batchedtensor(inner):  # inside `vmap`, which has no `data`
-        inner = torch._C._functorch.get_unwrapped(inner)
+    while functorch.is_batchedtensor(inner):  # inside `vmap`, which has no `data`
+        inner = functorch.get_unwrapped(inner)
     # Through `data`: autograd neither records the rounding nor raises for a result that a function has saved.
     values.round_(inner.data)
     return round_grads(tensor, grads)

@@ -242,6 +242,14 @@ class MasterWeights(Optimizer):
         everywhere if the model is loaded from the same checkpoint before the next step. Elsewhere, and for a plain
         optimizer's state, the weight is the master.
         """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        self._load(state_dict)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         self._make_fit()
         masters, entry = list(self._masters()), state_dict.get(saved.KEY)
         if entry is not None:

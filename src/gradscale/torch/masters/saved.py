@@ -17,12 +17,22 @@ def entry_of(values: Mapping[int, Tensor], storage: str, storage_state: dict[str
     return {"version": VERSION, "storage": storage, "values": dict(values), "storage_state": storage_state}
 
 
-def check_entry(entry: Mapping[str, Any], masters: Sequence[Master]) -> None:
+def check_entry(entry: Any, masters: Sequence[Master]) -> None:
     """Raises unless there are saved values for exactly the 16-bit parameters, each in its shape."""
+    if not isinstance(entry, Mapping):
+        raise TypeError(f"Saved masters must be a dict, as `state_dict` returns it. Received: {type(entry).__name__}.")
     if entry.get("version") != VERSION:
         raise ValueError(
             f"Saved masters must be of version {VERSION}. Received: version={entry.get('version')!r}. "
             "Load them with the gradscale that saved them, or a newer one."
+        )
+    values = entry.get("values")
+    tensors = isinstance(values, Mapping) and all(isinstance(value, Tensor) for value in values.values())
+    if not tensors or not isinstance(entry.get("storage_state"), Mapping):
+        raise ValueError(
+            "Saved masters must have `values`, a dict of tensors, and `storage_state`, a dict. "
+            f"Received: {', '.join(f'{name}: {type(part).__name__}' for name, part in entry.items())}. Load what "
+            "`state_dict` returned."
         )
     wanted = {index: tuple(master.weight.shape) for index, master in enumerate(masters) if master.is_half}
     found = {index: tuple(value.shape) for index, value in entry["values"].items()}

@@ -73,13 +73,22 @@ def collect(optimizers: Sequence[Optimizer]) -> Gradients:
         values = [values_of(parameter, parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
         grads: list[Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
     gradients = Gradients(parameters, grads, values, optimizers)
-    # By identity, which one parameter in two optimizers and two parameters with one `.grad` have in common.
+    first = first_of_each(grads)
+    return gradients if len(first) == len(grads) else replace(gradients, shared=True).at(first)
+
+
+def first_of_each(grads: Sequence[Tensor]) -> Sequence[int]:
+    """Returns the positions of `grads` without those of a gradient that came before.
+
+    A parameter may be listed twice, or belong to two optimizers, and two parameters may hold one `.grad`. Divided
+    for each of them, such a gradient would be too small by a factor of the scale.
+    """
     if len(set(map(id, grads))) == len(grads):
-        return gradients
+        return range(len(grads))
     first: dict[int, int] = {}
     for index, grad in enumerate(grads):
         first.setdefault(id(grad), index)
-    return replace(gradients, shared=True).at(list(first.values()))
+    return list(first.values())
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
@@ -107,6 +116,12 @@ def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
         # Duplicate entries would be checked one by one, and their sum could overflow unseen.
         grad = parameter.grad = grad.coalesce()
     return grad._values()
+
+
+def numbers_of(grad: Tensor) -> Tensor:
+    """Returns a dense tensor with the numbers of a gradient, to be read only: those of a sparse one are coalesced."""
+    # Entries of one row may be finite and their sum not.
+    return grad.coalesce()._values() if grad.is_sparse else grad
 
 
 class Names:
