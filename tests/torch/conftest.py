@@ -28,7 +28,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _device(config: pytest.Config) -> torch.device:
-    name: str = config.getoption("--device")
+    name = str(config.getoption("--device"))
     if name.startswith(simulated.NAME):
         simulated.install()
     return torch.device(name)

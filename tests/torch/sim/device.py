@@ -39,7 +39,8 @@ class Generator(torch.Generator):
     """A generator of the CPU where one of the device is asked for: torch cannot make one for a device in Python."""
 
     def __new__(cls, device: Any = "cpu") -> "Generator":
-        return super().__new__(cls, "cpu" if torch.device(device).type == NAME else device)
+        kind = "cpu" if torch.device(device).type == NAME else device
+        return super().__new__(cls, kind)  # pyright: ignore[reportCallIssue]
 
 
 @cache
@@ -50,7 +51,7 @@ def install() -> None:
     _register_kernels()
     original = torch.UntypedStorage.clone
     torch.UntypedStorage.clone = lambda storage: _cloned(storage, original)  # type: ignore[method-assign]
-    torch.serialization.register_package(0, lambda storage: None, _restore)  # for torch.load
+    torch.serialization.register_package(0, lambda storage: None, _restore)  # type: ignore[arg-type]  # for torch.load
 
 
 def _register_kernels() -> None:

@@ -34,7 +34,7 @@ def _labelled(tensor: Tensor, kind: int) -> Tensor:
     # The device follows the pointer to the memory in DLPack's `DLTensor`: its kind and its index.
     (ctypes.c_int32 * 2).from_address(_pointer(capsule, b"dltensor") + 8)[:] = (kind, 0)
     other = torch._C._from_dlpack(capsule)  # pyright: ignore[reportAttributeAccessIssue]
-    return torch._conj(other) if tensor.is_conj() else other
+    return torch._conj(other) if tensor.is_conj() else other  # pyright: ignore[reportPrivateImportUsage]
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class _Call:
             if made.shape == out.shape:
                 on_host(out).copy_(made)
             else:
-                out.set_(on_device(made))
+                out.set_(on_device(made))  # type: ignore[arg-type]
 
     def _refuse_unless_taken(self, tensor: Tensor) -> None:
         """Raises torch's error for a CPU tensor where CUDA takes none."""

@@ -47,7 +47,7 @@ def test_numbers_and_fills_are_no_uploads_and_copies_from_the_host_are() -> None
     x = torch.ones(3)
     with host.waits() as waits:
         (x * 2.0 + torch.full((), 3.0)).add_(torch.tensor(1.0, device="cpu"))
-        torch.zeros(3), torch.ones(3), x.fill_(2.0)
+        torch.zeros(3).add_(torch.ones(3)).fill_(2.0)
         torch.ones(3, device="cpu").to("sim", non_blocking=True)
     assert waits == host.Waits()
     for upload in (lambda: torch.tensor(1.0), lambda: torch.ones(3, device="cpu").to("sim")):

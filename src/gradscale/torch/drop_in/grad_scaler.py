@@ -356,9 +356,7 @@ class GradScaler(torch.amp.GradScaler):
             amax=None if seen is None else seen.amax,
             attempted=bool(state["found_inf_per_device"]),
             sizes=None if measured is None else measured.sizes,
-            traces=None
-            if applied and measured is None
-            else state.get("traces") or Traces(collect([optimizer]), counted),
+            traces=traces,
             known=applied,
         )
         self._steps.add(optimizer, self.last)
