@@ -293,6 +293,7 @@ def test_without_scaling_grad_is_autograds_own() -> None:
     assert grad.item() == 3.0
 
 
+@pytest.mark.not_simulated("sparse tensors")
 def test_the_gradients_of_a_penalty_may_be_sparse() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     scaler = LossScaler(embedding, Static(1024.0))
