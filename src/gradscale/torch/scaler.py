@@ -57,7 +57,7 @@ class LossScaler:
         group: process group whose ranks decide together; by default every rank of an initialised `torch.distributed`.
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
-            or call a function with it.
+            or call a function with it. `"ignore"` does nothing.
     """
 
     def __init__(

@@ -62,8 +62,8 @@ class Feed:
     Attributes:
         weights: the first weights: small integers.
         batches: for each step and micro-batch, the gradient of every leaf: small integers.
-        spikes: for each step and micro-batch, what is added to a gradient: 0, inf, NaN, or 2**120, which is finite
-            unscaled, and an overflow of float32 at a scale of 256 or more.
+        spikes: for each step and micro-batch, what is added to a gradient: 0, inf, NaN, or 2**120 or 2**121,
+            which are finite unscaled, and an overflow of float32 at a scale of 256 or 128 and more.
         bad_losses: for each step and micro-batch, 0, or the NaN that is added to the loss alone.
         reloads: the steps before which everything is saved and loaded.
     """
@@ -110,7 +110,7 @@ def draw_feed(setup: Setup, seed: int) -> Feed:
     faults = [0.0] if setup.policy == "none" else [np.inf, -np.inf, np.nan]
     # The square of 2**120 overflows: with a norm it would count as an overflow at any scale.
     if setup.policy == "dynamic" and setup.clip_norm is None and setup.exact and setup.every == 1:
-        faults.append(2.0**120)
+        faults += [2.0**120, 2.0**121]
 
     def integers(name: str, bound: int) -> np.ndarray:
         parts = rng.integers(-bound, bound + 1, (2, *SHAPES[name])).astype(np.float32)

@@ -10,14 +10,17 @@ from tests.jax.fuzz.subject import run
 FEEDS = {"eager": 2, "jit": 6, "scan": 6}
 """Runs of each setup. One that is compiled is compiled once; an eager one traces the optimizer at every step."""
 
+QUICK = (*range(18), 49, 57)
+"""Seeds of about 100 programs; in the last two a retry finds the scale at which nothing overflows."""
 
-@pytest.mark.parametrize("seed", range(20))
+
+@pytest.mark.parametrize("seed", QUICK)
 def test_a_program_ends_as_a_plain_loop_that_skips_the_bad_steps(seed: int) -> None:
     check(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20, 100))
+@pytest.mark.parametrize("seed", sorted(set(range(100)) - set(QUICK)))
 def test_many_programs_end_as_plain_loops_that_skip_the_bad_steps(seed: int) -> None:
     check(seed)
 

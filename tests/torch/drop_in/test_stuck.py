@@ -206,8 +206,8 @@ def test_disabled_scaler_has_metrics_too() -> None:
 
 @late
 def test_counts_of_a_policy_are_resumed_and_those_of_torchs_rule_start_anew() -> None:
-    for arguments, expected in (({"hysteresis": 2}, (2, 1)), ({}, (0, 0))):
-        source, target = GradScaler("cpu", **arguments), GradScaler("cpu")
+    for source, expected in ((GradScaler("cpu", hysteresis=2), (2, 1)), (GradScaler("cpu"), (0, 0))):
+        target = GradScaler("cpu")
         gradients(source, 1.0, INF, 1.0)
         target.load_state_dict(source.state_dict())
         assert (target.metrics()["applied"], target.metrics()["skipped"]) == expected

@@ -323,16 +323,18 @@ class Reference:
 
     def _make_momentum(self, index: int) -> None:
         """Gives fused SGD the momentum of parameters whose first gradient came later than that of others."""
-        # torch 2.13 raises for a list in which some are missing. Zeros are exact without dampening.
+        # torch 2.13 raises for a list in which some are missing. Zeros are exact without dampening, and gradscale makes
+        # them; under `NoScaling` it only calls the optimizer.
         optimizer = self.optimizers[index]
         for group in optimizer.param_groups:
             if not (isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"]):
                 continue
             stepped = [leaf for leaf in group["params"] if leaf.grad is not None]
             missing = [leaf for leaf in stepped if optimizer.state[leaf].get("momentum_buffer") is None]
-            if group["dampening"] and missing and len(missing) < len(stepped):
-                raise TorchRaises("Fused SGD with dampening, and a first gradient later than others.")
-            for leaf in [] if group["dampening"] else missing:
+            torchs_own = group["dampening"] or not self.rule.scales
+            if torchs_own and missing and len(missing) < len(stepped):
+                raise TorchRaises("Fused SGD with momentum, and a first gradient later than others.")
+            for leaf in [] if torchs_own else missing:
                 optimizer.state[leaf]["momentum_buffer"] = torch.zeros_like(leaf)
 
     def _multiplied_in_half(self, name: str) -> bool:
@@ -498,6 +500,9 @@ class Reference:
     @_run.register
     def _(self, operation: ops.AddGroup) -> Result:
         index = operation.optimizer
+        casts = [name for name in operation.parameters if self._has_master(index, name)]
+        if self.setup.optimizers[index].grad_fp32 and self._stale & set(casts):
+            raise Undefined("A stale gradient is cast to float32, and can no longer be recognised.")
         self.groups[index].append(list(operation.parameters))
         for name in operation.parameters:
             if self._has_master(index, name):

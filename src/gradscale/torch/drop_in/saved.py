@@ -92,10 +92,9 @@ def _number(name: str, saved: Mapping[str, Any]) -> Any:
         )
         raise error
     value: Any = saved[name]
-    if isinstance(value, Tensor | np.generic) and value.ndim == 0:
-        value = value.item()
-    check_number(name, value)
-    return value
+    number: Any = value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value
+    check_number(name, number)
+    return number
 
 
 def _extra(saved: Mapping[str, Any]) -> dict[str, Any]:
