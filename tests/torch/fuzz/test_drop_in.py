@@ -18,10 +18,7 @@ import torch
 from tests.torch.drop_in.helpers import OURS, TORCH
 from torch import Tensor, nn
 
-pytestmark = [
-    pytest.mark.cpu_only("torch's check and this one differ on a device, where norms are read"),
-    pytest.mark.not_simulated("sparse tensors, and thousands of steps"),
-]
+pytestmark = pytest.mark.cpu_only("torch's check and this one differ on a device, where norms are read")
 
 INF, NAN = math.inf, math.nan
 
