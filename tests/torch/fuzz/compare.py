@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from tests.torch.fuzz.gradient import times
 from tests.torch.fuzz.outcome import Outcome, Result
+from tests.torch.fuzz.policies import INEXACT
 from tests.torch.fuzz.reference import LOOSE, Reference
-from tests.torch.fuzz.setup import INEXACT
 from tests.torch.fuzz.subject import Subject
 from torch import Tensor
 
@@ -83,7 +83,7 @@ def _weights(reference: Reference, subject: Subject) -> Iterator[str]:
     """Yields weights that differ. Where bits may differ, the reference goes on from the weights of gradscale."""
     for name, mine in reference.model.named_parameters():
         theirs = subject.model.get_parameter(name)
-        masters = reference.masters_of(name)
+        masters = reference.optimizers.masters_of(name)
         tolerance = reference.loose.get(name, 0.0)
         if masters is not None:
             tolerance = max(tolerance, 0.0 if masters.storage == "fp32" and not tolerance else _unit(mine))
@@ -104,10 +104,10 @@ def _states(reference: Reference, subject: Subject, index: int) -> Iterator[str]
     """Yields optimizer states and masters that differ."""
     optimizer = subject.optimizers[index]
     values = dict(optimizer.masters()) if isinstance(optimizer, MasterWeights) else {}
-    for name in reference.names([index]):
-        weight, leaf = subject.model.get_parameter(name), reference.leaf(index, name)
+    for name in reference.optimizers.names([index]):
+        weight, leaf = subject.model.get_parameter(name), reference.optimizers.leaf(index, name)
         tolerance = reference.loose.get(name, 0.0)
-        if name in reference.masters[index] and name not in reference._written[index]:
+        if name in reference.optimizers.masters[index] and name not in reference.optimizers.written[index]:
             allowed = STORAGES[str(reference.setup.optimizers[index].storage)][weight.dtype]
             if not _close(values[weight], leaf, max(tolerance, allowed)):
                 yield f"master of {name} is {values[weight].tolist()}, expected {leaf.tolist()}"
@@ -142,7 +142,7 @@ def _gradients(reference: Reference, subject: Subject) -> Iterator[str]:
         grad, expected = subject.model.get_parameter(name).grad, reference.gradients.get(name)
         if (grad is None) != (expected is None):
             yield f"gradient of {name} is {grad}, expected {expected}"
-        if grad is None or expected is None or name not in reference.defined:
+        if grad is None or expected is None or name not in reference.gradients.defined:
             continue
         scale = 1.0 if window is None or name in window.unscaled else window.scale
         dense = _dense(grad)
