@@ -130,7 +130,7 @@ def _state(what: str, mine: dict[str, Any], theirs: dict[str, Any], tolerance: f
                 yield f"{what}: {key} is {_dense(found).tolist()}, expected {_dense(expected).tolist()}"
             if tolerance:
                 mine[key] = found.clone()
-        elif not isinstance(expected, list | dict) and expected != found:
+        elif isinstance(expected, int | float) and not _near(found, expected, 0.0):
             yield f"{what}: {key} is {found}, expected {expected}"
 
 

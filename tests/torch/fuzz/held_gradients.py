@@ -78,6 +78,6 @@ class HeldGradients(Mapping[str, Gradient]):
         self.defined = set(divided)
 
     def discard(self) -> None:
-        """Notes that what was not cleared must not be stepped any more."""
-        self.stale |= self.touched
+        """Notes that what was not cleared must not be stepped any more. Zeros have no scale."""
+        self.stale = {name for name, gradient in self.items() if bool((gradient.values != 0).any())}
         self.defined -= self.touched

@@ -53,6 +53,7 @@ class Reference:
         self.rule = ScaleRule(setup.policy)
         self.window: Window | None = None
         self.loose: dict[str, float] = {}
+        self._folds = self.rule.scales
         self._decision = Decision(setup, self.optimizers, self.rule)
         self._buffers_before: dict[str, Tensor] | None = None
 
@@ -202,7 +203,7 @@ class Reference:
             if operation.clip_value is not None:
                 gradient.values = clamped(gradient.values, operation.clip_value)
         for index in operation.optimizers:
-            self.optimizers.give(index, self.gradients, makes_momentum=self.rule.scales)
+            self.optimizers.give(index, self.gradients, makes_momentum=self._folds)
             self.optimizers[index].step()
             self.optimizers.take_back(index, self.gradients)
         if coefficient != 1.0 or self.setup.policy in INEXACT:
@@ -257,7 +258,7 @@ class Reference:
             gradient.values = torch.zeros_like(gradient.values)
         self._settle_buffers(applied=applied)
         self._close(held)
-        self.optimizers.give(index, self.gradients, makes_momentum=self.rule.scales)
+        self.optimizers.give(index, self.gradients, makes_momentum=self._folds)
         return loss
 
     # Clearing and editing gradients.
@@ -384,6 +385,9 @@ class Reference:
                 self.gradients.clear(name, set_to_none=True)
         if operation.how in ("fresh scaler", "checkpoint"):
             self._buffers_before = None
+        if operation.how in ("deepcopy", "pickle"):
+            # A copy of torch's fused optimizers no longer says that they take a gate, and is stepped like any other.
+            self._folds = False
         return None
 
 
