@@ -1,13 +1,17 @@
 """When a run is stuck, and what its error says."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from gradscale.engine.culprits import Culprit
+from gradscale.engine.diagnosis import Weights, likely_cause
 from gradscale.engine.result import Status
-from gradscale.engine.stuck import ScaleStuck, StuckCheck, likely_cause
+from gradscale.engine.stuck import Progress, ScaleStuck, StuckCheck
+
+INF, NAN = math.inf, math.nan
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Bad:
 
 
 def check(skips: int, stuck: bool, result: Any, stuck_check: StuckCheck | None = None) -> None:
-    (stuck_check or StuckCheck(3)).check(skips, stuck, result.status() is not Status.NONFINITE_LOSS, result)
+    loss_finite = result.status() is not Status.NONFINITE_LOSS
+    (stuck_check or StuckCheck(3)).check(Progress(10, skips, skips, stuck, loss_finite), result)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +66,42 @@ def test_a_function_is_called_once_until_a_step_is_applied_again() -> None:
     for skips in (3, 4, 5, 0, 3):
         check(skips, True, Bad(Status.OVERFLOW), stuck_check)
     assert len(calls) == 2
+
+
+def test_a_run_that_is_to_be_ignored_is_neither_reported_nor_measured() -> None:
+    def weights() -> None:
+        raise AssertionError("measured")
+
+    StuckCheck(3, "ignore").check(Progress(0, 9, 9, stuck=True), Bad(Status.OVERFLOW), weights)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("progress", "text"),
+    [
+        (
+            Progress(10, 7, 4, True),
+            "4 steps in a row were skipped, since step 14, and no lower scale than 1 can help. ",
+        ),
+        (
+            Progress(10, 7, 4, False, False),
+            "4 steps in a row were skipped, since step 14, and the loss is inf or NaN. ",
+        ),
+        (
+            Progress(10, 7, 4, False, False, last_finite_loss=12),
+            "4 steps in a row were skipped, and the loss is inf or NaN since step 13. ",
+        ),
+    ],
+)
+def test_the_error_says_since_which_step(progress: Progress, text: str) -> None:
+    with pytest.raises(ScaleStuck) as caught:
+        StuckCheck(3).check(progress, Bad(Status.OVERFLOW))  # type: ignore[arg-type]
+    assert str(caught.value).startswith(text)
+
+
+def test_gradients_are_not_mentioned_where_none_is_known() -> None:
+    with pytest.raises(ScaleStuck) as caught:
+        check(3, False, Bad(Status.NONFINITE_LOSS))
+    assert "Gradients that were not finite" not in str(caught.value)
 
 
 def test_a_warning_names_the_callers_line() -> None:
@@ -94,3 +135,33 @@ def test_the_cause_follows_from_the_loss_and_the_number_of_bad_parameters(status
 
 def test_the_cause_says_so_where_the_parameters_were_not_recorded() -> None:
     assert "the step did not record which" in likely_cause(Status.OVERFLOW, [], 0)
+
+
+@pytest.mark.parametrize(
+    ("weights", "cause"),
+    [
+        (Weights(2400.0, "head", 0.25, 30.0), "the learning rate (30) is too high. The largest weight, in head, is "),
+        (
+            Weights(INF, "head", 0.25),
+            "the learning rate is too high. The largest weight, in head, is inf, and was 0.25",
+        ),
+        (Weights(NAN, "head"), "the learning rate is too high. The largest weight, in head, is nan: the updates"),
+        (Weights(NAN, "head", NAN), "the weights of head were inf or NaN before the first step"),
+        (Weights(2400.0, "head", 500.0), "the loss itself is inf or NaN"),
+        (Weights(8.0, "head", 0.25), "the loss itself is inf or NaN"),
+    ],
+)
+def test_weights_that_have_diverged_point_at_the_learning_rate(weights: Weights, cause: str) -> None:
+    assert likely_cause(Status.NONFINITE_LOSS, [], 3, weights, applied=4).startswith(cause)
+
+
+def test_weights_that_no_step_has_changed_do_not_point_at_the_learning_rate() -> None:
+    assert likely_cause(Status.NONFINITE_LOSS, [], 3, Weights(90.0, "head"), applied=0).startswith("the loss itself")
+
+
+@pytest.mark.parametrize(("applied", "mentioned"), [(0, False), (5, True)])
+def test_the_learning_rate_is_mentioned_where_weights_are_not_known_and_have_changed(
+    applied: int, mentioned: bool
+) -> None:
+    cause = likely_cause(Status.NONFINITE_LOSS, [], 3, None, applied)
+    assert ("the learning rate is too high" in cause) is mentioned

@@ -141,7 +141,7 @@ class Norm(nnx.Module):
         rngs = nnx.Rngs(0)
         self.linear = nnx.Linear(2, 2, rngs=rngs)
         self.norm = nnx.BatchNorm(2, dtype=jnp.float16, momentum=0.5, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.dropout: Any = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
         return self.dropout(self.norm(x + 0 * self.linear(x)))

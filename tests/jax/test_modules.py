@@ -141,7 +141,7 @@ class Dropped(eqx.Module):
 @pytest.mark.parametrize("way", ["apply", "scaled"])
 def test_a_whole_equinox_module_is_trained_as_equinox_does_it(way: str) -> None:
     tx = optax.adamw(0.05, weight_decay=0.5)
-    model = Dropped(eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0)), eqx.nn.Dropout(0.0), "net")
+    model: Any = Dropped(eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0)), eqx.nn.Dropout(0.0), "net")
 
     def cost(model: Any, x: Any) -> Any:
         return jnp.mean(jnp.square(jax.vmap(model)(x) - 1.0))

@@ -17,8 +17,10 @@ from gradscale.jax import Scaler, apply, init, scaled, value_and_grad
 
 Make = Callable[[], optax.GradientTransformation]
 
+# `optax.MultiSteps` keeps the real part of complex gradients only.
 REAL_ONLY: dict[str, Make] = {
     "adam with chosen types": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
+    "multi_steps": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
     "multi_steps with chosen types": lambda: optax.MultiSteps(
         optax.adam(0.1, mu_dtype=jnp.bfloat16), 2
     ).gradient_transformation(),
@@ -60,7 +62,6 @@ ANY: dict[str, Make] = {
     "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), optax.adam(0.1)),
     "masked": lambda: optax.masked(optax.adam(0.1), {"w": True, "b": False}),
     "partition": lambda: optax.partition({"yes": optax.adam(0.1), "no": optax.set_to_zero()}, {"w": "yes", "b": "no"}),
-    "multi_steps": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
     "schedule": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(0.1, 0.0, 5)),
     "if_finite": lambda: optax.apply_if_finite(optax.adam(0.1), 3),
@@ -117,10 +118,19 @@ def test_states_can_be_mapped_over_as_those_of_optax() -> None:
     assert float(state.scaler.loss_scale) == 1024.0
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd", "multi_steps", "inject_hyperparams", "lbfgs", "polyak_sgd"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("adam", "complex64"),
+        ("multi_steps", "bfloat16"),
+        ("inject_hyperparams", "bfloat16"),
+        ("polyak_sgd", "complex64"),
+        ("lbfgs backtracking", "bfloat16"),
+    ],
+)
 def test_a_run_is_that_of_optax_in_float32(name: str, dtype: str) -> None:
-    tx, alone = scaled(ANY[name](), EXACT, wide_state=True), optax.with_extra_args_support(ANY[name]())
+    make = (ANY | REAL_ONLY)[name]
+    tx, alone = scaled(make(), EXACT, wide_state=True), optax.with_extra_args_support(make())
 
     @jax.jit
     def step(params: Any, state: Any, factor: Any) -> Any:
@@ -149,8 +159,8 @@ def test_fp16_moments_are_computed_in_float32() -> None:
     grads = jnp.float16([2.0**-14, 0.0])
     alone, _ = optax.adam(0.5).update(grads, optax.adam(0.5).init(params), params)
     updates, _ = tx.update(grads * 1024, tx.init(params), params)
-    assert not np.isfinite(alone).all()
-    np.testing.assert_allclose(updates, [-0.5, 0.0], rtol=1e-3)
+    assert not np.isfinite(np.asarray(alone)).all()
+    np.testing.assert_allclose(np.asarray(updates), [-0.5, 0.0], rtol=1e-3)
 
 
 @pytest.mark.parametrize("params", [{}, {"none": None}, {"empty": jnp.zeros((0, 3), jnp.float16)}, jnp.float16(1)])
@@ -186,9 +196,7 @@ def test_mixed_parameters_keep_their_types_with_injected_hyperparameters_in_floa
 
 
 def test_a_real_state_that_becomes_complex_is_refused() -> None:
-    tx = scaled(optax.trace(0.9, accumulator_dtype=jnp.float32), EXACT)
+    tx = scaled(optax.ema(0.5), EXACT)
     params = jnp.complex64([1 + 1j])
-    with pytest.raises(
-        TypeError, match=r"keep the type of its state.*float32 state that becomes complex64.*complex type"
-    ):
-        tx.update(params, tx.init(params), params)
+    with pytest.raises(TypeError, match=r"keep the type of its state.*float32 state that becomes complex64"):
+        tx.update(params, tx.init(params.real), params)

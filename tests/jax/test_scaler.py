@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tests.jax.helpers import INF, NAN, POLICY, programs, same
 
 from gradscale import Dynamic, Histogram, NoScaling, Policy, ScaleState, Static, Status, import_state, preset
 from gradscale.engine.metrics import METRICS
-from gradscale.jax import Scaler, ScaleStuck, StepResult
+from gradscale.jax import Scaler, ScaleStuck, StepResult, scaled
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.log_max import LogMax
 from gradscale.record import Record
@@ -229,6 +230,31 @@ def test_a_run_whose_loss_is_never_finite_is_stuck() -> None:
 def test_a_run_that_still_has_a_lower_scale_to_try_is_not_stuck() -> None:
     _, scaler, result = Scaler(Dynamic(init_scale=2.0**10)).step({"hurt": jnp.array([jnp.inf])})
     scaler.check(result, max_consecutive_skips=1)
+
+
+def test_parameters_that_have_diverged_point_at_the_learning_rate() -> None:
+    _, scaler, _ = Scaler().step({"w": jnp.ones(2)})
+    for _ in range(3):
+        _, scaler, result = scaler.step({"w": jnp.ones(2)}, jnp.float32(jnp.nan))
+    params = {"bias": jnp.ones(2), "w": jnp.array([1.0, -4e5]), "step": jnp.int32(7)}
+    with pytest.raises(
+        ScaleStuck, match=r"since step 2, and the loss is.*learning rate is too.*weight, in w, is 4e\+05"
+    ):
+        scaler.check(result, max_consecutive_skips=3, params=params)
+    with pytest.raises(ScaleStuck, match=r"the loss itself is inf or NaN.*look at the forward pass"):
+        scaler.check(result, max_consecutive_skips=3, params={"w": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("loss", [None, jnp.nan])
+def test_a_dead_run_of_scaled_is_noticed_without_a_result(loss: Any) -> None:
+    tx = scaled(optax.sgd(0.1), Dynamic(init_scale=4.0))
+    params = {"w": jnp.ones(2)}
+    state: Any = tx.init(params)
+    for _ in range(6):
+        state.scaler.check(max_consecutive_skips=6)
+        _, state = tx.update({"w": jnp.full(2, jnp.nan)}, state, params, **({} if loss is None else {"loss": loss}))
+    with pytest.raises(ScaleStuck, match="6 steps in a row were skipped, since step 1"):
+        state.scaler.check(max_consecutive_skips=6)
 
 
 def test_auto_is_headroom() -> None:

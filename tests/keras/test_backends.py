@@ -35,5 +35,6 @@ def test_everything_holds_on_the_backend(backend: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_torch_compiles_holds_too() -> None:
-    run("torch", "slow")
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_what_takes_long_holds_too(backend: str) -> None:
+    run(backend, "slow")

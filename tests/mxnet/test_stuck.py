@@ -55,6 +55,19 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
     assert scaler.loss_scale == 65536.0
 
 
+def test_weights_that_have_diverged_point_at_the_learning_rate() -> None:
+    trainer = make_trainer(make_parameter())
+    init_trainer(trainer, max_consecutive_skips=2)
+    trainer.set_learning_rate(1e4)
+    for step, value in enumerate((1.0, math.nan, math.nan)):
+        with autograd.record(), scale_loss(losses(trainer, CLEAN, value=value), trainer) as scaled:
+            autograd.backward(scaled)
+        if step < 2:
+            trainer.step(1)
+    with pytest.raises(ScaleStuck, match=r"NaN since step 2\. Likely cause: the learning rate \(10000\) is too high"):
+        trainer.step(1)
+
+
 def test_a_scale_that_can_still_fall_is_not_stuck_nor_is_a_step_without_gradients() -> None:
     trainer = make_trainer(make_parameter())
     scaler = init_trainer(trainer, Dynamic(init_scale=4.0, min_scale=1.0), max_consecutive_skips=1)

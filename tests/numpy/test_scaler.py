@@ -350,6 +350,24 @@ def test_fifty_losses_in_a_row_that_are_not_finite_are_enough() -> None:
         scaler.step([f32(1.0)], loss=math.nan)
 
 
+def test_the_step_since_which_the_loss_is_not_finite_is_named_and_the_learning_rate_mentioned() -> None:
+    scaler = LossScaler(max_consecutive_skips=3)
+    for loss in (1.0, 1.0, math.nan, math.nan):
+        scaler.step([f32(1.0)], loss=loss)
+    with pytest.raises(ScaleStuck, match=r"^3 steps .* NaN since step 3\..*the learning rate is too high") as caught:
+        scaler.step([f32(1.0)], loss=math.nan)
+    assert "Gradients that were not finite" not in str(caught.value)
+
+
+def test_a_stuck_run_is_reported_again_once_it_is_loaded() -> None:
+    calls: list[ScaleStuck] = []
+    scaler = LossScaler(Static(8.0), max_consecutive_skips=2, on_stuck=calls.append)
+    skip(scaler, 3)
+    scaler.load_state_dict(scaler.state_dict())
+    skip(scaler, 1)
+    assert len(calls) == 2
+
+
 def test_a_stuck_run_can_call_a_function_and_go_on() -> None:
     calls: list[ScaleStuck] = []
     skip(LossScaler(Static(8.0), max_consecutive_skips=2, on_stuck=calls.append), 5)

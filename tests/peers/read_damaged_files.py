@@ -32,7 +32,8 @@ def read(reader: str, data: bytes, folder: str) -> Any:
     if reader == "saved":
         return read_file(path).state
     try:
-        return replay([Dynamic(growth_interval=2)], **read_sequences(str(path), None)).states()[0]
+        sequences: dict[str, Any] = {**read_sequences(str(path), None)}
+        return replay([Dynamic(growth_interval=2)], **sequences).states()[0]
     except TypeError as error:  # which the command line reports as it does a `ValueError`
         raise ValueError(str(error)) from error
 

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.stories import after, same
 
@@ -61,6 +61,7 @@ def test_growth_ends_exactly_at_the_ceiling_whatever_the_factor(growth_factor: f
     assert after(policy, "c" * 70).scale == policy.max_scale
 
 
+@example(Dynamic(init_scale=2.0**-126, growth_factor=2.0**99, min_scale=2.0**-126, max_scale=2.0**-52), 1.0)
 @given(dynamics(), scales)
 def test_growth_is_the_float32_product_or_the_ceiling_if_that_is_lower(policy: Dynamic, scale: float) -> None:
     before = ScaleState(scale=np.float32(min(max(scale, policy.min_scale), policy.max_scale)))

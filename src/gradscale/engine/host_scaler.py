@@ -1,19 +1,20 @@
 """The part of a scaler that needs no kernel, for adapters that decide in host memory: decide, remember, save."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from gradscale.engine.decide import Outcome
+from gradscale.engine.diagnosis import Weights
 from gradscale.engine.host import decide_on_host
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.metrics import host_metrics
 from gradscale.engine.result import StepResult
 from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, StuckCheck
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck
 from gradscale.formats import FP32
 from gradscale.policies.auto import as_policy
 from gradscale.policies.contract import Policy, ScaleState
@@ -29,7 +30,7 @@ class HostScaler(ABC):
         state: the state to continue from, as `gradscale.import_state` returns it; by default the policy's start.
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
-            or call a function with it.
+            or call a function with it. `"ignore"` does nothing.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class HostScaler(ABC):
         check_state(self._policy, self._state)
         self._stuck_check = StuckCheck(max_consecutive_skips, on_stuck)
         self._last: StepResult | None = None
+        self._last_finite_loss: int | None = None
         self._reset()
 
     @property
@@ -96,6 +98,8 @@ class HostScaler(ABC):
 
     def _load(self, saved: Saved) -> None:
         self._policy, self._state, self._last = saved.policy, saved.state, None
+        self._last_finite_loss = None
+        self._stuck_check.forget()
         self._reset()
 
     def _decide(
@@ -135,15 +139,22 @@ class HostScaler(ABC):
         """Returns the result of a step without gradients, which changes nothing."""
         return kind(applied=False, scale=self.loss_scale, next_scale=self.loss_scale, attempted=False)
 
-    def _remember(self, state: ScaleState, result: StepResult) -> None:
+    def _remember(
+        self, state: ScaleState, result: StepResult, weights: Callable[[], Weights | None] | None = None
+    ) -> None:
         """Stores the state and the result of a step that was taken, and checks whether the run is stuck.
+
+        `weights` measures the weights for the report, where the adapter knows them.
 
         Raises:
             ScaleStuck: the run is stuck, and `on_stuck` is `"raise"`. The step has been counted then.
         """
         self._state, self._last = state, result
         self._reset()
-        self._stuck_check.check(int(state.consecutive_skips), bool(state.stuck), result.loss_finite, result)
+        if result.loss_finite:
+            self._last_finite_loss = int(state.applied) + int(state.skipped)
+        progress = Progress.of(state, result.loss_finite, self._last_finite_loss)
+        self._stuck_check.check(progress, result, weights)
 
     @abstractmethod
     def _reset(self) -> None:

@@ -3,14 +3,45 @@
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from gradscale.engine.culprits import Culprit
+from gradscale.engine.diagnosis import Weights, likely_cause
 from gradscale.engine.result import Status, StepResult
 from gradscale.policies.checks import check_count
 
 MAX_CONSECUTIVE_SKIPS = 50
 """Default of the skips in a row, with no lower scale left to try, after which a run is stuck."""
+
+
+INSIDE = ("gradscale.", "torch._dynamo.", "torch._compile")
+"""Modules that are not the user's. torch calls a function that it shall not compile from a frame of its own."""
+
+
+class Progress(NamedTuple):
+    """Where a run stands after a step, in host memory.
+
+    Attributes:
+        applied: steps applied so far.
+        skipped: steps skipped so far.
+        consecutive_skips: steps skipped since the last applied one.
+        stuck: the last step overflowed, and the scale could not go lower.
+        loss_finite: whether the loss of the last step was finite.
+        last_finite_loss: the last step whose loss was finite, counted from 1; None if none is known.
+    """
+
+    applied: int
+    skipped: int
+    consecutive_skips: int
+    stuck: bool
+    loss_finite: bool = True
+    last_finite_loss: int | None = None
+
+    @classmethod
+    def of(cls, state: Any, loss_finite: bool, last_finite_loss: int | None = None) -> "Progress":
+        """Returns that of a `ScaleState`. Synchronizes with the device that holds it."""
+        counts = int(state.applied), int(state.skipped), int(state.consecutive_skips)
+        return cls(*counts, bool(state.stuck), loss_finite, last_finite_loss)
 
 
 class ScaleStuck(RuntimeError):
@@ -21,19 +52,29 @@ class ScaleStuck(RuntimeError):
         cause: the likely cause, in a sentence.
     """
 
-    def __init__(self, skips: int, scale: float, culprits: Sequence[Culprit], cause: str) -> None:
+    def __init__(self, progress: Progress, scale: float, culprits: Sequence[Culprit], cause: str) -> None:
         self.culprits = list(culprits)
         self.cause = cause
         named = ", ".join(f"{culprit.name} ({culprit.kind})" for culprit in culprits[:5])
         more = f" and {len(culprits) - 5} more" if len(culprits) > 5 else ""
-        super().__init__(
-            f"{skips} steps in a row were skipped, and no lower scale than {scale:g} can help. Likely cause: {cause} "
-            f"Gradients that were not finite: {named or 'none known'}{more}."
-        )
+        listed = f" Gradients that were not finite: {named}{more}." if culprits else ""
+        super().__init__(f"{_finding(progress, scale)} Likely cause: {cause}{listed}")
 
 
-OnStuck = Literal["raise", "warn"] | Callable[[ScaleStuck], None]
-"""What to do about a stuck run: raise at every step, or once until a step is applied: warn, or call a function."""
+def _finding(progress: Progress, scale: float) -> str:
+    """Returns what was found, as a sentence, with the numbers of steps, counted from 1."""
+    skips = progress.consecutive_skips
+    found = f"{skips} steps in a row were skipped"
+    if not progress.loss_finite and progress.last_finite_loss is not None:
+        return f"{found}, and the loss is inf or NaN since step {progress.last_finite_loss + 1}."
+    found += f", since step {progress.applied + progress.skipped - skips + 1}"
+    if not progress.loss_finite:
+        return f"{found}, and the loss is inf or NaN."
+    return f"{found}, and no lower scale than {scale:g} can help."
+
+
+OnStuck = Literal["raise", "warn", "ignore"] | Callable[[ScaleStuck], None]
+"""What to do about a stuck run: nothing; raise at every step; or once until a step is applied: warn, or call."""
 
 
 class StuckCheck:
@@ -46,8 +87,10 @@ class StuckCheck:
 
     def __init__(self, max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS, on_stuck: OnStuck = "raise") -> None:
         check_count("max_consecutive_skips", max_consecutive_skips)
-        if on_stuck not in ("raise", "warn") and not callable(on_stuck):
-            raise ValueError(f"`on_stuck` must be 'raise', 'warn' or a function. Received: on_stuck={on_stuck!r}.")
+        if on_stuck not in ("raise", "warn", "ignore") and not callable(on_stuck):
+            raise ValueError(
+                f"`on_stuck` must be 'raise', 'warn', 'ignore' or a function. Received: on_stuck={on_stuck!r}."
+            )
         self.max_consecutive_skips = max_consecutive_skips
         self.on_stuck: OnStuck = on_stuck
         self.forget()
@@ -56,37 +99,41 @@ class StuckCheck:
         """Forgets that a stuck run was reported, so that the next one is."""
         self._reported = False
 
-    def check(self, consecutive_skips: int, stuck: bool, loss_finite: bool, last: StepResult) -> None:
+    def check(self, progress: Progress, last: StepResult, weights: Callable[[], Weights | None] | None = None) -> None:
         """Raises, warns or calls if the run is stuck. Synchronizes with the device only if it is.
 
-        `consecutive_skips` and `stuck` are those of the state; `loss_finite` and `last` are of the last step.
+        Args:
+            progress: where the run stood after a step.
+            last: the result of the last step, which on a device is a few steps later.
+            weights: measures the weights; called only for a report.
 
         Raises:
             ScaleStuck: the run is stuck, and `on_stuck` is `"raise"`.
         """
         # Skips alone are not enough: from a high initial scale a run may skip many steps and still find its scale.
-        if consecutive_skips < self.max_consecutive_skips:
+        if progress.consecutive_skips < self.max_consecutive_skips:
             self._reported = False
-        elif last.attempted and (stuck or not loss_finite):
-            self._report(consecutive_skips, last)
+        elif last.attempted and (progress.stuck or not progress.loss_finite) and not self._is_reported:
+            error = diagnosis(progress, last, None if weights is None else weights())
+            self._reported = True
+            if self.on_stuck == "raise":
+                raise error
+            if self.on_stuck == "warn":
+                warnings.warn(str(error), stacklevel=_callers_level())
+            elif callable(self.on_stuck):
+                self.on_stuck(error)
 
-    def _report(self, skips: int, last: StepResult) -> None:
-        if self.on_stuck == "raise":
-            raise diagnosis(skips, last)
-        if self._reported:
-            return
-        self._reported = True
-        if self.on_stuck == "warn":
-            warnings.warn(str(diagnosis(skips, last)), stacklevel=_callers_level())
-        elif callable(self.on_stuck):
-            self.on_stuck(diagnosis(skips, last))
+    @property
+    def _is_reported(self) -> bool:
+        return self.on_stuck == "ignore" or (self._reported and self.on_stuck != "raise")
 
 
-def diagnosis(skips: int, last: StepResult) -> ScaleStuck:
+def diagnosis(progress: Progress, last: StepResult, weights: Weights | None) -> ScaleStuck:
     """Returns the error that describes a stuck run from its last step. Synchronizes with the device."""
     culprits = last.culprits()
-    cause = likely_cause(last.status(), culprits, last.parameters)
-    return ScaleStuck(skips, float(last.next_scale), culprits, cause)
+    status = Status.of(False, progress.loss_finite)
+    cause = likely_cause(status, culprits, last.parameters, weights, progress.applied)
+    return ScaleStuck(progress, float(last.next_scale), culprits, cause)
 
 
 def _callers_level() -> int:
@@ -94,33 +141,6 @@ def _callers_level() -> int:
     # Not a constant: the number of frames in between differs from one adapter to the next.
     frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     level = 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gradscale."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(INSIDE):
         frame, level = frame.f_back, level + 1
     return level
-
-
-def likely_cause(status: Status, culprits: Sequence[Culprit], parameters: int) -> str:
-    """Returns why a run may be stuck, as a sentence, from its last step.
-
-    `parameters` is how many parameters had gradients; 0 where it was not recorded, as in Keras's `fit`.
-    """
-    if status is Status.NONFINITE_LOSS:
-        return "the loss itself is inf or NaN, so no scale can help; look at the forward pass and the input batch."
-    if not parameters:
-        return (
-            "gradients overflow at any scale, and the step did not record which; run one with a batch of this run in a "
-            "custom loop, and look at its culprits."
-        )
-    if not culprits:
-        return (
-            "gradients overflowed that the step did not read: those of `scaler.grad`, another rank's, or FP16 ones "
-            "that only overflow once they are divided by a scale below 1."
-        )
-    if len(culprits) == 1:
-        return f"one parameter, {culprits[0].name!r}, overflows at any scale; keep its module in float32."
-    if len(culprits) == parameters:
-        return (
-            "every gradient is inf or NaN although the loss is finite; look for a division by zero, a sqrt or a norm "
-            "at zero in the backward pass, and for gradients left over because they were not cleared."
-        )
-    return "part of the model overflows at any scale; keep the modules of these parameters in float32."

@@ -98,7 +98,8 @@ def check_accumulation(opt_state: Any, clip_norm: float | None) -> None:
 def _added(params: Split, updates: Any) -> Gradients:
     """Returns the trained leaves with their updates added, and the next values of those that are overwritten."""
     changes = split(updates, "updates").differentiable
-    return Gradients(tuple(optax.apply_updates(params.of(Leaf.TRAINED), changes.trained)), changes.overwrites)
+    added: Any = optax.apply_updates(params.of(Leaf.TRAINED), changes.trained)
+    return Gradients(added, changes.overwrites)
 
 
 def _is_state_of_flax(tx: optax.GradientTransformation, opt_state: Any, params: Any) -> bool:

@@ -11,13 +11,14 @@ from jax import Array
 from gradscale.engine.decide import check_clip
 from gradscale.engine.metrics import metrics_of
 from gradscale.engine.saved import check_state, read_saved, write_saved
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, StuckCheck
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, Progress, StuckCheck
 from gradscale.jax.agree import AxisNames
 from gradscale.jax.forward import checked_loss
 from gradscale.jax.remember import StepResult
 from gradscale.jax.saved import register_with_flax
 from gradscale.jax.step import Step
 from gradscale.jax.tree import Gradients, as_pytree, register, split
+from gradscale.jax.weights import weights_of
 from gradscale.policies.auto import as_policy
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import NoScaling
@@ -126,20 +127,32 @@ class Scaler:
         grad_norm, amax = (None, None) if result is None else (result.grad_norm, result.amax)
         return metrics_of(self.state, grad_norm, amax, jnp)
 
-    def check(self, result: StepResult, max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS) -> None:
+    def check(
+        self,
+        result: StepResult | None = None,
+        max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
+        *,
+        params: Any = None,
+    ) -> None:
         """Raises if the run is stuck: step after step was skipped, and no lower scale is left to try.
 
         A compiled step cannot raise. Call this outside it, every few hundred steps: it synchronizes with the device.
 
         Args:
-            result: the result of the last step.
+            result: the result of the last step. Without one, as with `scaled`, that many skips at a scale that could
+                still go lower count as those of a loss that is not finite.
             max_consecutive_skips: skipped steps in a row before the run is stuck.
+            params: the parameters, which are measured for the report: if they have diverged, the learning rate is too
+                high.
 
         Raises:
             ScaleStuck: the run is stuck. It names the non-finite parameters, and the likely cause.
         """
-        skips, stuck = int(self.state.consecutive_skips), bool(self.state.stuck)
-        StuckCheck(max_consecutive_skips).check(skips, stuck, bool(result.loss_finite), result)
+        state = self.state
+        loss_finite = bool(state.stuck if result is None else result.loss_finite)
+        last = StepResult(applied=False, scale=state.scale, next_scale=state.scale) if result is None else result
+        progress = Progress.of(state, loss_finite)
+        StuckCheck(max_consecutive_skips).check(progress, last, lambda: None if params is None else weights_of(params))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the policy and its state as plain values that go through JSON. Synchronizes with the device."""

@@ -8,9 +8,11 @@ from typing import Any
 
 import keras
 
+from gradscale.engine.diagnosis import Weights
 from gradscale.engine.result import StepResult
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, StuckCheck
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck
 from gradscale.keras.optimizer import LossScaleOptimizer
+from gradscale.keras.weights import weights_of
 from gradscale.policies.checks import check_count
 from gradscale.policies.contract import ScaleState
 
@@ -72,7 +74,7 @@ class ScaleMonitor(keras.callbacks.Callback):
             max_consecutive_skips: skipped steps in a row after which a reading finds the run stuck, if no lower scale
                 is left to try or the loss that `fit` reports is not finite.
             on_stuck: `"raise"` a `ScaleStuck`; or, once until a step is applied, `"warn"` or call a function with the
-                error.
+                error; or `"ignore"` it.
 
         Raises:
             ImportError: `log_dir` was given, and there is no TensorFlow.
@@ -85,6 +87,7 @@ class ScaleMonitor(keras.callbacks.Callback):
         self._every = every
         self._stuck = StuckCheck(max_consecutive_skips, on_stuck)
         self._loss_finite = True
+        self._weights: Weights | None = None
         self._batches = 0
         self._summary = None if log_dir is None else _Summary(fspath(log_dir))
 
@@ -103,7 +106,7 @@ class ScaleMonitor(keras.callbacks.Callback):
         return [not after.finite for before, after in pairs if after.step > before.step]
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Reads the state that the run starts from. Keras calls this.
+        """Reads the state and the size of the weights that the run starts from. Keras calls this.
 
         Raises:
             TypeError: the model was not compiled with gradscale's optimizer.
@@ -111,7 +114,9 @@ class ScaleMonitor(keras.callbacks.Callback):
         del logs
         self._batches = 0
         self._loss_finite = True
-        self._read()
+        state = self._read()
+        if self._weights is None or not int(state.applied):
+            self._weights = weights_of(self.model)
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Reads the state after the batches so far, every few batches. Keras calls this, always in the main thread.
@@ -155,7 +160,7 @@ class ScaleMonitor(keras.callbacks.Callback):
     def _check_stuck(self, state: ScaleState) -> None:
         # `fit` keeps no result of a step, so this one has what the state knows: no culprits, no sizes.
         last = StepResult(applied=False, scale=state.scale, next_scale=state.scale, loss_finite=self._loss_finite)
-        self._stuck.check(int(state.consecutive_skips), bool(state.stuck), self._loss_finite, last)
+        self._stuck.check(Progress.of(state, self._loss_finite), last, lambda: weights_of(self.model, self._weights))
 
     def _show(self, logs: dict[str, Any] | None) -> None:
         if logs is None:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import keras
+
 from gradscale.engine.decide import Outcome, decide
 from gradscale.keras.backends import Observation, Update
 from gradscale.keras.measure import BACKEND, Gradients, measure, overwrites
@@ -48,13 +50,22 @@ def run_step(optimizer: Any, gradients: Gradients, loss: Any, *, norm: bool, kin
         return Step(state.scale, observation, seen, outcome)
 
     def update(grads: Sequence[Any], variables: Sequence[Any], factor: Array) -> None:
-        inner.apply(unscaled(grads, variables, factor), variables)
+        inner.apply(_for_accumulation(inner, unscaled(grads, variables, factor), variables), variables)
 
     # On each replica, before `merge_call`: MirroredStrategy reduces gradients inside the inner optimizer, after the
     # decision. A check of one replica's gradients would let another's inf into the weights, as Keras's class does.
     observation = measure(optimizer, gradients, loss, norm=norm, kinds=kinds)
     agreed = None if observation is None else BACKEND.agree(observation)
     return BACKEND.merge_call(finish, agreed, update, gradients.grads, gradients.variables)
+
+
+def _for_accumulation(inner: Any, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
+    """Returns the gradients in the types of the accumulators of `inner`; as they are where it has none."""
+    # Keras keeps accumulators in the type of the variables, and adds without a cast, which fails for another type.
+    if not inner.gradient_accumulation_steps:
+        return grads
+    pairs = zip(grads, variables, strict=True)
+    return [grad if grad is None else keras.ops.cast(grad, variable.dtype) for grad, variable in pairs]
 
 
 def unscaled(grads: Sequence[Any], variables: Sequence[Any], factor: Array) -> list[Any]:

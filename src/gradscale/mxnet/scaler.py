@@ -2,12 +2,14 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradscale.engine.decide import check_clip
+from gradscale.engine.diagnosis import Weights
 from gradscale.engine.host_scaler import HostScaler
 from gradscale.engine.plan import Plan
 from gradscale.engine.result import StepResult
@@ -119,13 +121,13 @@ class LossScaler(HostScaler):
         )
         return Decision(result, outcome.state, float(outcome.factor))
 
-    def remember(self, decision: Decision) -> None:
-        """Stores the state and the result of a step that is done.
+    def remember(self, decision: Decision, weights: Callable[[], Weights | None] | None = None) -> None:
+        """Stores the state and the result of a step that is done. `weights` measures the weights for a report.
 
         Raises:
             ScaleStuck: the run is stuck. It names the parameters, and the likely cause.
         """
-        self._remember(decision.state, decision.result)
+        self._remember(decision.state, decision.result, weights)
 
     def save(self, path: str | Path) -> None:
         """Writes `state_dict` to a JSON file, all of it or nothing."""

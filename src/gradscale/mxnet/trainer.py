@@ -13,6 +13,7 @@ from gradscale.mxnet.apply import apply
 from gradscale.mxnet.checks import check_compression, check_masters, check_optimizer, check_trainer, check_update_place
 from gradscale.mxnet.gradients import collect, fresh, mark_stale
 from gradscale.mxnet.scaler import LossScaler
+from gradscale.mxnet.weights import weights_of
 from gradscale.policies.checks import LOWEST_SCALE
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
@@ -42,7 +43,7 @@ def init_trainer(
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try or a loss that is not finite,
             before the run is stuck.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
-            or call a function with it.
+            or call a function with it. `"ignore"` does nothing.
 
     Raises:
         TypeError: `trainer` is not a `gluon.Trainer`, `policy` not a policy, or `max_consecutive_skips` not an integer.
@@ -139,7 +140,7 @@ def _update_if_finite(
         apply(to_apply, optimizer, decision.factor, partial(update, ignore_stale_grad))
     else:
         mark_stale(to_apply)
-    scaler.remember(decision)
+    scaler.remember(decision, partial(weights_of, trainer))
 
 
 def _check_scaled(scaler: LossScaler, caller: str) -> None:

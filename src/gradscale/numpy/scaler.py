@@ -33,7 +33,7 @@ class LossScaler(HostScaler):
         state: the state to continue from, as `gradscale.import_state` returns it; by default the policy's start.
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
-            or call a function with it.
+            or call a function with it. `"ignore"` does nothing.
     """
 
     _losses_finite: bool

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from gradscale.policies.arithmetic import Namespace, bounded, larger, smaller
-from gradscale.policies.checks import HIGHEST_SCALE, as_single, check_bounds, check_counts
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, as_single, check_bounds, check_counts
 from gradscale.policies.contract import ScaleState, Seen, counted, one_more, verdict
 from gradscale.record import Array, Record
 
@@ -99,6 +99,8 @@ class Dynamic(Record):
     def _moved(self, scale: Array, grows: Array, backs_off: Array, xp: Namespace) -> Array:
         """Returns the scale after growth or backoff, within the bounds; never computes a product that overflows."""
         # Twice the limit that is needed, so that its own rounding cannot keep the scale slightly below `max_scale`.
-        grown = smaller(scale, self.max_scale * 2.0 / self.growth_factor, xp) * self.growth_factor
+        # Plus the lowest scale, as float32 loses the digits of a limit below it. Times the factor it is at most 4.
+        limit = self.max_scale * 2.0 / self.growth_factor + LOWEST_SCALE
+        grown = smaller(scale, limit, xp) * self.growth_factor
         moved = xp.where(grows, grown, xp.where(backs_off, scale * self.backoff_factor, scale))
         return bounded(moved, self.min_scale, self.max_scale, xp)

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # lazy: `torch.compiler.disable` imports the compiler, which takes a second
 
 from gradscale.engine.decide import check_clip
 from gradscale.engine.measurement import Measurement
-from gradscale.engine.plan import Plan
 from gradscale.engine.saved import Saved, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.peers import import_state
@@ -17,15 +17,16 @@ from gradscale.policies.auto import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.torch.accumulation.buffers import BufferGuard
 from gradscale.torch.accumulation.closure import RETRIES, holder_of, make_closure
+from gradscale.torch.accumulation.edits import unscale, unscale_rest
 from gradscale.torch.accumulation.guard import Guard, OnSkip
 from gradscale.torch.accumulation.retry import Retry, check_backward, check_retriable, synchronising
-from gradscale.torch.accumulation.window import Window, Windows, map_losses
-from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, refuse_unnamed, warn_of_half
+from gradscale.torch.accumulation.window import Windows, map_losses
+from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, warn_of_half
 from gradscale.torch.fused_sgd import refuse_broken_fused_sgd
 from gradscale.torch.step.agree import Agreement
 from gradscale.torch.step.apply import apply, multiply
 from gradscale.torch.step.decide import Decision, Rule
-from gradscale.torch.step.gradients import Gradients, Names, collect, numbers_of, parameters_of
+from gradscale.torch.step.gradients import Names, collect, numbers_of, parameters_of
 from gradscale.torch.step.measure import measure, measure_sizes
 from gradscale.torch.step.no_scaling import step_without_scaling
 from gradscale.torch.step.plan import StepPlan, plan_step
@@ -49,13 +50,14 @@ class LossScaler:
     Only `step` with an optimizer that has no fused kernel synchronizes with the device: it reads one flag.
 
     Args:
-        model: the module, or modules, trained. Gives gradients their names; needed for `retries`.
+        model: the module, or modules, trained. Gives gradients their names; needed for `retries`. Without it, or if a
+            loss reaches other parameters, the graph of every loss is walked through, to find stale gradients.
         policy: the rule for the scale. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
         device: where the scale is kept; by default where the first loss is.
         group: process group whose ranks decide together; by default every rank of an initialised `torch.distributed`.
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
-            or call a function with it.
+            or call a function with it. `"ignore"` does nothing.
     """
 
     def __init__(
@@ -78,7 +80,11 @@ class LossScaler:
         self._warned_of_half = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the contents of a copy or a pickle: everything but the results and gradients of past steps."""
+        """Returns the contents of a copy or a pickle: everything but the results and gradients of past steps.
+
+        The model is part of it: copy both at once, as `copy.deepcopy((model, optimizer, scaler))`, or the copy has a
+        model of its own, and knows neither names nor buffers of the one it is used with.
+        """
         if self._windows.open is not None:
             raise RuntimeError(
                 "A LossScaler can be copied or pickled between steps only, and a loss has been scaled since the last. "
@@ -101,25 +107,27 @@ class LossScaler:
         """The result of the last step; None before the first."""
         return self._memory.last
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def scale(self, outputs: Any) -> Any:
         """Returns a loss, or a nested structure of losses, times the scale. Does not synchronize with the device.
 
         Every call until the next `step` uses the same scale. A loss narrower than float32 is widened first. The
-        gradients of a backward pass that comes after that `step` get the scale of the next one.
+        gradients of a backward pass that comes after that `step` get the scale of the next one. A loss that is not
+        finite skips the step once its backward pass begins, unless all its gradients are cleared before the next.
         """
         if not self.policy.needs:
             return outputs
         return map_losses(lambda output: self._windows.get(output.device).scaled(output), outputs)
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def backward(self, loss: Tensor, retries: int = 0, **kwargs: Any) -> None:
         """Scales `loss` and runs its backward pass.
 
         With `retries`, an overflow lowers the scale and runs the backward pass, and only that, again: the batch is not
         lost, and gradients of earlier micro-batches are kept and multiplied to the new scale. That costs a host read
-        per attempt, a second set of gradients, and the graph's memory until `loss` is freed. There is no retry for a
-        loss that is not finite, under `Static`, or at the lowest scale. Ranks that share the scale retry together.
+        per attempt, a second set of gradients, and the graph's memory until `loss` is freed. Post-accumulate hooks are
+        called once, with the sum of all gradients. There is no retry for a loss that is not finite, under `Static`, or
+        at the lowest scale. Ranks that share the scale retry together.
 
         Args:
             loss: a scalar loss.
@@ -133,7 +141,7 @@ class LossScaler:
         else:
             self.scale(loss).backward(**kwargs)
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def step(
         self,
         *optimizers: Optimizer,
@@ -169,7 +177,7 @@ class LossScaler:
             return result
         window = self._windows.ready(optimizers)
         if window.unscaled:
-            self._unscale_rest(optimizers, window)
+            unscale_rest(collect(optimizers), window, self.policy, self._names)
         samples = self._memory.samples
         plan = plan_step(
             self.policy,
@@ -187,6 +195,7 @@ class LossScaler:
         try:
             measurement, decision = self._decided(plan)
             self._warn_of_half(plan, samples)
+            self._memory.begin(optimizers, plan.divisor.device)
             updated = apply(plan, decision.applied, decision.factor)
         except BaseException:
             # Some gradients may have been divided: closed, so that another step cannot divide them again.
@@ -196,7 +205,7 @@ class LossScaler:
             # The kernel that checks and divides has one flag for all gradients. A gradient that was not finite is not
             # finite after the division either, and can be named now. The amax would be that of divided gradients.
             measurement = measure_sizes(plan.gradients.values, plan.divisor.device)._replace(amax=None)
-        return self._close(plan, measurement, decision)
+        return self._close(plan, measurement, decision, updated=updated)
 
     @contextmanager
     def unscaled(self, *optimizers: Optimizer) -> Iterator[None]:
@@ -207,34 +216,16 @@ class LossScaler:
             scaler.step(optimizer)
 
         The gradients are checked before the edits and again by `step`, and an overflow before them still skips it.
-        Does not synchronize. All optimizers of the following `step` must be named.
+        Each gradient is divided once, whatever number of optimizers and blocks it is in. Does not synchronize. All
+        optimizers of the following `step` must be named.
         """
         check_optimizers(optimizers)
         if self.policy.needs:
             window = self._windows.ready(optimizers)
-            self._unscale(window.unscaled.rest_of(collect(optimizers)), window)
+            unscale(window.unscaled.rest_of(collect(optimizers)), window, self.policy, self._names)
         yield
 
-    def _unscale_rest(self, optimizers: Sequence[Optimizer], window: Window) -> None:
-        """Unscales the gradients of a step that `unscaled` has not, if there are others that it has."""
-        gradients = collect(optimizers)
-        scaled = window.unscaled.rest_of(gradients)
-        if 0 < len(scaled) < len(gradients):
-            # Of a group that was added since. An optimizer that was not named is an error: the edits missed it.
-            refuse_unnamed(window, scaled)
-            self._unscale(scaled, window)
-
-    def _unscale(self, scaled: Gradients, window: Window) -> None:
-        """Divides gradients by the scale in place, and notes how large they were."""
-        refuse_narrow("`unscaled`", scaled.optimizers, self._names)
-        found = measure_sizes(scaled.values, window.scale.device, edge=Plan.of(self.policy).edge, half=True)
-        share = torch.zeros_like(window.scale) if found.upper_share is None else found.upper_share
-        # Noted before the edits: clipping, for instance, may make a non-finite gradient finite.
-        window.note_overflow(~found.finite(window.scale, torch))
-        multiply(scaled.values, 1.0 / window.scale)
-        window.unscaled.note(scaled, found.amax / window.scale, share)
-
-    @torch._disable_dynamo
+    @_disable_dynamo
     def grad(self, loss: Tensor, inputs: Tensor | Sequence[Tensor], **kwargs: Any) -> tuple[Tensor | None, ...]:
         """Returns the unscaled gradients of `loss` by `inputs`, computed on the scaled loss: for gradient penalties.
 
@@ -269,6 +260,9 @@ class LossScaler:
         Args:
             evaluate: runs the forward pass and returns the loss: neither scaled nor differentiated.
             optimizer: whose parameters get the gradients; by default all of the model's.
+
+        Raises:
+            TypeError: the optimizer is a `MasterWeights` with FP16 gradients.
         """
         owner = holder_of(self._modules) if optimizer is None else optimizer
         parameters = list(parameters_of([owner]))
@@ -294,7 +288,8 @@ class LossScaler:
         """Restores the buffers of `modules`, by default of the model, whenever a step is skipped.
 
         BatchNorm's running statistics are updated by the forward pass, before it is known that the step will be
-        skipped, and an overflow would stay in them. Call it once. Does not synchronize.
+        skipped, and an overflow would stay in them. They go back to before the first forward pass, with gradients
+        enabled, since the last step. Call it once. Does not synchronize.
         """
         if not (modules or self._modules):
             raise ValueError("`protect_buffers` needs modules. Build the scaler as `LossScaler(model)` or pass them.")
@@ -356,15 +351,17 @@ class LossScaler:
         if samples and not self._warned_of_half:
             self._warned_of_half = warn_of_half(plan.gradients, self._names)
 
-    def _close(self, plan: StepPlan, measurement: Measurement, decision: Decision) -> StepResult:
+    def _close(
+        self, plan: StepPlan, measurement: Measurement, decision: Decision, *, updated: bool | None = None
+    ) -> StepResult:
         """Ends the window: updates the scale, settles buffers, notes stale gradients, and returns the result."""
         # `keep` comes last: it may raise `ScaleStuck`, and the step is complete by then.
         self._rule.commit(decision)
         for guard in self._buffers:
             guard.settle(decision.applied)
-        result = result_of(plan, measurement, decision, self._rule, self._names)
+        result = result_of(plan, measurement, decision, self._rule, self._names, updated=updated)
         self._windows.close(plan.optimizers)
-        self._memory.keep(result, decision)
+        self._memory.keep(result, decision.state, plan.optimizers)
         return result
 
 

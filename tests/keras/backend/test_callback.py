@@ -163,7 +163,7 @@ def stuck_model(monitor: ScaleMonitor, *bad: int) -> Any:
     """Returns a model that did not get through `fit`, because a reading raised."""
     model = network()
     model.compile(LossScaleOptimizer(SGD(0.01), policy=Static(1024.0)), loss="mse")
-    with pytest.raises(ScaleStuck, match=r"^3 steps in a row.*no lower scale than 1024 can.*the loss itself is inf"):
+    with pytest.raises(ScaleStuck, match=r"^3 steps in a row.*and the loss is inf or NaN\. .*the loss itself is inf"):
         model.fit(*six_batches(*bad), batch_size=4, shuffle=False, verbose=0, callbacks=[monitor])
     return model
 
@@ -194,6 +194,29 @@ def test_a_scale_that_can_still_fall_is_not_stuck() -> None:
 def test_a_loss_that_is_not_finite_is_stuck_at_any_scale() -> None:
     with pytest.raises(ScaleStuck, match="the loss itself is inf or NaN"):
         watched(ScaleMonitor(every=10, max_consecutive_skips=3), 3, 4, 5)
+
+
+def test_a_stuck_run_whose_loss_is_not_finite_does_not_speak_of_gradients_that_are_not_known() -> None:
+    with pytest.raises(
+        ScaleStuck, match=r"^3 steps in a row were skipped, since step 4, and the loss is inf"
+    ) as caught:
+        watched(ScaleMonitor(every=10, max_consecutive_skips=3), 3, 4, 5)
+    assert "Gradients that were not finite" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rate", [30.0, 1e3])
+def test_a_learning_rate_that_is_too_high_is_named_with_the_size_of_the_weights(rate: float) -> None:
+    model = network()
+    model.compile(LossScaleOptimizer(SGD(rate), policy=POLICY), loss="mse")
+    with pytest.raises(
+        ScaleStuck, match=rf"since step \d+, and the loss is inf.*the learning rate \({rate:g}\) is too"
+    ):
+        model.fit(*six_batches(), epochs=40, verbose=0, callbacks=[ScaleMonitor(every=1, max_consecutive_skips=3)])
+
+
+def test_a_stuck_run_can_be_ignored() -> None:
+    model = watched(ScaleMonitor(every=1, max_consecutive_skips=3, on_stuck="ignore"), 0, 1, 2, 3, 4, 5)
+    assert int(model.optimizer.state.consecutive_skips) == 6
 
 
 def test_a_stuck_run_with_a_finite_loss_says_that_its_culprits_were_not_recorded() -> None:

@@ -117,6 +117,16 @@ def test_a_variable_without_a_gradient_stays_and_keras_says_so(models: list[Any]
     assert [host(model).tolist() for model in models] == [[0.5, 1.5], [4.0]]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_accumulate_in_the_type_of_their_variables(dtype: str) -> None:
+    model = [keras.Variable(np.ones(2), dtype=dtype, name="w")]
+    optimizer = built(model, SGD(0.5, gradient_accumulation_steps=2))
+    for grad in ([8.0, 16.0], [INF, 8.0], [24.0, 16.0]):
+        optimizer.apply([keras.ops.convert_to_tensor(grad, dtype)], model)
+        optimizer.load_state(Dynamic(init_scale=8.0).start())
+    assert numbers(keras.ops.cast(model[0].value, "float32")) == [[0.0, 0.0]]
+
+
 def test_a_gradient_without_elements_is_no_obstacle() -> None:
     models = variables([1.0], np.zeros((0, 3)))
     result = built(models).apply_if_finite(tensors([8.0], np.zeros((0, 3))), models, norm=True)

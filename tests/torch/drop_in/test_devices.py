@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.torch.drop_in.helpers import give, grad_of, parameter, ready
+from tests.torch.drop_in.helpers import give, grad_of, last_of, parameter, ready
 from torch import Tensor
 
 from gradscale import Headroom
 from gradscale.policies.contract import Seen
-from gradscale.torch import GradScaler
+from gradscale.torch import Culprit, GradScaler
 from gradscale.torch.step import host_copy
 
 FIRST, SECOND = torch.empty(0).device, torch.device("cpu", 1)
@@ -102,6 +102,18 @@ def test_fused_step_on_an_accelerator_is_gated_by_the_norm(grad: float, skipped:
     scaler.update()
     assert torch.equal(owner.detach(), torch.ones(3)) is skipped
     assert [culprit.name for culprit in scaler.last.culprits()] == (["bad"] if skipped else [])
+
+
+@pytest.mark.usefixtures("_as_on_an_accelerator")
+@pytest.mark.parametrize("fused", [False, True])
+def test_finite_gradient_whose_square_overflows_has_no_count(fused: bool) -> None:
+    owner = parameter()
+    optimizer = torch.optim.SGD([("large", owner)], lr=0.1, fused=fused)
+    scaler = ready(GradScaler("cpu", init_scale=8.0))
+    give((owner, 1e30))
+    scaler.step(optimizer)
+    # Without a fused kernel torch's own check decides, for which it is finite.
+    assert last_of(scaler).culprits() == ([Culprit("large", "inf", None)] if fused else [])
 
 
 @pytest.mark.usefixtures("_as_on_an_accelerator")

@@ -28,6 +28,7 @@ def kind(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
+@pytest.mark.filterwarnings("ignore:.* steps in a row were skipped")
 def test_scale_never_reaches_zero_and_weights_stay_finite(kind: Any) -> None:
     owner = parameter()
     optimizer = torch.optim.SGD([owner], lr=0.1)
@@ -53,6 +54,19 @@ def test_scale_stops_where_its_reciprocal_is_still_a_normal_number(kind: Any) ->
     assert scaler.get_scale() == 2.0**126
 
 
+def test_dead_run_is_reported(kind: Any) -> None:
+    owner = parameter()
+    optimizer = torch.optim.SGD([owner], lr=0.1)
+    scaler = ready(kind("cpu"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(120):
+            give((owner, INF))
+            scaler.step(optimizer)
+            scaler.update()
+    assert len(caught) == 1
+
+
 @pytest.mark.parametrize("optimizer_of", FUSED.values(), ids=FUSED)
 def test_overflow_on_two_devices_skips_a_fused_step(kind: Any, optimizer_of: Any) -> None:
     owner = parameter()
@@ -64,6 +78,28 @@ def test_overflow_on_two_devices_skips_a_fused_step(kind: Any, optimizer_of: Any
     flags[torch.device("cpu", 1)] = torch.ones(())
     scaler.step(optimizer)
     assert torch.equal(owner.detach(), torch.ones(3))
+
+
+def test_one_of_several_losses_is_differentiated_at_the_scale_that_will_divide_it(kind: Any) -> None:
+    owner = parameter()
+    optimizer = torch.optim.SGD([owner], lr=0.5)
+    scaler = kind("cpu", init_scale=8.0, growth_interval=1)
+    for loss in scaler.scale([owner.sum(), owner.sum()]):
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert owner.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_fused_optimizer_unscaled_before_it_has_gradients_is_refused_by_the_error_of_others(kind: Any) -> None:
+    owner = parameter()
+    optimizer = torch.optim.Adam([owner], fused=True)
+    scaler = ready(kind("cpu"))
+    scaler.unscale_(optimizer)
+    give((owner, 1.0))
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        scaler.step(optimizer)
 
 
 def test_positional_closure_is_refused(kind: Any) -> None:
@@ -251,6 +287,15 @@ def test_saved_scale_that_was_lost_is_refused(kind: Any, bad: float) -> None:
     with pytest.raises(ValueError, match=r"A saved scale must lie between 2\*\*-126 and 2\*\*126, .* Received: scale="):
         scaler.load_state_dict(saved)
     assert (scaler.get_scale(), scaler.get_growth_factor()) == (8.0, 2.0)
+
+
+def test_saved_state_without_an_entry_changes_nothing(kind: Any) -> None:
+    scaler = ready(kind("cpu", init_scale=8.0))
+    saved = scaler.state_dict() | {"scale": 4.0}
+    del saved["_growth_tracker"]
+    with pytest.raises(KeyError):
+        scaler.load_state_dict(saved)
+    assert scaler.get_scale() == 8.0
 
 
 def test_scheduler_does_not_warn_of_a_step_that_was_skipped(kind: Any) -> None:

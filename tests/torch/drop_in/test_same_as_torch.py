@@ -283,6 +283,39 @@ def test_constructor_refuses_factors_with_the_words_of_torch(argument: dict[str,
     assert error_of(OURS) == error_of(TORCH)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_losses_scaled_before_two_rounds_with_a_shared_parameter_are_the_same(set_to_none: bool, fused: bool) -> None:
+    def run(kind: Any) -> list[Tensor]:
+        scaler, shared, own = kind("cpu", init_scale=128.0), parameter(), parameter()
+        first = torch.optim.SGD([shared], lr=0.5, fused=fused)
+        second = torch.optim.SGD([own, shared], lr=0.25, fused=fused)
+        losses = [scaler.scale(shared.sum() * 2), scaler.scale(shared.sum() + own.sum())]
+        for loss, optimizer in zip(losses, (first, second), strict=True):
+            loss.backward()
+            scaler.step(optimizer)
+            first.zero_grad(set_to_none)
+            second.zero_grad(set_to_none)
+        scaler.update()
+        return [shared, own]
+
+    assert_same(*both(run))
+
+
+def test_several_losses_are_differentiated_after_an_update_that_left_the_scale_as_it_was() -> None:
+    def run(kind: Any) -> list[Tensor]:
+        scaler, owner = kind("cpu", init_scale=128.0), parameter()
+        optimizer = torch.optim.SGD([owner], lr=0.5)
+        for loss in scaler.scale([owner.sum(), owner.sum() * 2]):
+            loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [owner]
+
+    assert_same(*both(run))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizer_with_a_grad_scaler_argument_is_handed_the_scaler(kind: Any) -> None:
     class Takes(torch.optim.SGD):

@@ -5,6 +5,7 @@ import io
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.torch.drop_in.helpers import OURS, TORCH, give, parameter, ready
@@ -170,15 +171,33 @@ def test_tracker_past_the_interval_is_kept_and_grows_at_the_next_clean_step() ->
     assert run(scaler, [False]) == [16.0]
 
 
+BESIDE = {"gradscale": GradScaler("cpu", hysteresis=2).state_dict()["gradscale"]}
+
+
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
         ({"growth_factor": 0.5}, AssertionError, r"The growth factor must be > 1\.0\."),
         ({"backoff_factor": 0.0}, ValueError, r"`backoff_factor` must be greater than 0"),
         ({"growth_interval": 0}, ValueError, r"`growth_interval` must be at least 1"),
-        ({"_growth_tracker": -1}, ValueError, r"`_growth_tracker` must be a count of steps\. Received: .*=-1\."),
+        ({"_growth_tracker": -1}, ValueError, r"`_growth_tracker` must be a count of steps, .*=-1\."),
         ({"_growth_tracker": 1.5}, ValueError, r"`_growth_tracker` must be a count of steps"),
-        ({"gradscale": {"min_scale": -1.0, "max_scale": 2.0}}, ValueError, r"`min_scale` must lie between 2\*\*-126"),
+        ({"gradscale": {"min_scale": -1.0, "max_scale": 2.0}}, ValueError, r"`min_scale` must lie between"),
+        ({"scale": 10**400}, ValueError, r"A saved scale must lie between .*Received: scale=an integer of 1329 bits"),
+        ({"scale": "4"}, TypeError, r"`scale` must be a number\. Received: scale='4' \(str\)"),
+        ({"scale": True}, TypeError, r"`scale` must be a number"),
+        ({"scale": None}, TypeError, r"`scale` must be a number"),
+        ({"growth_factor": 10**400}, ValueError, r"`growth_factor` must be finite"),
+        ({"growth_factor": torch.nan}, ValueError, r"`growth_factor` must be finite"),
+        ({"backoff_factor": "0.5"}, TypeError, r"`backoff_factor` must be a number"),
+        ({"growth_interval": 2.5}, TypeError, r"`growth_interval` must be an integer"),
+        ({"growth_interval": 10**400}, ValueError, r"`growth_interval` must be at most 2\*\*63 - 1"),
+        ({"_growth_tracker": 10**400}, ValueError, r"`_growth_tracker` must be a count of steps"),
+        ({"gradscale": 7}, TypeError, r"`gradscale` of a saved GradScaler must be a mapping\. Received: int\."),
+        ({"gradscale": {"least": 1.0}}, ValueError, r"holds a policy and its state, or max_scale and min_scale\."),
+        (BESIDE | {"growth_factor": 0.5}, AssertionError, r"The growth factor must be > 1\.0\."),
+        (BESIDE | {"growth_interval": 0}, ValueError, r"`growth_interval` must be at least 1"),
+        (BESIDE | {"_growth_tracker": "x"}, TypeError, r"`_growth_tracker` must be a number"),
         ({"gradscale": {"policy": {"kind": "Nonsense"}, "state": {}}}, ValueError, r"A saved policy has a `kind`\."),
     ],
 )
@@ -188,6 +207,30 @@ def test_damaged_state_is_refused_and_nothing_is_changed(change: dict[str, Any],
     with pytest.raises(error, match=text):
         scaler.load_state_dict(before | {"scale": 4.0} | change)
     assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("missing", KEYS)
+def test_missing_entry_is_named_with_those_there_are(missing: str) -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    saved = scaler.state_dict() | {"scale": 4.0}
+    del saved[missing]
+    with pytest.raises(KeyError, match=missing) as caught:
+        scaler.load_state_dict(saved)
+    assert "A saved GradScaler has the entries scale, growth_factor" in caught.value.__notes__[0]
+    assert scaler.get_scale() == 8.0
+
+
+def test_state_that_is_no_mapping_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"`load_state_dict` takes what `state_dict` returned\. Received: list\."):
+        GradScaler("cpu").load_state_dict([1.0])  # type: ignore[arg-type]
+
+
+def test_entries_that_are_tensors_or_of_numpy_are_loaded_as_numbers() -> None:
+    scaler = GradScaler("cpu")
+    saved = scaler.state_dict() | {"scale": torch.tensor(4.0), "growth_interval": np.int64(7)}
+    scaler.load_state_dict(saved)
+    assert scaler.state_dict() == GradScaler("cpu", init_scale=4.0, growth_interval=7).state_dict()
+    assert type(scaler.state_dict()["growth_interval"]) is int
 
 
 def test_scaler_loaded_before_its_first_loss_begins_with_the_saved_scale() -> None:

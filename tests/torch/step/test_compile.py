@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.torch.helpers import loss_of, small_model
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.func import functional_call, grad_and_value
 
 from gradscale import Dynamic
@@ -111,5 +112,5 @@ def test_the_scaler_may_be_called_inside_a_compiled_function(inside: str) -> Non
 def test_a_call_of_the_scaler_inside_a_full_graph_is_refused_by_name() -> None:
     scaler = LossScaler(policy=Dynamic())
     compiled = torch.compile(lambda x: scaler.scale(x.sum()), backend="aot_eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"LossScaler\.scale"):
+    with pytest.raises(Unsupported, match=r"LossScaler\.scale"):
         compiled(torch.ones(2, requires_grad=True))

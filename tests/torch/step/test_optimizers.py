@@ -230,7 +230,7 @@ def test_gradients_after_a_step_are_unscaled_and_clipped(fused: bool) -> None:
 
 @pytest.mark.parametrize("policy", [Dynamic(), NoScaling()])
 @pytest.mark.parametrize("arguments", [{}, {"clip_norm": 1.0}, {"clip_value": 1.0}], ids=str)
-def test_an_optimizer_may_have_no_parameters_yet(policy: Policy, arguments: dict[str, float]) -> None:
+def test_an_optimizer_may_have_no_parameters_yet(policy: Policy, arguments: dict[str, Any]) -> None:
     empty = torch.optim.SGD([{"params": []}], lr=1.0)
     model = small_model()
     scaler = LossScaler(policy=policy)

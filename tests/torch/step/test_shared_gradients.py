@@ -69,6 +69,7 @@ def test_parameters_with_one_gradient_between_them_are_divided_once(
     assert p.tolist() == q.tolist() == other.tolist() == [-1.0, -1.0]
 
 
+@pytest.mark.not_simulated("sparse tensors")
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
 def test_sparse_gradients_that_are_shared_are_divided_once(arguments: dict[str, Any]) -> None:
     p, q = nn.Parameter(torch.zeros(4, 1)), nn.Parameter(torch.zeros(4, 1))

@@ -1,16 +1,19 @@
 """`ScaleStuck`: a run that skips every step raises, with the non-finite parameters and the likely cause."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from tests.torch.helpers import INF, NAN, loss_of, poison, small_model, train_step
-from torch import nn
+from torch import Tensor, nn
 
 from gradscale import Dynamic, Policy, Static
 from gradscale.policies.headroom import Headroom
 from gradscale.torch import LossScaler, ScaleStuck
+
+pytestmark = pytest.mark.cpu_only("a device is read a few steps late; `on_a_device` and `either_way` stand for one")
 
 FLOOR = Dynamic(init_scale=4.0, min_scale=1.0)
 
@@ -173,7 +176,11 @@ def test_raising_goes_on_and_the_state_stays_whole() -> None:
             TypeError,
             "`max_consecutive_skips` must be an integer. Received: max_consecutive_skips=True",
         ),
-        ({"on_stuck": "ignore"}, ValueError, "`on_stuck` must be 'raise', 'warn' or a function. Received: on_stuck="),
+        (
+            {"on_stuck": "shout"},
+            ValueError,
+            "`on_stuck` must be 'raise', 'warn', 'ignore' or a function. Received: on_",
+        ),
         (
             {"policy": "fast"},
             TypeError,
@@ -205,3 +212,119 @@ def test_a_loaded_run_that_is_stuck_is_reported_again() -> None:
     scaler.load_state_dict(scaler.state_dict())
     train_step(scaler, model, optimizer, bad=INF)
     assert len(found) == 2
+
+
+def batches(bad_from: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields batches of one task; from `bad_from` on, with a NaN in each."""
+    generator = torch.Generator().manual_seed(1)
+    for number in range(200):
+        x, y = torch.randn(32, 16, generator=generator), torch.randn(32, 4, generator=generator)
+        if bad_from is not None and number >= bad_from:
+            x[0, 0] = NAN
+        yield x, y
+
+
+def regression_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output.float(), target)
+
+
+def error_of_a_real_run(
+    optimizer_of: Callable[[Any], torch.optim.Optimizer],
+    *,
+    last: nn.Module | None = None,
+    loss_of_output: Callable[[Tensor, Tensor], Tensor] = regression_loss,
+    bad_from: int | None = None,
+) -> ScaleStuck:
+    """Returns the error of a run in FP16 that is stuck."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), last or nn.Linear(64, 4))
+    optimizer = optimizer_of(model.parameters())
+    scaler = LossScaler(model, max_consecutive_skips=10)
+    for x, y in batches(bad_from):
+        with torch.autocast("cpu", dtype=torch.float16):
+            output = model(x)
+        scaler.backward(loss_of_output(output, y))
+        try:
+            scaler.step(optimizer)
+        except ScaleStuck as error:
+            return error
+        optimizer.zero_grad()
+    raise AssertionError("never stuck")
+
+
+RATES: dict[str, tuple[Any, float]] = {
+    "SGD 30": (torch.optim.SGD, 30.0),
+    "SGD 1e3": (torch.optim.SGD, 1e3),
+    "Adam 100": (torch.optim.Adam, 100.0),
+    "Adam 1e5": (torch.optim.Adam, 1e5),
+}
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("kind", "lr"), RATES.values(), ids=RATES)
+def test_a_learning_rate_that_is_too_high_is_named_with_the_size_of_the_weights(
+    kind: Any, lr: float, fused: bool
+) -> None:
+    text = str(error_of_a_real_run(lambda params: kind(params, lr=lr, fused=fused)))
+    assert re.search(r"the loss is inf or NaN since step [2-9]\.", text)
+    assert f"Likely cause: the learning rate ({lr:g}) is too high. The largest weight, in " in text
+    assert ", and was 0.25 at the first step: the updates made the weights diverge." in text
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+class Overflows(nn.Module):
+    """Activations that FP16 cannot hold, whatever the weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer((x + 1).half() * 65504)
+
+
+def test_a_nan_in_the_batches_is_not_taken_for_the_learning_rate() -> None:
+    error = error_of_a_real_run(adamw, bad_from=20)
+    assert error.cause.startswith("the loss itself is inf or NaN, so no scale can help; look at the forward pass and ")
+    assert "the loss is inf or NaN since step 21." in str(error)
+
+
+def test_a_logarithm_of_zero_is_not_taken_for_the_learning_rate() -> None:
+    error = error_of_a_real_run(adamw, loss_of_output=lambda output, y: (output.float() * 0).log().mean())
+    assert error.cause.startswith("the loss itself is inf or NaN, so no scale can help; look at the forward pass and ")
+    assert "skipped, since step 1, and the loss is inf or NaN." in str(error)
+
+
+def test_an_activation_that_overflows_in_fp16_is_not_taken_for_the_learning_rate() -> None:
+    error = error_of_a_real_run(adamw, last=Overflows())
+    assert error.cause.startswith("the loss itself is inf or NaN, so no scale can help; look at the forward pass and ")
+
+
+def test_weights_that_are_large_by_design_are_not_taken_for_the_learning_rate() -> None:
+    class Gain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.full((64,), 900.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.gain / 900
+
+    error = error_of_a_real_run(adamw, last=nn.Sequential(Gain(), nn.Linear(64, 4)), bad_from=20)
+    assert error.cause.startswith("the loss itself is inf or NaN")
+
+
+@pytest.mark.usefixtures("on_a_device")
+def test_on_a_device_the_step_since_which_the_loss_is_not_finite_is_exact() -> None:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = LossScaler(model, max_consecutive_skips=3)
+    for step in range(1, 32):
+        scaler.backward(loss_of(model) * (NAN if step >= 23 else 1.0))
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    scaler.backward(loss_of(model) * NAN)
+    with pytest.raises(ScaleStuck, match=r"^10 steps in a row were skipped, and the loss is .* since step 23\."):
+        scaler.step(optimizer)

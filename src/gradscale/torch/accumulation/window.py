@@ -212,6 +212,7 @@ class Windows:
 
     def sharing_the_scale(self, loss: Tensor) -> list[Tensor]:
         """Returns every known tensor whose gradient has the scale, or gets it from the backward pass of `loss`."""
+        self._stale.note_graph(loss)
         known = chain(self._stale.watched(), leaves_of(loss))
         # A parameter that was frozen since an earlier micro-batch has a gradient, too.
         return list({id(each): each for each in known if each.requires_grad or each.grad is not None}.values())

@@ -1,15 +1,19 @@
 """`GradScaler`: a drop-in for torch's own, with its faults fixed and a result for every step."""
 
+import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from gradscale.engine.measurement import Measurement
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.policies.auto import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
@@ -24,6 +28,7 @@ from gradscale.torch.drop_in.settings import (
     settings_from,
     settings_of,
 )
+from gradscale.torch.drop_in.steps import Steps
 from gradscale.torch.drop_in.unscale import (
     gradients_of,
     refuse_divided,
@@ -71,6 +76,10 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: lowest scale; by default 2**-126.
         max_scale: highest scale; by default the largest float32.
         hysteresis: overflows before the scale backs off for the first time.
+        max_consecutive_skips: skipped steps in a row, at a scale of at most 1 or with a loss that is not finite, before
+            the run is stuck.
+        on_stuck: what to do then. `"warn"`, once until a step is applied again, with the likely cause; or `"raise"` a
+            `ScaleStuck` in every `update`, call a function with it once, or `"ignore"` it.
 
     Attributes:
         last: the result of the last `step`; None before the first, when disabled, and for an optimizer that takes the
@@ -90,6 +99,8 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float | None = None,
         max_scale: float | None = None,
         hysteresis: int = 1,
+        max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
+        on_stuck: OnStuck = "warn",
     ) -> None:
         numbers = {
             "init_scale": init_scale,
@@ -112,6 +123,7 @@ class GradScaler(torch.amp.GradScaler):
                 setattr(self, f"_{name}", getattr(given, name))
             self._bounds = given.bounds
             self._rule = None if given.policy is None else Rule(given.policy)
+        self._steps = Steps(max_consecutive_skips, on_stuck, self.get_scale())
 
     def scale(self, outputs: Any) -> Any:
         """Returns `outputs` times the scale: a tensor, or an iterable of tensors and further iterables.
@@ -120,21 +132,45 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return outputs
-        # A new backward pass: parameters that optimizers share may be divided once more.
-        self._divided.clear()
         return self._scaled(outputs)
 
-    def _scaled(self, outputs: Any) -> Any:
+    def _scaled(self, outputs: Any, copies: dict[torch.device, Tensor] | None = None) -> Any:
         if isinstance(outputs, Tensor):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             scale, _ = self._check_scale_growth_tracker("scale")
+            # Autograd keeps the scale for the backward pass, and refuses one that `update` has written to. As in torch,
+            # several losses get a copy, so that one may be differentiated after an update for another.
+            if copies is not None and outputs.device not in copies:
+                copies[outputs.device] = scale.to(outputs.device, non_blocking=True, copy=True)
+            local = scale.to(outputs.device, non_blocking=True) if copies is None else copies[outputs.device]
             wide = outputs.float() if outputs.dtype is torch.float16 else outputs
-            return wide * scale.to(device=outputs.device, non_blocking=True)
+            return self._followed(wide * local, wide, local)
         if not isinstance(outputs, Iterable) or isinstance(outputs, str):
             raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-        scaled = map(self._scaled, outputs)
+        scaled = map(partial(self._scaled, copies={} if copies is None else copies), outputs)
         return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
+
+    def _followed(self, scaled: Tensor, loss: Tensor, made_with: Tensor) -> Tensor:
+        """Returns `scaled`, with its loss noted and a hook on its backward pass."""
+        if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(scaled):
+            # Neither the loss nor a hook on it may leave the transformation.
+            self._divided.clear()
+        elif scaled.requires_grad:
+            self._steps.losses.add(loss)
+            version = self._scale._version  # type: ignore[union-attr]
+            scaled.register_hook(partial(self._on_backward, made_with, version))
+        return scaled
+
+    def _on_backward(self, made_with: Tensor, version: int, grad: Tensor) -> Tensor | None:
+        # New gradients: parameters that optimizers share may be divided once more. Known only when the backward pass
+        # begins: its loss may have been scaled long before.
+        self._divided.clear()
+        scale = self._scale
+        if scale is None or scale._version == version:
+            return None
+        # The scale may have changed since, and the gradients will be divided by the present one.
+        return grad * (scale.to(made_with.device, non_blocking=True) / made_with)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -183,7 +219,7 @@ class GradScaler(torch.amp.GradScaler):
             # Measured now, before the user clips: `clip_grad_norm_` with a norm of NaN makes every element NaN, and
             # every parameter would count as non-finite.
             state["measured"] = sizes_of(gradients_of(optimizer), scale.device)
-            state["traces"] = Traces(collect([optimizer]))
+            state["traces"] = Traces(collect([optimizer]), state["measured"].sizes)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -234,6 +270,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        self._steps.begin(optimizer, scale.device)
         if apply.takes_scaler(optimizer):
             returned = self._step_with_scaler(optimizer, *args, **kwargs)
         elif apply.folds(optimizer):
@@ -269,7 +306,7 @@ class GradScaler(torch.amp.GradScaler):
         measured = state.get("measured")
         if measured is None and overflow.is_cpu and overflow.tolist():
             measured = sizes_of(gradients_of(optimizer), scale.device)
-        self._remember(optimizer, scale, overflow, measured)
+        self._remember(optimizer, scale, overflow, measured, known_skip=bool(host_value(overflow)))
         return returned
 
     def _step_gated(self, optimizer: Optimizer, scale: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -283,62 +320,95 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         scale, _ = self._check_scale_growth_tracker("step")
         overflow = any_overflow(optimizer_state["found_inf_per_device"].values(), scale.device)
-        returned, measured = None, None
-        if bool(overflow):
+        returned, measured, skips = None, None, bool(overflow)
+        if skips:
             apply.hold(optimizer)
             measured = optimizer_state.get("measured") or sizes_of(gradients_of(optimizer), scale.device)
         else:
             returned = optimizer.step(*args, **kwargs)
-        self._remember(optimizer, scale, overflow, measured)
+        self._remember(optimizer, scale, overflow, measured, known_skip=skips)
         return returned
 
-    def _remember(self, optimizer: Optimizer, scale: Tensor, overflow: Tensor, measured: Measurement | None) -> None:
+    def _remember(
+        self,
+        optimizer: Optimizer,
+        scale: Tensor,
+        overflow: Tensor,
+        measured: Measurement | None,
+        *,
+        known_skip: bool,
+    ) -> None:
         # A copy: `update` writes to the scale in place, and the result must keep that of its step.
         present, state = scale.clone(), self._per_optimizer_states[id(optimizer)]
         seen = seen_by([state["sizes"]], overflow, present) if "sizes" in state else None
+        # Finite gradients are applied whatever the loss was, as in torch: where they are known to be, it is not needed.
+        applies = host_value(overflow) == 0
+        loss_finite = torch.ones_like(overflow) if applies else self._steps.losses.finite(scale.device)
+        counted = measured.sizes if measured is not None and known_skip else None
         self.last = StepResult(
             applied=~overflow,
             scale=present,
             next_scale=present,
-            loss_finite=torch.ones_like(overflow),
+            loss_finite=loss_finite,
             amax=None if seen is None else seen.amax,
             attempted=bool(state["found_inf_per_device"]),
             sizes=None if measured is None else measured.sizes,
-            traces=None if measured is None else state.get("traces") or Traces(collect([optimizer])),
+            traces=None if measured is None else state.get("traces") or Traces(collect([optimizer]), counted),
         )
+        self._steps.add(optimizer, self.last)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale after the steps of all optimizers, or sets it to `new_scale`.
 
         Does not synchronize with the device, except to check a `new_scale` that is a tensor there.
+
+        Raises:
+            ScaleStuck: the run is stuck, and `on_stuck` is `"raise"`. The scale has been updated then.
         """
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
+        states = self._per_optimizer_states.values()
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        overflow = any_overflow(flags, scale.device)
+        results = self._steps.pending(overflow, scale)
         if new_scale is None:
-            self._move(scale, tracker)
+            if not flags:
+                raise AssertionError("No inf checks were recorded prior to update.")
+            self._move(scale, tracker, overflow)
         else:
             number = number_from_tensor(new_scale, self._device) if isinstance(new_scale, Tensor) else new_scale
             # Checked before it is written: torch would take 0, inf or NaN, and scale by it from then on.
             number = self._bounds.checked("new_scale", number)
             self._bound.set(scale.fill_(number), number)
-        if self.last is not None:
-            self.last.next_scale = scale.clone()
+        after = scale.clone()
+        for result in results:
+            result.next_scale = after
         self._divided.clear()
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-
-    def _move(self, scale: Tensor, tracker: Tensor) -> None:
-        states = self._per_optimizer_states.values()
-        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if not flags:
-            raise AssertionError("No inf checks were recorded prior to update.")
-        overflow = any_overflow(flags, scale.device)
+            self._steps.discard()
+            return
+        at_floor = False if self._rule is None else self._rule.state.stuck
+        # Last: it may raise, and the update is complete by then.
+        self._steps.close(results, overflow, after, self._bounds.min_scale, at_floor)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns scale, counts, skip rate and headroom, as `LossScaler.metrics`. Never synchronizes.
+
+        A step is an `update`. Counts start at 0 when a state of torch's is loaded, which has none. `grad_norm` is NaN,
+        and so is `headroom_bits` unless the policy reads the largest gradient.
+        """
+        return self._steps.metrics()
+
+    def _move(self, scale: Tensor, tracker: Tensor, overflow: Tensor) -> None:
         # Before the update, which changes the version that distinguishes writes by others.
         self._bound.revalidate(scale)
         if self._rule is None:
             numbers = (self._growth_factor, self._backoff_factor, int(self._growth_interval))
             update_by_kernel(scale, tracker, overflow, *numbers, self._bounds)
         else:
+            states = self._per_optimizer_states.values()
             seen = seen_by([state["sizes"] for state in states if "sizes" in state], overflow, scale)
             update_by_policy(self._rule, scale, tracker, seen, self._bounds)
         backs_off = self._rule is None or isinstance(self._rule.policy, Dynamic)
@@ -388,13 +458,19 @@ class GradScaler(torch.amp.GradScaler):
             saved = read_scaler(state_dict, None if self._rule is None else self._rule.policy, self._bounds)
             state_dict = saved.numbers
             self._bounds, self._rule = saved.bounds, saved.rule
+            self._steps.restart(saved.counters())
         super().load_state_dict(state_dict)
         if self._enabled and self._scale is not None:
             self._settle()
 
     def __getstate__(self) -> dict[str, Any]:
         # Results, bounds and divided optimizers refer to tensors of the original.
-        state = super().__getstate__() | {"last": None, "_bound": ScaleBound(), "_divided": []}
+        state = super().__getstate__() | {
+            "last": None,
+            "_bound": ScaleBound(),
+            "_divided": [],
+            "_steps": copy.copy(self._steps),
+        }
         # torch's `__getstate__` raises unless it is empty; a new one, so that a shallow copy does not share it.
         state["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
         if self._rule is not None:

@@ -1,16 +1,19 @@
 """The saved form of `GradScaler`: torch's dict, with one more entry for settings that torch's does not have."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from gradscale.engine.saved import read_saved, write_saved
-from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_number
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
-from gradscale.torch.drop_in.settings import Bounds, check_factors, check_interval
+from gradscale.torch.drop_in.counters import Counters
+from gradscale.torch.drop_in.settings import Bounds, check_factors, check_interval, shown
+from gradscale.torch.drop_in.update import LARGEST_TRACKER
 from gradscale.torch.step.decide import Rule
 
 EXTRA = "gradscale"
@@ -33,6 +36,14 @@ class Saved:
     bounds: Bounds
     rule: Rule | None
 
+    def counters(self) -> Counters:
+        """Returns the steps counted so far: those of the policy's state. torch saves none."""
+        scale = self.numbers["scale"]
+        if self.rule is None:
+            return Counters(scale)
+        state = self.rule.state
+        return Counters(scale, int(state.applied), int(state.skipped), int(state.consecutive_skips))
+
 
 def write_extra(rule: Rule | None, bounds: Bounds, scale: float, tracker: int) -> dict[str, Any]:
     """Returns the entry beside torch's five, or an empty dict if the five are enough."""
@@ -48,19 +59,56 @@ def read_scaler(saved: Mapping[str, Any], policy: Policy | None, bounds: Bounds)
 
     Saved settings override those of the loading scaler, as in torch; `policy`, where None is torch's own rule, and
     `bounds` are kept where they were not saved.
+
+    Raises:
+        KeyError: one of torch's five entries is missing.
+        TypeError: a value has the wrong type.
+        ValueError: a value is out of range, or the entry of this class is not as `write_extra` wrote it.
     """
-    numbers = {name: saved[name] for name in ("scale", *FACTORS, "_growth_tracker")}
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"`load_state_dict` takes what `state_dict` returned. Received: {type(saved).__name__}.")
+    numbers = {name: _number(name, saved) for name in ("scale", *FACTORS, "_growth_tracker")}
     _check_scale(numbers["scale"])
-    extra = saved.get(EXTRA, {})
+    extra = _extra(saved)
+    # The rules of some systems count from -1.
+    _check_numbers(numbers, lowest=-1 if "policy" in extra else 0)
     if "policy" in extra:
         saved_rule = read_saved(extra)
         rule, bounds = Rule(saved_rule.policy, saved_rule.state), Bounds()
     else:
-        _check_numbers(numbers)
         rule = None if policy is None else Rule(_adapted(policy, numbers))
         bounds = Bounds(**extra) if extra else bounds
     numbers["scale"] = min(max(float(numbers["scale"]), bounds.min_scale), bounds.max_scale)
     return Saved(numbers, bounds, rule)
+
+
+def _number(name: str, saved: Mapping[str, Any]) -> Any:
+    """Returns one of torch's five entries as a Python number; raises if it is missing or no number."""
+    if name not in saved:
+        error = KeyError(name)
+        error.add_note(
+            f"A saved GradScaler has the entries scale, {', '.join(FACTORS)} and _growth_tracker. "
+            f"Received: {sorted(map(str, saved))[:10]}. Another system's state is read by `gradscale.import_state`."
+        )
+        raise error
+    value: Any = saved[name]
+    number: Any = value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value
+    check_number(name, number)
+    return number
+
+
+def _extra(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entry of this class, or an empty dict; raises unless it holds a policy or bounds."""
+    extra = saved.get(EXTRA, {})
+    if not isinstance(extra, Mapping):
+        raise TypeError(f"`{EXTRA}` of a saved GradScaler must be a mapping. Received: {type(extra).__name__}.")
+    known = {field.name for field in fields(Bounds)}
+    if extra and "policy" not in extra and set(extra) != known:
+        raise ValueError(
+            f"`{EXTRA}` of a saved GradScaler holds a policy and its state, or {' and '.join(sorted(known))}. "
+            f"Received the keys: {sorted(map(str, extra))[:10]}."
+        )
+    return dict(extra)
 
 
 def _adapted(policy: Policy, numbers: Mapping[str, Any]) -> Policy:
@@ -68,21 +116,24 @@ def _adapted(policy: Policy, numbers: Mapping[str, Any]) -> Policy:
     return replace(policy, **{name: numbers[name] for name in FACTORS}) if isinstance(policy, Dynamic) else policy
 
 
-def _check_scale(saved: Any) -> None:
-    scale = float(saved)
+def _check_scale(scale: Any) -> None:
+    # Compared as it is: a Python integer may be too large for a float.
     if not LOWEST_SCALE <= scale <= HIGHEST_SCALE:
         raise ValueError(
             "A saved scale must lie between 2**-126 and 2**126, where it and its reciprocal are normal float32 "
-            f"numbers. Received: scale={scale!r}. The run that saved it had lost its scale: put another number into "
-            "the dict."
+            f"numbers. Received: scale={shown(scale)}. The run that saved it had lost its scale: put another number "
+            "into the dict."
         )
 
 
-def _check_numbers(numbers: Mapping[str, Any]) -> None:
+def _check_numbers(numbers: Mapping[str, Any], lowest: int) -> None:
     if not numbers["growth_factor"] == numbers["backoff_factor"] == 1:
         # Both are 1 in a static scale that was exported to torch, where `check_factors` would reject them.
         check_factors(numbers["growth_factor"], numbers["backoff_factor"])
     check_interval(numbers["growth_interval"])
     tracker = numbers["_growth_tracker"]
-    if isinstance(tracker, bool) or not isinstance(tracker, int) or not 0 <= tracker <= np.iinfo(np.int32).max:
-        raise ValueError(f"`_growth_tracker` must be a count of steps. Received: _growth_tracker={tracker!r}.")
+    if not isinstance(tracker, int) or not lowest <= tracker <= LARGEST_TRACKER:
+        raise ValueError(
+            "`_growth_tracker` must be a count of steps, from 0 to 2**31 - 1. "
+            f"Received: _growth_tracker={shown(tracker)}."
+        )

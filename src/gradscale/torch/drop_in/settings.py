@@ -1,6 +1,6 @@
 """The settings of `GradScaler`: its rule, its bounds and its scales, checked before anything is changed."""
 
-import math
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,8 @@ from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
 
 TORCH_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+
+LARGEST_INTERVAL = 2**63 - 1  # what torch's kernel takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +38,14 @@ class Bounds:
 
     def checked(self, name: str, value: Any) -> float:
         """Returns `value` as a float, or raises if it is not a number within the bounds."""
-        if isinstance(value, bool):
-            raise TypeError(f"`{name}` must be a number. Received: {name}={value!r} (bool).")
-        number = float(value)
-        if not self.min_scale <= number <= self.max_scale:
+        check_number(name, value)
+        # Compared as it is: a Python integer may be too large for a float.
+        if not self.min_scale <= value <= self.max_scale:
             raise ValueError(
                 f"`{name}` must be from {self.min_scale:g} to {self.max_scale:g}, the bounds of the scale. "
-                f"Received: {name}={number!r}."
+                f"Received: {name}={shown(value)}."
             )
-        return number
+        return float(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,8 @@ def check_factors(growth_factor: float, backoff_factor: float) -> None:
         raise AssertionError("The growth factor must be > 1.0.")
     if backoff_factor >= 1.0:
         raise AssertionError("The backoff factor must be < 1.0.")
-    if not math.isfinite(growth_factor):
-        raise ValueError(f"`growth_factor` must be finite. Received: growth_factor={growth_factor!r}.")
+    if not growth_factor <= sys.float_info.max:
+        raise ValueError(f"`growth_factor` must be finite. Received: growth_factor={shown(growth_factor)}.")
     if not backoff_factor > 0.0:
         raise ValueError(
             "`backoff_factor` must be greater than 0, so that the scale stays positive. "
@@ -154,11 +155,19 @@ def check_interval(growth_interval: int) -> None:
             f"`growth_interval` must be an integer. Received: growth_interval={growth_interval!r} "
             f"({type(growth_interval).__name__})."
         )
+    if growth_interval > LARGEST_INTERVAL:
+        raise ValueError(f"`growth_interval` must be at most 2**63 - 1. Received: {shown(growth_interval)}.")
     if growth_interval < 1:
         raise ValueError(
             f"`growth_interval` must be at least 1. Received: growth_interval={growth_interval!r}. "
             "For a scale that does not grow, pass one that is larger than the number of steps."
         )
+
+
+def shown(value: Any) -> str:
+    """Returns a number as text; of a huge integer, which Python may refuse to print, its length."""
+    huge = isinstance(value, int) and value.bit_length() > 1024
+    return f"an integer of {value.bit_length()} bits" if huge else repr(value)
 
 
 def number_from_tensor(new_scale: Tensor, device: str) -> float:

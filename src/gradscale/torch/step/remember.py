@@ -1,8 +1,9 @@
 """Stage five, remember: the last result, the metrics, and the check for a run that skips every step."""
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -10,24 +11,54 @@ from torch import Tensor
 
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.metrics import metrics_of
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, StuckCheck
-from gradscale.policies.contract import ScaleState
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck
 from gradscale.torch.step.decide import Decision, Rule
 from gradscale.torch.step.gradients import Names
-from gradscale.torch.step.host_copy import HostCopy, host_value
+from gradscale.torch.step.host_copy import HostCopy, host_value, read_now
 from gradscale.torch.step.plan import StepPlan
 from gradscale.torch.step.result import StepResult, Traces
+from gradscale.torch.step.weights import WeightSizes
+
+Optimizer = torch.optim.Optimizer
 
 SAMPLE_EVERY = 16
 """Steps between two host copies of the skip counter, and between two reads of the largest gradient for the headroom."""
 
 
-def result_of(plan: StepPlan, measurement: Measurement, decision: Decision, rule: Rule, names: Names) -> StepResult:
-    """Returns the result of a step, whose decision `rule` has taken over."""
+class Counted(Protocol):
+    """The numbers of a `ScaleState` that are shown and checked: numbers in host memory, or all of them 0-d tensors."""
+
+    @property
+    def scale(self) -> Any: ...
+    @property
+    def applied(self) -> Any: ...
+    @property
+    def skipped(self) -> Any: ...
+    @property
+    def consecutive_skips(self) -> Any: ...
+    @property
+    def stuck(self) -> Any: ...
+
+
+def result_of(
+    plan: StepPlan,
+    measurement: Measurement,
+    decision: Decision,
+    rule: Rule,
+    names: Names,
+    *,
+    updated: bool | None = None,
+) -> StepResult:
+    """Returns the result of a step, whose decision `rule` has taken over.
+
+    `updated` is whether the optimizers were, if the host knows.
+    """
     seen = decision.seen
     # In host memory the outcome is known, and gradients that are all finite need not be traced.
     total = host_value(measurement.total)
     all_finite = total is not None and math.isfinite(total)
+    # Counted now, as gradients may be cleared before anyone asks; not in a step that may have been applied.
+    known_skip = updated is False or total is not None
     has_amax = plan.edited or measurement.amax is not None
     return StepResult(
         applied=decision.applied,
@@ -39,7 +70,7 @@ def result_of(plan: StepPlan, measurement: Measurement, decision: Decision, rule
         retries=plan.window.retries,
         attempted=bool(plan.gradients),
         sizes=None if all_finite else measurement.sizes,
-        traces=None if all_finite else Traces(plan.gradients),
+        traces=None if all_finite else Traces(plan.gradients, measurement.sizes if known_skip else None),
         parameter_names=names,
         gradient_count=len(plan.gradients),
     )
@@ -66,7 +97,9 @@ class Memory:
         self.last: StepResult | None = None
         self._amax: Tensor | None = None
         self._steps = 0
-        self._counters: HostCopy | None = None
+        self._weights = WeightSizes()
+        self._last_finite_loss: Any = 0
+        self._counters: tuple[int, HostCopy] | None = None
         self._numbers: HostCopy | None = None
         self._metrics = _as_metrics([math.nan] * 5)
 
@@ -75,27 +108,50 @@ class Memory:
         """Whether the next step reads its largest gradient for the metrics."""
         return self._steps % SAMPLE_EVERY == 0
 
-    def keep(self, result: StepResult, decision: Decision) -> None:
+    def begin(self, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+        """Measures the weights before the first step. Does not synchronize with the device."""
+        self._weights.begin(optimizers, device)
+
+    def keep(self, result: StepResult, state: Counted, optimizers: Sequence[Optimizer]) -> None:
         """Keeps the result, and raises or warns if the run has been stuck for too long. Does not synchronize.
 
-        On an accelerator the counters are read a few steps late. Where the result has no amax, the last one is kept.
+        `state` is the state after the step. The weights of `optimizers` are measured only for a report. On an
+        accelerator the counters are read a few steps late. Where the result has no amax, the last one is kept.
         """
-        state, self.last = decision.state, result
+        self.last = result
         self._amax = self._amax if result.amax is None else result.amax
-        self._steps += 1
-        if not isinstance(state.scale, Tensor):
-            loss_finite = bool(decision.seen.loss_finite)
-            self._stuck_check.check(int(state.consecutive_skips), bool(state.stuck), loss_finite, result)
+        if not result.attempted:
             return
+        self._steps += 1
+        progress = (
+            self._late_progress(result, state) if isinstance(state.scale, Tensor) else self._progress(result, state)
+        )
+        if progress is not None:
+            self._stuck_check.check(progress, result, lambda: self._weights.now(optimizers, result.parameter_names))
+
+    def _progress(self, result: StepResult, state: Counted) -> Progress:
+        """Returns where the run stands, from a state in host memory."""
+        loss_finite = bool(read_now(result.loss_finite))
+        if loss_finite:
+            self._last_finite_loss = int(state.applied) + int(state.skipped)
+        return Progress.of(state, loss_finite, self._last_finite_loss or None)
+
+    def _late_progress(self, result: StepResult, state: Counted) -> Progress | None:
+        """Returns where the run stood a few steps ago, if a copy of it has arrived; starts a copy now and then."""
+        # Counted by the steps since the start of this object, which are known here.
+        self._last_finite_loss = torch.where(result.loss_finite, self._steps, self._last_finite_loss)
         # At most one copy is pending: if the device falls behind, more of them would pile up.
         if self._counters is None and self._steps % SAMPLE_EVERY == 0:
-            self._counters = HostCopy(state.consecutive_skips, state.stuck, result.loss_finite)
-        if self._counters is not None and self._counters.arrived:
-            skips, stuck, loss_finite = self._counters.read()
-            self._counters = None
-            self._stuck_check.check(int(skips), bool(stuck), bool(loss_finite), result)
+            counts = (state.applied, state.skipped, state.consecutive_skips, state.stuck)
+            self._counters = self._steps, HostCopy(*counts, result.loss_finite, self._last_finite_loss)
+        if self._counters is None or not self._counters[1].arrived:
+            return None
+        (copied_at, copy), self._counters = self._counters, None
+        applied, skipped, skips, stuck, loss_finite, last_finite_loss = map(int, copy.read())
+        since = None if not last_finite_loss else applied + skipped - (copied_at - last_finite_loss)
+        return Progress(applied, skipped, skips, bool(stuck), bool(loss_finite), since)
 
-    def metrics(self, state: ScaleState) -> dict[str, float]:
+    def metrics(self, state: Counted) -> dict[str, float]:
         """Returns the newest numbers known on the host, and starts a copy of newer ones. Does not synchronize."""
         self._receive()
         if self._numbers is None:
@@ -103,7 +159,7 @@ class Memory:
             self._receive()  # on the CPU the copy is ready at once
         return dict(self._metrics)
 
-    def _copied(self, state: ScaleState) -> HostCopy:
+    def _copied(self, state: Counted) -> HostCopy:
         # Numbers in host memory stay there, whatever torch's default device is.
         device = state.scale.device if isinstance(state.scale, Tensor) else "cpu"
         norm = None if self.last is None else self.last.grad_norm

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from gradscale.engine import result as engine
 from gradscale.engine.culprits import Culprit, culprits_of
 from gradscale.engine.result import Status
+from gradscale.torch.step import host_copy
 from gradscale.torch.step.gradients import Gradients, Names
 from gradscale.torch.step.host_copy import HostCopy
 
@@ -23,13 +25,23 @@ class Traces:
 
     # Weak, because a result may be kept in a log: it must not hold a set of gradients after `zero_grad`.
 
-    __slots__ = ("_grads", "_optimizers", "_versions", "parameters")
+    __slots__ = ("_counts", "_grads", "_optimizers", "_versions", "parameters")
 
-    def __init__(self, gradients: Gradients) -> None:
+    def __init__(self, gradients: Gradients, sizes: Tensor | None = None) -> None:
+        """Refers to `gradients`, and counts what is not finite in them if `sizes` of a skipped step are given.
+
+        The counts then outlive the gradients. A pass over the non-finite gradients in host memory, over all of them on
+        a device, where the sizes cannot be read. Does not synchronize.
+        """
         self.parameters = list(map(weakref.ref, gradients.parameters))
         self._grads = list(map(weakref.ref, gradients.grads))
         self._versions = [grad._version for grad in gradients.grads]
         self._optimizers = list(map(weakref.ref, gradients.optimizers))
+        self._counts: dict[int, Tensor] = {}
+        if sizes is not None:
+            known = sizes.tolist() if host_copy.in_host_memory(sizes.device) else [math.nan] * len(gradients)
+            bad = [index for index, size in enumerate(known) if not math.isfinite(size)]
+            self._counts = {index: _nonfinite(gradients.values[index]) for index in bad}
 
     def names(self, indices: Sequence[int], names: Names) -> list[str]:
         """Returns the names of the parameters at `indices`."""
@@ -37,17 +49,23 @@ class Traces:
         return names.of([self.parameters[index]() for index in indices], optimizers)
 
     def count(self, index: int) -> int | None:
-        """Returns how many elements of a gradient are not finite; None if it was freed or written to since.
+        """Returns how many elements of a gradient are not finite. Synchronizes with the device.
 
-        None too where all are finite, and only their squares were not.
+        None if they were not counted in the step, and the gradient was freed or written to since; and where all are
+        finite, and only their squares were not.
         """
+        if index in self._counts:
+            return int(self._counts[index]) or None
         grad = self._grads[index]()
         if grad is None or grad._version != self._versions[index]:
             return None
         # Of a DTensor, the local shard: to count in all of it, every rank would have to make this call.
         held = grad.to_local() if hasattr(grad, "to_local") else grad  # type: ignore[attr-defined]
-        values = held if held.layout is torch.strided else held.values()
-        return int((~torch.isfinite(values)).sum()) or None
+        return int(_nonfinite(held if held.layout is torch.strided else held.values())) or None
+
+
+def _nonfinite(values: Tensor) -> Tensor:
+    return (~torch.isfinite(values)).sum()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -91,8 +109,9 @@ class StepResult(engine.StepResult):
     def culprits(self) -> list[Culprit]:
         """Returns the parameters whose gradients were not finite, in the optimizers' order. Synchronizes.
 
-        Does not read the gradients again: the sizes were kept from the step. Elements are counted only where the
-        gradient is still as the step left it.
+        Sizes were kept from the step. So were counts of elements where the host knew in the step that it is skipped:
+        on the CPU, and with an optimizer that is not fused. Else the gradients are read now, and `count` is None for
+        one that was cleared or written to since.
         """
         if self.traces is None or self.sizes is None:
             return []

@@ -1,0 +1,33 @@
+"""Whether the losses of a step were finite: what torch's scaler does not know, for the result and the stuck check."""
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+
+class Losses:
+    """The sum of the losses that were scaled since the last `update`, per device."""
+
+    # The losses themselves and no flags: nothing is computed for a single loss until a step needs to know.
+
+    __slots__ = ("_sums",)
+
+    def __init__(self) -> None:
+        self._sums: dict[torch.device, Tensor] = {}
+
+    def clear(self) -> None:
+        """Forgets the losses of a step that is done."""
+        self._sums.clear()
+
+    def add(self, loss: Tensor) -> None:
+        """Adds a loss, in float32 or wider, without its graph. Does not synchronize with the device."""
+        total = loss.detach() if loss.numel() == 1 else loss.detach().sum()
+        before = self._sums.get(loss.device)
+        self._sums[loss.device] = total.reshape(()) if before is None else before + total.reshape(())
+
+    def finite(self, device: torch.device) -> Tensor:
+        """Returns whether all of them were finite, as a 0-d bool on `device`. Does not synchronize."""
+        # Times 0: NaN if the sum is inf or NaN, else 0. `isfinite` takes twice as many kernels.
+        flags = [(total * 0 == 0).to(device, non_blocking=True) for total in self._sums.values()]
+        return reduce(torch.logical_and, flags) if flags else torch.ones((), dtype=torch.bool, device=device)

@@ -1,0 +1,89 @@
+"""What `GradScaler` remembers: the steps since the last `update`, and the counts and the stuck check of all."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradscale.engine.stuck import OnStuck
+from gradscale.torch.drop_in.counters import Counters
+from gradscale.torch.drop_in.losses import Losses
+from gradscale.torch.step.host_copy import host_value
+from gradscale.torch.step.remember import Memory
+from gradscale.torch.step.result import StepResult
+
+Optimizer = torch.optim.Optimizer
+
+STUCK_AT = 1.0
+"""Scale at or below which a lower one is not expected to help: the gradients do not fit into FP16 unscaled."""
+
+
+class Steps:
+    """The optimizers stepped since the last `update`, their results and losses; and the counts since the start.
+
+    Attributes:
+        losses: the losses scaled since the last `update`.
+        counters: how many steps were applied and skipped.
+    """
+
+    def __init__(self, max_consecutive_skips: int, on_stuck: OnStuck, scale: float) -> None:
+        self.losses = Losses()
+        self.counters = Counters(scale)
+        self._memory = Memory(max_consecutive_skips, on_stuck)
+        self._optimizers: list[Optimizer] = []
+        self._results: list[StepResult] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the contents of a copy: the counts and settings. Results refer to gradients of the original."""
+        memory = self._memory.__reduce__()
+        fresh = {"losses": Losses(), "_memory": memory[0](*memory[1]), "_optimizers": [], "_results": []}
+        return {"counters": self.counters.on_host()} | fresh
+
+    def begin(self, optimizer: Optimizer, device: torch.device) -> None:
+        """Notes that an optimizer is about to be stepped: its weights are measured before its first step."""
+        self._memory.begin([optimizer], device)
+
+    def add(self, optimizer: Optimizer, result: StepResult) -> None:
+        """Adds the result of an optimizer's step."""
+        self._optimizers.append(optimizer)
+        self._results.append(result)
+
+    def pending(self, overflow: Tensor, scale: Tensor) -> list[StepResult]:
+        """Returns the results since the last `update`, or one that stands for the steps of code that has none."""
+        if self._results:
+            return self._results
+        loss_finite = self.losses.finite(scale.device)
+        present = scale.clone()
+        return [StepResult(applied=~overflow, scale=present, next_scale=present, loss_finite=loss_finite)]
+
+    def close(self, results: list[StepResult], overflow: Tensor, scale: Tensor, floor: float, at_floor: Any) -> None:
+        """Counts the step that `update` has ended, and raises, warns or calls if the run is stuck.
+
+        Args:
+            results: those that `pending` returned before the scale was updated.
+            overflow: whether a gradient was not finite, a 0-d bool.
+            scale: the scale of the next step.
+            floor: lowest scale that is allowed.
+            at_floor: whether the policy could not lower the scale, a leaf of its state.
+        """
+        optimizers = self._optimizers
+        self.discard()
+        self.counters.count(overflow, scale, results[-1].scale, max(STUCK_AT, floor), at_floor)
+        # The one that was skipped, where the host knows: its gradients were the cause.
+        skipped = [result for result in results if host_value(result.applied) == 0]
+        self._memory.keep((skipped or results)[-1], self.counters, optimizers)
+
+    def discard(self) -> None:
+        """Forgets the steps since the last `update`."""
+        self._optimizers, self._results = [], []
+        self.losses.clear()
+
+    def restart(self, counters: Counters) -> None:
+        """Forgets every step, and continues from `counters`."""
+        self.discard()
+        self._memory.forget()
+        self.counters = counters
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the newest numbers known on the host. Never synchronizes."""
+        return self._memory.metrics(self.counters)
