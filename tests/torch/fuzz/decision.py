@@ -38,6 +38,7 @@ class Decision:
             share = self.rule.share(measured, window.scale)
             self.rule.step(finite=finite, loss_finite=loss_finite, amax=amax, share=share, norm_read=norm_read)
         norm = norm_of(held.values()) if finite else torch.inf
+        unnamed = self._unnamed(window, held)
         return Outcome(
             status=Status.of(finite and loss_finite, loss_finite) if held else Status.NO_GRADS,
             scale=window.scale,
@@ -45,8 +46,15 @@ class Decision:
             norm=norm if norm_read and held else None,
             amax=amax if held else None,
             retries=window.retries,
-            culprits=None if window.unscaled else self._culprits(operation.optimizers, held, norm_read, divisor),
+            culprits=None
+            if self._unnamed(window, held)
+            else self._culprits(operation.optimizers, held, norm_read, divisor),
         )
+
+    def _unnamed(self, window: Window, held: Mapping[str, Gradient]) -> bool:
+        """Returns whether gradients were edited, or may be NaN where they were inf: complex ones after a retry."""
+        complex_ones = [each for each in held.values() if each.values.is_complex()]
+        return bool(window.unscaled or (window.retries and any(not each.finite for each in complex_ones)))
 
     def all_finite(self, held: Mapping[str, Gradient]) -> bool:
         """Returns whether all gradients are finite, also once they are divided by the scale in their dtype."""

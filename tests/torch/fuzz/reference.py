@@ -185,11 +185,17 @@ class Reference:
         norm_read = operation.norm or operation.clip_norm is not None
         norm = norm_of(held.values())
         self.rule.step(finite=True, loss_finite=True, amax=0.0, share=0.0, norm_read=False)
+        # Masters take the factor of a clip with 16-bit gradients, which they leave as they are.
+        kept = {} if operation.clip_value else {name: held[name].values for name in held if self._stays(name)}
         self._apply(operation, held, norm)
-        self.gradients.defined -= {name for name in held if self.optimizers.masters_of(name)}
+        for name, values in kept.items():
+            held[name].values = values
         # Sparse gradients are not coalesced here, so that sums are taken in another order.
         self.loose |= {name: LOOSE for name, gradient in held.items() if gradient.rows is not None}
         return Outcome(Status.APPLIED, 1.0, 1.0, norm if norm_read else None, None, 0, None)
+
+    def _stays(self, name: str) -> bool:
+        return self.optimizers.masters_of(name) is not None and self.optimizers.gradient_dtype(name).itemsize < 4
 
     def _apply(self, operation: ops.Step, held: dict[str, Gradient], norm: float | None) -> None:
         """Clips the gradients and steps the optimizers."""
@@ -258,7 +264,7 @@ class Reference:
             gradient.values = torch.zeros_like(gradient.values)
         self._settle_buffers(applied=applied)
         self._close(held)
-        self.optimizers.give(index, self.gradients, makes_momentum=self._folds)
+        self.optimizers.give(index, self.gradients, makes_momentum=False)
         return loss
 
     # Clearing and editing gradients.
