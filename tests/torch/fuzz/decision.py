@@ -46,9 +46,7 @@ class Decision:
             norm=norm if norm_read and held else None,
             amax=amax if held else None,
             retries=window.retries,
-            culprits=None
-            if self._unnamed(window, held)
-            else self._culprits(operation.optimizers, held, norm_read, divisor),
+            culprits=None if unnamed else self._culprits(operation.optimizers, held, norm_read, divisor),
         )
 
     def _unnamed(self, window: Window, held: Mapping[str, Gradient]) -> bool:

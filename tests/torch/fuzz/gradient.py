@@ -131,7 +131,8 @@ def added(one: Gradient | None, other: Gradient, scale: float, dtype: torch.dtyp
 def amax_of(gradients: Iterable[Gradient], scale: float) -> float:
     """Returns the largest magnitude, as it is measured on scaled gradients: a finite float64 is at most a float32."""
     largest = max((gradient.amax for gradient in gradients), default=0.0)
-    return min(largest * scale, LARGEST) / scale if largest < torch.inf else torch.inf
+    measured = min(largest * scale, LARGEST) / scale if largest < torch.inf else torch.inf
+    return measured if measured <= LARGEST else torch.inf
 
 
 def norm_of(gradients: Iterable[Gradient], divisor: float = 1.0) -> float:

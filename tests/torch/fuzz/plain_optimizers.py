@@ -132,6 +132,12 @@ class PlainOptimizers:
             if other != index:
                 self.note_written(names, [other])
 
+    def load_checkpoint(self) -> None:
+        """Loads what it saves. torch casts some numbers then: `mu_product` of NAdam gets the type of its parameter."""
+        for optimizer, setup in zip(self._optimizers, self._setup.optimizers, strict=True):
+            if setup.storage is None:
+                optimizer.load_state_dict(optimizer.state_dict())
+
     def note_written(self, names: Sequence[str], indices: Sequence[int] | None = None) -> None:
         """Notes that other code has written to weights, for all optimizers or for some."""
         for index in range(len(self)) if indices is None else indices:

@@ -53,7 +53,7 @@ class Reference:
         self.rule = ScaleRule(setup.policy)
         self.window: Window | None = None
         self.loose: dict[str, float] = {}
-        self._folds = self.rule.scales
+        self._only_scaled = False
         self._decision = Decision(setup, self.optimizers, self.rule)
         self._buffers_before: dict[str, Tensor] | None = None
 
@@ -209,7 +209,7 @@ class Reference:
             if operation.clip_value is not None:
                 gradient.values = clamped(gradient.values, operation.clip_value)
         for index in operation.optimizers:
-            self.optimizers.give(index, self.gradients, makes_momentum=self._folds)
+            self.optimizers.give(index, self.gradients, makes_momentum=self.rule.scales)
             self.optimizers[index].step()
             self.optimizers.take_back(index, self.gradients)
         if coefficient != 1.0 or self.setup.policy in INEXACT:
@@ -220,7 +220,7 @@ class Reference:
 
     def _close(self, divided: Iterable[str] = ()) -> None:
         """Ends the window. The gradients in `divided` are unscaled now, but for those of masters."""
-        self.window = None
+        self.window, self._only_scaled = None, False
         self.gradients.close(name for name in divided if not self.optimizers.masters_of(name))
 
     def _settle_buffers(self, *, applied: bool) -> None:
@@ -370,6 +370,7 @@ class Reference:
 
     @_run.register
     def _(self, operation: ops.Evaluate) -> Result:
+        self._only_scaled = True
         return None
 
     @_run.register
@@ -380,6 +381,8 @@ class Reference:
     def _(self, operation: ops.Save) -> Result:
         if operation.how in ("deepcopy", "pickle") and self.window is not None:
             return Refused()
+        if operation.how in ("deepcopy", "pickle") and self._only_scaled:
+            raise Undefined("A loss was scaled and not differentiated: the scaler may refuse to be copied.")
         self.window = None
         if operation.how == "fresh scaler" and self.gradients.touched and not self.setup.has_model:
             raise Undefined("A scaler without a model cannot know gradients from before it was made.")
@@ -391,9 +394,8 @@ class Reference:
                 self.gradients.clear(name, set_to_none=True)
         if operation.how in ("fresh scaler", "checkpoint"):
             self._buffers_before = None
-        if operation.how in ("deepcopy", "pickle"):
-            # A copy of torch's fused optimizers no longer says that they take a gate, and is stepped like any other.
-            self._folds = False
+        if operation.how == "checkpoint":
+            self.optimizers.load_checkpoint()
         return None
 
 
