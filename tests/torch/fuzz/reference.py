@@ -213,7 +213,7 @@ class Reference:
             self.optimizers[index].step()
             self.optimizers.take_back(index, self.gradients)
         if coefficient != 1.0 or self.setup.policy in INEXACT:
-            for name in self.optimizers.names(operation.optimizers):
+            for name in {*self.optimizers.names(operation.optimizers), *self.gradients.names_of(held.values())}:
                 # 16-bit gradients may be multiplied in place.
                 narrow = self.optimizers.gradient_dtype(name).itemsize < 4
                 self.loose[name] = LOOSE_HALF if narrow else LOOSE
@@ -262,6 +262,7 @@ class Reference:
         outcomes.append(replace(outcome, culprits=culprits))
         for gradient in () if applied else held.values():
             gradient.values = torch.zeros_like(gradient.values)
+            gradient.rows = None if gradient.rows is None else set()
         self._settle_buffers(applied=applied)
         self._close(held)
         self.optimizers.give(index, self.gradients, makes_momentum=False)
