@@ -50,7 +50,7 @@ def _results(reference: Reference, expected: Result, found: Result) -> Iterator[
     else:
         # The scale that follows from an estimate is not known.
         expected = replace(expected, next_scale=found.next_scale) if reference.rule.estimates else expected
-        yield from _outcomes(expected, found, LOOSE if reference.setup.policy in INEXACT else 1e-6)
+        yield from _outcomes(expected, found, 4 * LOOSE if reference.setup.policy in INEXACT else 1e-6)
 
 
 def _outcomes(expected: Outcome, found: Outcome, tolerance: float) -> Iterator[str]:
@@ -163,7 +163,7 @@ def _scales(reference: Reference, subject: Subject) -> Iterator[str]:
     for key, mine in reference.rule.state.to_dict().items():
         if isinstance(mine, str) or reference.rule.estimates:
             continue
-        if not _near(float(theirs[key]), float(mine), LOOSE if inexact else 1e-6):
+        if not _near(float(theirs[key]), float(mine), 4 * LOOSE if inexact else 1e-6)  # a logarithm and an exponential more:
             yield f"{key} of the scale is {theirs[key]}, expected {mine}"
     if inexact or reference.rule.estimates:
         reference.rule.state = read_saved(saved).state

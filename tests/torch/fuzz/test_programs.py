@@ -18,6 +18,8 @@ from gradscale.torch.accumulation import buffers, retry, window
 from gradscale.torch.masters.storage import Full
 from gradscale.torch.step import apply, decide, measure
 
+pytestmark = pytest.mark.not_simulated("sparse tensors, and thousands of steps")
+
 ORDINARY, SLOW = 300, 2600
 CHUNK = 50
 

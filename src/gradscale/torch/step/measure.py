@@ -17,7 +17,7 @@ from gradscale.kernels.torch import (
     tensor_groups,
 )
 from gradscale.torch.step import host_copy
-from gradscale.torch.step.host_copy import host_value
+from gradscale.torch.step.host_copy import host_value, moved
 from gradscale.torch.step.plan import StepPlan
 
 HALF = (torch.float16, torch.complex32)
@@ -148,8 +148,8 @@ def multiply_and_check(gradients: Sequence[Tensor], factor: Tensor, found_inf: T
         if group.device not in flags:
             # A copy even where it is on that device already, as torch's callers expect. The kernel only ever sets it to
             # 1, so that all groups of a device share one.
-            flags[group.device] = found_inf.to(group.device, non_blocking=True, copy=True)
-        local = factor.to(group.device, non_blocking=True)
+            flags[group.device] = moved(found_inf, group.device).clone()
+        local = moved(factor, group.device)
         torch._amp_foreach_non_finite_check_and_unscale_(group.tensors, flags[group.device], local)  # type: ignore[attr-defined]
     return flags
 
@@ -157,7 +157,7 @@ def multiply_and_check(gradients: Sequence[Tensor], factor: Tensor, found_inf: T
 def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns one 0-d bool on `device`: whether any flag is set, to 1 or to any other number but 0."""
     # A bool, not a sum of the flags as in torch: fused kernels skip only for a `found_inf` of exactly 1.
-    found = [flag.to(device, non_blocking=True).reshape(()) for flag in flags]
+    found = [moved(flag, device).reshape(()) for flag in flags]
     if len(found) == 1:
         return found[0].ne(0)
     return torch.stack(found).ne(0).any() if found else torch.zeros((), dtype=torch.bool, device=device)
