@@ -16,6 +16,9 @@ from torch import Tensor
 from gradscale.engine.saved import read_saved
 from gradscale.torch import MasterWeights
 
+LOOSE_SCALE = 4 * LOOSE
+"""The same of a scale that follows gradients through a logarithm and an exponential, which amplifies its rounding."""
+
 STORAGES = {
     "fp32": {torch.float16: 0.0, torch.bfloat16: 0.0},
     "remainder": {torch.float16: 2.0**-40, torch.bfloat16: 0.0},
@@ -50,7 +53,7 @@ def _results(reference: Reference, expected: Result, found: Result) -> Iterator[
     else:
         # The scale that follows from an estimate is not known.
         expected = replace(expected, next_scale=found.next_scale) if reference.rule.estimates else expected
-        yield from _outcomes(expected, found, 4 * LOOSE if reference.setup.policy in INEXACT else 1e-6)
+        yield from _outcomes(expected, found, LOOSE_SCALE if reference.setup.policy in INEXACT else 1e-6)
 
 
 def _outcomes(expected: Outcome, found: Outcome, tolerance: float) -> Iterator[str]:
@@ -163,7 +166,7 @@ def _scales(reference: Reference, subject: Subject) -> Iterator[str]:
     for key, mine in reference.rule.state.to_dict().items():
         if isinstance(mine, str) or reference.rule.estimates:
             continue
-        if not _near(float(theirs[key]), float(mine), 4 * LOOSE if inexact else 1e-6)  # a logarithm and an exponential more:
+        if not _near(float(theirs[key]), float(mine), LOOSE_SCALE if inexact else 1e-6):
             yield f"{key} of the scale is {theirs[key]}, expected {mine}"
     if inexact or reference.rule.estimates:
         reference.rule.state = read_saved(saved).state
