@@ -41,7 +41,7 @@ class Kahan(MasterStorage):
             wide = weight.float()
             # Beside a weight that is inf or NaN the difference is not finite, and nothing could be recovered from it.
             error.copy_((wide - value).nan_to_num_(0.0, 0.0, 0.0))
-            # The error may itself be rounded up to half a unit of the weight. Their difference would then round to another
+            # The error may itself be rounded up to half a unit of the weight. The value would then round to another
             # weight, and writing back what was read would change it. The next error towards zero does not do so; its
             # bits are one less, for either sign.
             rounds_away = wide.sub_(error).to(weight.dtype) != weight

@@ -10,7 +10,7 @@ from gradscale.torch.masters.contract import MasterStorage
 from gradscale.torch.masters.step_buffers import StepBuffer
 
 TIE = 1 << 15
-"""The only remainder that an int16 cannot hold: of a value midway between two weights. Counted from the other, it fits."""
+"""The only remainder that an int16 cannot hold: of a value midway between two weights. From the other one, it fits."""
 
 EXPONENT = 0x7F80_0000
 """The bits of a float32 that hold its exponent."""
