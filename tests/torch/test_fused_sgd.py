@@ -11,6 +11,8 @@ from torch import nn
 from gradscale import NoScaling, Static
 from gradscale.torch import GradScaler, LossScaler, MasterWeights, fused_sgd
 
+pytestmark = pytest.mark.cpu_only("a fault of the CPU's fused kernel")
+
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 

@@ -180,10 +180,9 @@ class LossScaler:
             unscale_rest(collect(optimizers), window, self.policy, self._names)
         samples = self._memory.samples
         plan = plan_step(
-            self.policy,
+            self._rule,
             optimizers,
             window,
-            self._rule.steps,
             norm=norm,
             sample=samples,
             clip_norm=clip_norm,
@@ -279,7 +278,7 @@ class LossScaler:
         def settle() -> StepResult:
             window = self._windows.get(parameters[0].device)
             samples = self._memory.samples
-            plan = plan_step(self.policy, [owner], window, self._rule.steps, norm=True, sample=samples, fold=False)
+            plan = plan_step(self._rule, [owner], window, norm=True, sample=samples, fold=False)
             measurement, decision = self._decided(plan)
             self._warn_of_half(plan, samples)
             multiply(plan.gradients.values, torch.where(decision.applied, decision.factor, 1.0))
@@ -357,7 +356,10 @@ class LossScaler:
     def _close(
         self, plan: StepPlan, measurement: Measurement, decision: Decision, *, updated: bool | None = None
     ) -> StepResult:
-        """Ends the window: updates the scale, settles buffers, notes stale gradients, and returns the result."""
+        """Ends the window: updates the scale, settles buffers, notes stale gradients, and returns the result.
+
+        `updated` is whether the optimizers were updated, if the host knows it.
+        """
         # `keep` comes last: it may raise `ScaleStuck`, and the step is complete by then.
         self._rule.commit(decision)
         for guard in self._buffers:

@@ -6,18 +6,9 @@ from dataclasses import replace
 from random import Random
 
 from tests.torch.fuzz import operations as ops
-from tests.torch.fuzz.setup import (
-    FOR_COMPLEX,
-    FOR_HALF,
-    FOR_SPARSE,
-    INEXACT,
-    OPTIMIZERS,
-    POLICIES,
-    OptimizerSetup,
-    Parameter,
-    Setup,
-    names_of,
-)
+from tests.torch.fuzz.optimizers import FOR_COMPLEX, FOR_HALF, FOR_SPARSE, OPTIMIZERS
+from tests.torch.fuzz.policies import INEXACT, POLICIES
+from tests.torch.fuzz.setup import OptimizerSetup, Parameter, Setup, names_of
 
 INF, NAN = math.inf, math.nan
 
