@@ -122,6 +122,8 @@ def _fits(kind: str, held: Sequence[Parameter], later: Sequence[Parameter], *, e
 
 # The operations.
 
+COPIES: list[ops.How] = ["deepcopy", "pickle"]
+
 
 class _Loop:
     """Draws the operations of one training loop."""
@@ -138,8 +140,7 @@ class _Loop:
         # torch's LBFGS cannot be copied: it loses its parameters.
         copies = not any(optimizer.kind == "lbfgs" for optimizer in setup.optimizers)
         self._ways_to_save: list[ops.How] = ["in place", "fresh scaler", "checkpoint"]
-        if copies:
-            self._ways_to_save += ["deepcopy", "pickle"]
+        self._ways_to_save += COPIES if copies else []
 
     def _chance(self, probability: float) -> bool:
         return self._rng.random() < probability

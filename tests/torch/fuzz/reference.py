@@ -95,13 +95,12 @@ class Reference:
             return tuple(each.values for each in self._made(operation.batch, 1.0).values())
         window = self._opened()
         window.began = True
-        window.loss_finite &= loss_finite
         found = self._made(operation.batch, window.scale)
         for name, gradient in found.items():
             # Divided in float32 if it was narrower.
             dtype = self.optimizers.gradient_dtype(name)
             gradient.values = rounded(gradient.values, 1.0, torch.float32 if dtype.itemsize < 4 else dtype)
-        window.overflowed |= window.loss_finite and not _finite(found.values())
+        window.overflowed |= window.loss_finite and loss_finite and not _finite(found.values())
         return tuple(each.values for each in found.values())
 
     @torch.no_grad()

@@ -277,7 +277,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if state["stage"] is OptState.UNSCALED:
+        if state["stage"] is OptState.UNSCALED and state["found_inf_per_device"]:
             refuse_added_groups(optimizer, state.get("groups"))
         self._warn_of_fused_sgd(optimizer)
         self._steps.begin(optimizer, scale.device)
