@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradscale import Dynamic, Policy, Static
 from gradscale.policies.headroom import Headroom
-from gradscale.torch import LossScaler, MasterWeights
+from gradscale.torch import LossScaler
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -273,26 +273,6 @@ def test_sparse_gradients_of_earlier_micro_batches_survive_a_retry() -> None:
     scaler.step(torch.optim.SGD(embedding.parameters(), lr=1.0))
     assert embedding.weight.grad is not None
     assert embedding.weight.grad.to_dense()[:, 0].tolist() == [0.0, 4.0, 0.0, 2.0]
-
-
-def test_a_sum_of_fp16_gradients_that_overflows_is_retried_too() -> None:
-    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
-    optimizer = MasterWeights(torch.optim.SGD([weight], lr=1.0))
-    scaler = LossScaler(nn.ParameterList([weight]), Dynamic(init_scale=2.0**15))
-    for _ in range(3):
-        scaler.backward(weight.float().sum(), retries=2)  # 2**15 in FP16; twice that is inf
-    result = scaler.step(optimizer)
-    assert (result.status(), result.retries) == ("applied", 1)
-    assert weight.tolist() == [-3.0, -3.0]
-
-
-def test_a_sum_with_an_fp16_gradient_that_is_not_finite_is_not_retried() -> None:
-    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
-    scaler = LossScaler(nn.ParameterList([weight]), Dynamic(init_scale=2.0**15))
-    scaler.backward(weight.float().sum() * 4.0)
-    scaler.backward(weight.float().sum(), retries=2)
-    result = scaler.step(MasterWeights(torch.optim.SGD([weight], lr=1.0)))
-    assert (result.status(), result.retries) == ("overflow", 0)
 
 
 def test_a_leaf_input_gets_the_gradient_of_the_last_attempt_alone() -> None:

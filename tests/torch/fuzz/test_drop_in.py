@@ -27,6 +27,8 @@ SHARED = "A parameter may belong to one optimizer of a backward pass only"
 
 LATE_GROUP = "A parameter group was added after `unscale_`"
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch's fused SGD leaves most elements:UserWarning")
+
 FUSED: tuple[Callable[[Any], Any], ...] = (
     # Without momentum: a skipped first step leaves it uninitialised in torch, and 16-bit parameters damage it.
     lambda params: torch.optim.SGD(params, lr=0.25, weight_decay=0.125, fused=True),

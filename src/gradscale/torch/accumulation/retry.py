@@ -33,25 +33,10 @@ class Stash:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def overflowed(self, ratio: Tensor) -> Tensor:
-        """Returns whether a gradient of the attempt is not finite, a 0-d bool on the device of `ratio`.
-
-        Nor may its sum with an earlier one be that is finite, and is multiplied by `ratio` first. Only sums in FP16 are
-        computed for this.
-        """
+    def overflowed(self, device: torch.device) -> Tensor:
+        """Returns whether a gradient of the attempt is not finite, a 0-d bool on `device`."""
         dense = [numbers_of(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-        overflowed = ~torch.isfinite(measure_sizes(dense, ratio.device).total)
-        summed = [
-            (earlier, parameter.grad)
-            for parameter, earlier in zip(self._parameters, self._earlier, strict=True)
-            if earlier is not None and parameter.grad is not None and _may_overflow(earlier, parameter.grad)
-        ]
-        if not summed:
-            return overflowed
-        with torch.no_grad():
-            sums = [earlier * ratio.to(earlier.device) + later for earlier, later in summed]
-        were_finite = torch.isfinite(measure_sizes([earlier for earlier, _ in summed], ratio.device).total)
-        return overflowed | (were_finite & ~torch.isfinite(measure_sizes(sums, ratio.device).total))
+        return ~torch.isfinite(measure_sizes(dense, device).total)
 
     @torch.no_grad()
     def merge(self, ratio: Tensor | None) -> None:
@@ -82,11 +67,6 @@ class Stash:
         for parameter in self._parameters:
             if hooks := self._hooks[id(parameter)]:
                 parameter._post_accumulate_grad_hooks.update(hooks)  # type: ignore[attr-defined]
-
-
-def _may_overflow(earlier: Tensor, later: Tensor) -> bool:
-    """Returns whether the sum of two finite gradients may well overflow: in FP16, whose whole range the scale uses."""
-    return all(grad.dtype is torch.float16 and grad.layout is torch.strided for grad in (earlier, later))
 
 
 def _sum(earlier: Tensor, later: Tensor) -> Tensor:
@@ -141,7 +121,7 @@ class Retry:
 
     def _try(self, loss: Tensor, window: Window, stash: Stash, retries: int, kwargs: dict[str, Any]) -> bool:
         """Runs the backward pass until it does not overflow or no retry is left; returns whether it overflowed."""
-        finite, scale = window.is_finite(loss), window.scale
+        finite = window.is_finite(loss)
         window.note_loss(finite)
         keep_graph = bool(kwargs.pop("retain_graph", None))
         for tried in range(retries + 1):
@@ -151,7 +131,7 @@ class Retry:
             lowered = self.rule.lowered() if again else self.rule.state
             floor = self.rule.tensor(lowered.scale) >= window.scale
             # All in one read. All ranks make the same decisions, or their collectives would not match.
-            flags = torch.stack([stash.overflowed(window.scale / scale), ~finite, floor])
+            flags = torch.stack([stash.overflowed(window.scale.device), ~finite, floor])
             overflowed, bad_loss, at_floor = self.any_rank(flags)
             if not overflowed or bad_loss or at_floor:
                 return overflowed
