@@ -18,7 +18,10 @@ import torch
 from tests.torch.drop_in.helpers import OURS, TORCH
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.cpu_only("torch's check and this one differ on a device, where norms are read")
+pytestmark = [
+    pytest.mark.cpu_only("torch's check and this one differ on a device, where norms are read"),
+    pytest.mark.filterwarnings("ignore:torch's fused SGD leaves most elements:UserWarning"),
+]
 
 INF, NAN = math.inf, math.nan
 
@@ -26,8 +29,6 @@ UNSCALED_TOO_EARLY = ("raised", AttributeError, "'int' object has no attribute '
 SHARED = "A parameter may belong to one optimizer of a backward pass only"
 
 LATE_GROUP = "A parameter group was added after `unscale_`"
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch's fused SGD leaves most elements:UserWarning")
 
 FUSED: tuple[Callable[[Any], Any], ...] = (
     # Without momentum: a skipped first step leaves it uninitialised in torch, and 16-bit parameters damage it.
