@@ -10,7 +10,7 @@ from torch._compile import _disable_dynamo  # lazy: `torch.compiler.disable` imp
 
 from gradscale.engine.decide import check_clip
 from gradscale.engine.measurement import Measurement
-from gradscale.engine.saved import Saved, read_saved, write_saved
+from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.peers import import_state
 from gradscale.policies.auto import as_policy
@@ -371,4 +371,8 @@ def _read(mapping: Mapping[str, Any], system: str | None) -> Saved:
     """Returns the saved state of gradscale or of another system; torch's `GradScaler` is recognised by a key."""
     if system is None and isinstance(mapping, Mapping) and "_growth_tracker" in mapping:
         system = "torch"
-    return read_saved(mapping) if system is None else Saved(*import_state(system, mapping))
+    if system is None:
+        return read_saved(mapping)
+    saved = Saved(*import_state(system, mapping))
+    check_state(saved.policy, saved.state)
+    return saved

@@ -31,13 +31,16 @@ from gradscale.torch.drop_in.settings import (
 )
 from gradscale.torch.drop_in.steps import Steps
 from gradscale.torch.drop_in.unscale import (
+    gradients_and_sharing,
     gradients_of,
+    refuse_added_groups,
     refuse_divided,
     refuse_half,
     sizes_of,
     unchecked_gradients,
 )
 from gradscale.torch.drop_in.update import measure_for, seen_by, update_by_kernel, update_by_policy
+from gradscale.torch.fused_sgd import fault_of_fused_sgd
 from gradscale.torch.step import apply
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.gradients import collect
@@ -118,6 +121,7 @@ class GradScaler(torch.amp.GradScaler):
         self._rule: Rule | None = None
         self._bound = ScaleBound()
         self._divided: list[Optimizer] = []
+        self._warned_of_fused_sgd = False
         if self._enabled:
             given = settings_from(numbers, min_scale, max_scale, hysteresis) if policy is None else settings_of(policy)
             for name in numbers:
@@ -215,6 +219,7 @@ class GradScaler(torch.amp.GradScaler):
             flags = {device: torch.maximum(flag, overflow.to(flag)) for device, flag in flags.items()}
         state["found_inf_per_device"] = flags
         state["stage"] = OptState.UNSCALED
+        state["groups"] = len(optimizer.param_groups)
         self._divided.append(optimizer)
         if host_value(any_overflow(flags.values(), scale.device)):
             # Measured now, before the user clips: `clip_grad_norm_` with a norm of NaN makes every element NaN, and
@@ -241,11 +246,12 @@ class GradScaler(torch.amp.GradScaler):
         Reads the gradients once and changes none. Does not synchronize with the device.
         """
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        state = self._per_optimizer_states[id(optimizer)]
+        gradients, state["sharing"] = gradients_and_sharing(optimizer)
         if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
             # A subclass or a library has replaced it, to reduce the flag over ranks or for another device: its version
             # must be called here too.
             return super()._check_inf_per_device(optimizer)
-        state, gradients = self._per_optimizer_states[id(optimizer)], gradients_of(optimizer)
         own, policy = getattr(optimizer, "grad_scale", None), self._sizing_policy
         divisor = scale if own is None else scale * own
         grows = own is not None or self._bound.may_be_below_one(scale)
@@ -271,6 +277,9 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.UNSCALED:
+            refuse_added_groups(optimizer, state.get("groups"))
+        self._warn_of_fused_sgd(optimizer)
         self._steps.begin(optimizer, scale.device)
         if apply.takes_scaler(optimizer):
             returned = self._step_with_scaler(optimizer, *args, **kwargs)
@@ -281,6 +290,12 @@ class GradScaler(torch.amp.GradScaler):
         # Last: if the optimizer raises, the step may be repeated.
         state["stage"] = OptState.STEPPED
         return returned
+
+    def _warn_of_fused_sgd(self, optimizer: Optimizer) -> None:
+        # Not an error: torch's scaler runs it.
+        if not self._warned_of_fused_sgd and (fault := fault_of_fused_sgd(optimizer)) is not None:
+            self._warned_of_fused_sgd = True
+            warnings.warn(fault, stacklevel=3)
 
     def _step_with_scaler(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         warnings.warn(
@@ -299,6 +314,12 @@ class GradScaler(torch.amp.GradScaler):
             refuse_divided(optimizer, self._divided)
             self._check_inf_per_device(optimizer)
             divisor = self._get_scale_async()
+            if state.get("sharing"):
+                # The kernel writes the divided gradient back, and would divide it for each parameter that holds it.
+                gradients, divisor = gradients_of(optimizer), None
+                refuse_half(optimizer, gradients)
+                apply.multiply(gradients, scale.reciprocal())
+                state["stage"] = OptState.UNSCALED
             self._divided.append(optimizer)
         elif not state["found_inf_per_device"] and gradients_of(optimizer):
             raise unchecked_gradients(optimizer)

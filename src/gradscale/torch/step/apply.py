@@ -111,6 +111,8 @@ def apply(plan: "StepPlan", applied: Tensor, factor: Tensor) -> bool | None:
         if optimizer in plan.folding:
             step_folded(optimizer, None if optimizer in plan.divided_first else divisor, skip)
         elif go:
+            # A copy of a fused SGD does not fold any more: torch loses the flag, and skipped steps have left zeros.
+            _create_momentum(optimizer)
             optimizer.step()
         else:
             hold(optimizer)

@@ -23,6 +23,9 @@ from gradscale.torch.step.plan import StepPlan
 HALF = (torch.float16, torch.complex32)
 """Types that are divided in FP16."""
 
+DOUBLE = (torch.float64, torch.complex128)
+"""Types that are divided in float64."""
+
 
 def measure(plan: StepPlan) -> Measurement:
     """Returns what one read of the gradients finds; divides them while they are read if the plan says so.
@@ -74,7 +77,17 @@ def measure_sizes(
         norm=single_norm(total) if norm else None,
         upper_share=None if edge is None else share_above(gradients, torch.full_like(total, edge), device),
         half_amax=largest(halves, device).amax() if halves else None,
+        single_total=_single_total(gradients, sizes),
     )
+
+
+def _single_total(gradients: Sequence[Tensor], sizes: Tensor) -> Tensor | None:
+    """Returns the largest size of gradients narrower than float64, in float32, if there are wider ones beside them."""
+    if sizes.dtype is not torch.float64:
+        return None
+    # Not by an index, which would be copied to the device.
+    found = [size for size, grad in zip(sizes.unbind(), gradients, strict=True) if grad.dtype not in DOUBLE]
+    return torch.stack(found).amax().float() if found else None
 
 
 def check(
