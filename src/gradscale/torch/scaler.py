@@ -229,7 +229,8 @@ class LossScaler:
         """Returns the unscaled gradients of `loss` by `inputs`, computed on the scaled loss: for gradient penalties.
 
         Gradients narrower than float32 are widened before they are divided by the scale. If they overflow, the next
-        `step` is skipped and lowers the scale, even if the loss made from them is not finite. Does not synchronize.
+        `step` is skipped and lowers the scale, even if the loss made from them is not finite, or none is made: the
+        scale is too high for the batches to come, too. Does not synchronize.
 
         Args:
             loss: a scalar loss.
@@ -239,11 +240,13 @@ class LossScaler:
         if not self.policy.needs:
             return torch.autograd.grad(loss, inputs, **kwargs)
         window = self._windows.get(loss.device)
-        grads = torch.autograd.grad(window.scaled(loss), inputs, **kwargs)
+        # A loss that is not finite counts only if one is made from its gradients and differentiated in turn.
+        grads = torch.autograd.grad(window.scaled(loss, counts=False), inputs, **kwargs)
         window = self._windows.get(loss.device)  # another one, if the batch of the first was abandoned
         unscaled = tuple(None if grad is None else window.unscale(grad) for grad in grads)
         present = [numbers_of(grad.detach()) for grad in unscaled if grad is not None]
-        window.note_overflow(~torch.isfinite(measure_sizes(present, window.scale.device).total))
+        finite = torch.isfinite(measure_sizes(present, window.scale.device).total)
+        window.note_overflow(~finite & window.is_finite(loss))
         return unscaled
 
     def closure(self, evaluate: Callable[[], Tensor], optimizer: Optimizer | None = None) -> Callable[[], Any]:

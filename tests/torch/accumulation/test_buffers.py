@@ -177,6 +177,34 @@ def test_a_protected_model_can_be_copied_and_pickled() -> None:
         twin.load_state_dict(model.state_dict())
 
 
+def test_a_layer_of_a_protected_wrapper_can_be_copied_alone() -> None:
+    """As for an average of the weights. A wrapper of the compiler cannot be copied from inside of what it wraps."""
+    model, _, _ = setup()
+    wrapper = torch.compile(model, backend="eager")
+    LossScaler(wrapper).protect_buffers()  # type: ignore[arg-type]
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    assert same(average.module.buffers(), model.buffers())
+    average.module(torch.ones(8, 4))
+    average.module.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("scaler_first", [False, True])
+def test_a_copy_of_model_and_scaler_protects_the_copied_model_alone(scaler_first: bool) -> None:
+    model, optimizer, scaler = setup()
+    step(model, optimizer, scaler, torch.randn(8, 4))
+    before = buffers(model)
+    if scaler_first:
+        its_scaler, twin, its_optimizer = copy.deepcopy((scaler, model, optimizer))
+    else:
+        twin, its_optimizer, its_scaler = copy.deepcopy((model, optimizer, scaler))
+    assert not step(twin, its_optimizer, its_scaler, torch.randn(8, 4))
+    reached = buffers(twin)
+    assert step(twin, its_optimizer, its_scaler, torch.full((8, 4), INF))
+    assert same(twin.buffers(), reached)
+    assert not same(reached, before)
+    assert same(model.buffers(), before)
+
+
 def test_loading_into_a_shallow_copy_of_a_protected_module_is_left_alone() -> None:
     model, optimizer, scaler = setup()
     twin = copy.copy(model[1])

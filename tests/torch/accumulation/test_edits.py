@@ -286,6 +286,27 @@ def test_a_bad_loss_inside_a_penalty_takes_precedence(bad: float) -> None:
     assert result.next_scale.item() == 1024.0
 
 
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_a_bad_loss_of_a_penalty_that_is_given_up_does_not_skip_the_next_batch(bad: float) -> None:
+    model, optimizer, scaler = setup()
+    x = torch.ones(1, 4, requires_grad=True)
+    scaler.grad(model(x).sum() * bad, x)
+    optimizer.zero_grad()
+    scaler.backward(loss_of(model))
+    assert scaler.step(optimizer).status() == "applied"
+
+
+def test_an_overflow_of_a_penalty_that_is_given_up_lowers_the_scale() -> None:
+    """A loop that gives up such batches would give up every batch at the same scale."""
+    model, optimizer, scaler = setup(Dynamic(init_scale=2.0**20))
+    x = torch.ones(1, dtype=torch.float16, requires_grad=True)
+    scaler.grad((x.float() * 2.0).sum(), x)
+    optimizer.zero_grad()
+    scaler.backward(loss_of(model))
+    result = scaler.step(optimizer)
+    assert (result.status(), result.next_scale.item()) == ("overflow", 2.0**19)
+
+
 def test_without_scaling_grad_is_autograds_own() -> None:
     x = torch.ones(1, requires_grad=True)
     (grad,) = LossScaler(policy=NoScaling()).grad(x.sum() * 3, x)

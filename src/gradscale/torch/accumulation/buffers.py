@@ -21,6 +21,7 @@ class BufferGuard:
         # Modules, not tensors: `to` and `load_state_dict(assign=True)` replace a module's buffers.
         self._modules = list(modules)
         self._forward_begun = False
+        self._hook = _Hook(self)
         self._copies: dict[nn.Module, dict[str, Tensor]] = {}
         # The same as two lists, for a compiled forward pass.
         self._originals: list[Tensor] = []
@@ -51,13 +52,18 @@ class BufferGuard:
         self._originals = [buffer for buffers in parts.values() for buffer in buffers.values()]
         self._held = [copy for copies in self._copies.values() for copy in copies.values()]
         for part, buffers in parts.items():
-            if (buffers or part in self._modules) and self._before_forward not in part._forward_pre_hooks.values():
-                part.register_forward_pre_hook(self._before_forward)
-                part.register_load_state_dict_post_hook(self._on_load)
+            if (buffers or part in self._modules) and self._hook not in part._forward_pre_hooks.values():
+                part.register_forward_pre_hook(self._hook)
+                part.register_load_state_dict_post_hook(self._hook.on_load)
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Registers hooks of its own on the modules of a copy, whose hooks do nothing."""
+        self.__dict__.update(state)
+        self._hook = _Hook(self)
+        self._copy()
+
+    def before_forward(self) -> None:
         """Copies all buffers before the first forward pass since the last step that can be part of the next one."""
-        del module, args
         # Without gradients it is an evaluation, or `update_bn`, and what it writes is to stay.
         if self._forward_begun or not torch.is_grad_enabled():
             return
@@ -69,11 +75,34 @@ class BufferGuard:
         else:
             self._copy()
 
-    def _on_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+    def on_load(self, module: nn.Module) -> None:
         """Copies loaded buffers, or a skipped step would undo the load if its forward pass calls no hooks."""
-        del incompatible_keys
         if module in self._copies:  # a shallow copy of a part has the hook too, and is none of them
             self._copy()
+
+
+class _Hook:
+    """The hooks of a guard on its modules. Those of a copied module do nothing, until a copy of the guard adds its own.
+
+    Otherwise a copy of one module, such as an average of its weights, would copy the guard, and with it all the others:
+    a wrapper of `torch.compile` or `DistributedDataParallel`, which cannot be copied from inside.
+    """
+
+    def __init__(self, guard: BufferGuard | None = None) -> None:
+        self._guard = guard
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        del module, args
+        if self._guard is not None:
+            self._guard.before_forward()
+
+    def on_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+        del incompatible_keys
+        if self._guard is not None:
+            self._guard.on_load(module)
 
 
 def _restore(buffer: Tensor, copy: Tensor, applied: Tensor) -> None:

@@ -87,14 +87,17 @@ class Window:
         self._left_gradients = False
         self._left: list[Held] = []
 
-    def scaled(self, output: Tensor) -> Tensor:
-        """Returns `output` times the scale, with a hook on its backward pass."""
+    def scaled(self, output: Tensor, *, counts: bool = True) -> Tensor:
+        """Returns `output` times the scale, with a hook on its backward pass, which notes whether `output` is finite.
+
+        Unless it `counts`, that is not noted.
+        """
         scaled = self.product(output)
         if scaled.requires_grad:
             self._gradients.note_graph(scaled)
             # Stale gradients are searched for when the backward pass begins: at `scale` it is too early, since
             # `zero_grad` may still follow, and at `step` it is too late, since autograd has added to them in place.
-            scaled.register_hook(partial(self._on_backward, self.scale, self.is_finite(output)))
+            scaled.register_hook(partial(self._on_backward, self.scale, self.is_finite(output) if counts else None))
         return scaled
 
     def product(self, output: Tensor) -> Tensor:
@@ -158,12 +161,13 @@ class Window:
             cleared = largest(values, self.scale.device).sum() == 0
             self.loss_finite, self.overflowed = self.loss_finite | cleared, self.overflowed & ~cleared
 
-    def _on_backward(self, made_with: Tensor, finite: Tensor, grad: Tensor) -> Tensor | None:
+    def _on_backward(self, made_with: Tensor, finite: Tensor | None, grad: Tensor) -> Tensor | None:
         """Begins the backward pass of a loss, and multiplies it to the scale of the open window if that is another."""
         # A loss may be scaled before a `step` and differentiated after it. Its gradients then belong to the next step,
         # and must have that step's scale.
         window = self._begin()
-        window.note_loss(finite)
+        if finite is not None:
+            window.note_loss(finite)
         torch.autograd.Variable._execution_engine.queue_callback(window.end_backward)  # type: ignore[attr-defined]
         if window.scale is made_with:
             return None
