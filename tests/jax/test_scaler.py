@@ -233,7 +233,7 @@ def test_a_run_that_still_has_a_lower_scale_to_try_is_not_stuck() -> None:
 
 
 def test_parameters_that_have_diverged_point_at_the_learning_rate() -> None:
-    _, scaler, _ = Scaler().step({"w": jnp.ones(2)})
+    _, scaler, result = Scaler().step({"w": jnp.ones(2)})
     for _ in range(3):
         _, scaler, result = scaler.step({"w": jnp.ones(2)}, jnp.float32(jnp.nan))
     params = {"bias": jnp.ones(2), "w": jnp.array([1.0, -4e5]), "step": jnp.int32(7)}

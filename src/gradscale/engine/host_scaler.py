@@ -118,8 +118,8 @@ class HostScaler(ABC):
 
         `loss_finite` is that of all losses since the last step. One that is not finite does not count where the last
         loss and all gradients are: its batch was abandoned, or its gradients would not be finite. Gradients are divided
-        by `divisor`, by default the scale. `overflowed` reports gradients that are not in the
-        measurement. `fields` are further fields of the result.
+        by `divisor`, by default the scale. `overflowed` reports gradients that are not in the measurement. `fields` are
+        further fields of the result.
         """
         divisor = self.loss_scale if divisor is None else divisor
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # gradients that are not finite
@@ -127,7 +127,8 @@ class HostScaler(ABC):
         loss_finite = loss_finite or (last_loss_finite and bool(seen.finite))
         # Rules are bit-exact in float32. A float64 gradient may be larger than that holds, and still be finite.
         amax = np.float32(min(seen.amax, FP32.max) if seen.finite else np.inf)
-        outcome = decide_on_host(self._policy, self._state, replace(seen, amax=amax, loss_finite=np.bool_(loss_finite)), clip_norm, divisor)
+        facts = replace(seen, amax=amax, loss_finite=np.bool_(loss_finite))
+        outcome = decide_on_host(self._policy, self._state, facts, clip_norm, divisor)
         return outcome, kind(
             applied=bool(outcome.applied),
             scale=self.loss_scale,
