@@ -168,9 +168,11 @@ def test_the_state_is_a_named_tuple() -> None:
 
 
 def test_multi_steps_passes_further_arguments_on() -> None:
-    tx = scaled(optax.MultiSteps(optax.polyak_sgd(), 2), Static(8.0))
+    accumulating: Any = optax.MultiSteps(optax.polyak_sgd(), 2)
+    tx = scaled(accumulating, Static(8.0))
     params = {"w": jnp.float32(1.0)}
     state = tx.init(params)
+    updates: Any = None
     for _ in range(2):
         updates, state = tx.update({"w": jnp.float32(8.0)}, state, params, value=jnp.float32(0.5))
     assert updates["w"] == -0.5  # the value over the squared norm, times the gradient

@@ -23,10 +23,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"CPU only: {marker.args[0]}")
     for marker in item.iter_markers("not_simulated") if device.type == simulated.NAME else ():
         pytest.skip(f"not simulated: {marker.args[0]}")
+    if item.get_closest_marker("simulated_only") and device.type != simulated.NAME:
+        pytest.skip("for the simulated device: make test-device")
 
 
 def _device(config: pytest.Config) -> torch.device:
-    name: str = config.getoption("--device")
+    name = str(config.getoption("--device"))
     if name.startswith(simulated.NAME):
         simulated.install()
     return torch.device(name)

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradscale.torch import GradScaler
 
+pytestmark = pytest.mark.cpu_only("Accelerate chooses the device itself")
+
 accelerate = pytest.importorskip("accelerate")
 
 

@@ -1,5 +1,6 @@
 """torch's fused SGD, which leaves most elements of 16-bit parameters on the CPU as they are in torch 2.13."""
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 from torch import nn
 
 from gradscale import NoScaling, Static
-from gradscale.torch import LossScaler, MasterWeights, fused_sgd
+from gradscale.torch import GradScaler, LossScaler, MasterWeights, fused_sgd
+
+pytestmark = pytest.mark.cpu_only("a fault of the CPU's fused kernel")
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -66,6 +69,36 @@ def test_float32_parameters_and_masters_are_stepped_with_the_fused_kernel() -> N
     half = parameter_with_gradient(scaler, torch.float16)
     scaler.step(torch.optim.SGD([wide], lr=0.5, fused=True), MasterWeights(torch.optim.SGD([half], lr=0.5, fused=True)))
     assert wide.unique().tolist() == half.unique().tolist() == [7.0]
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.cpu_only("the kernel of the CPU is the one that is wrong")
+def test_the_drop_in_steps_as_torch_does_and_warns_once(dtype: torch.dtype, unscales: bool) -> None:
+    parameter = nn.Parameter(torch.full((64,), 8.0, dtype=dtype))
+    optimizer = torch.optim.SGD([parameter], lr=0.5, fused=True)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale((parameter.float() * 2.0).sum()).backward()
+            if unscales and dtype is torch.bfloat16:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert ["fused SGD leaves most elements of FP16" in str(each.message) for each in caught] == [True]
+    assert scaler.metrics()["applied"] == 3
+
+
+@pytest.mark.usefixtures("broken")
+def test_the_drop_in_does_not_warn_of_float32_parameters() -> None:
+    parameter = nn.Parameter(torch.full((64,), 8.0))
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale((parameter * 2.0).sum()).backward()
+    scaler.step(torch.optim.SGD([parameter], lr=0.5, fused=True))
+    assert parameter.unique().tolist() == [7.0]
 
 
 def test_the_trial_agrees_with_the_optimizer() -> None:

@@ -27,6 +27,8 @@ class Measurement(NamedTuple):
         upper_share: share of gradient elements above the edge that a policy watches; None where it was not counted.
         half_amax: largest magnitude of the gradients that are unscaled in FP16, where they may overflow; None where
             there are none.
+        single_total: `total` of the gradients that are unscaled in float32; None where they all are, and `total` is a
+            float32 itself.
     """
 
     sizes: Array | None
@@ -35,6 +37,7 @@ class Measurement(NamedTuple):
     norm: Array | None = None
     upper_share: Array | None = None
     half_amax: Array | None = None
+    single_total: Array | None = None
 
     def finite(self, divisor: Array, xp: Namespace) -> Array:
         """Returns whether every gradient is finite, before and after it is divided by `divisor`.
@@ -48,6 +51,9 @@ class Measurement(NamedTuple):
         if self.norm is not None and self.norm is not self.total:
             # Squares overflow before the gradients do, and nothing can be clipped by an infinite norm.
             finite = xp.logical_and(finite, xp.isfinite(self.norm * unscale))
+        if self.single_total is not None:
+            # Beside float64 gradients `total` is a float64, which is finite where a float32 gradient is not.
+            finite = xp.logical_and(finite, xp.isfinite(self.single_total * unscale))
         return finite if self.half_amax is None else xp.logical_and(finite, self.half_amax * unscale <= FP16.max)
 
     def seen(self, divisor: Array, loss_finite: Array, xp: Namespace, overflowed: Array | None = None) -> Seen:

@@ -15,21 +15,28 @@ NARROWEST, WIDEST = 8, 32
 
 
 def refuse_broken_fused_sgd(optimizers: Iterable[Optimizer]) -> None:
-    """Raises if one of the optimizers is a fused SGD that would leave 16-bit parameters as they are.
+    """Raises if one of the optimizers is a fused SGD that would leave 16-bit parameters as they are."""
+    for optimizer in optimizers:
+        if (fault := fault_of_fused_sgd(optimizer)) is not None:
+            raise RuntimeError(fault)
+
+
+def fault_of_fused_sgd(optimizer: Optimizer) -> str | None:
+    """Returns what is wrong if this is a fused SGD that would leave 16-bit parameters as they are; None if it is not.
 
     Costs nothing without a fused SGD.
     """
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.SGD):
-            continue
-        for group in optimizer.param_groups:
-            if group["fused"] and _has_long_half_on_cpu(group["params"]) and _is_broken():
-                raise RuntimeError(
-                    "torch's fused SGD leaves most elements of FP16 and BF16 parameters on the CPU as they are "
-                    "(https://github.com/pytorch/pytorch/issues/191763). "
-                    f"Received: {type(optimizer).__name__} with fused=True, in torch {torch.__version__}. Build it "
-                    "with `fused=False`, or keep float32 masters with `gradscale.torch.MasterWeights`."
-                )
+    if not isinstance(optimizer, torch.optim.SGD):
+        return None
+    for group in optimizer.param_groups:
+        if group["fused"] and _has_long_half_on_cpu(group["params"]) and _is_broken():
+            return (
+                "torch's fused SGD leaves most elements of FP16 and BF16 parameters on the CPU as they are "
+                "(https://github.com/pytorch/pytorch/issues/191763). "
+                f"Received: {type(optimizer).__name__} with fused=True, in torch {torch.__version__}. Build it "
+                "with `fused=False`, or keep float32 masters with `gradscale.torch.MasterWeights`."
+            )
+    return None
 
 
 def _has_long_half_on_cpu(parameters: Sequence[Tensor]) -> bool:

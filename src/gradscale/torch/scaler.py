@@ -10,7 +10,7 @@ from torch._compile import _disable_dynamo  # lazy: `torch.compiler.disable` imp
 
 from gradscale.engine.decide import check_clip
 from gradscale.engine.measurement import Measurement
-from gradscale.engine.saved import Saved, read_saved, write_saved
+from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.peers import import_state
 from gradscale.policies.auto import as_policy
@@ -180,10 +180,9 @@ class LossScaler:
             unscale_rest(collect(optimizers), window, self.policy, self._names)
         samples = self._memory.samples
         plan = plan_step(
-            self.policy,
+            self._rule,
             optimizers,
             window,
-            self._rule.steps,
             norm=norm,
             sample=samples,
             clip_norm=clip_norm,
@@ -276,7 +275,7 @@ class LossScaler:
         def settle() -> StepResult:
             window = self._windows.get(parameters[0].device)
             samples = self._memory.samples
-            plan = plan_step(self.policy, [owner], window, self._rule.steps, norm=True, sample=samples, fold=False)
+            plan = plan_step(self._rule, [owner], window, norm=True, sample=samples, fold=False)
             measurement, decision = self._decided(plan)
             self._warn_of_half(plan, samples)
             multiply(plan.gradients.values, torch.where(decision.applied, decision.factor, 1.0))
@@ -354,7 +353,10 @@ class LossScaler:
     def _close(
         self, plan: StepPlan, measurement: Measurement, decision: Decision, *, updated: bool | None = None
     ) -> StepResult:
-        """Ends the window: updates the scale, settles buffers, notes stale gradients, and returns the result."""
+        """Ends the window: updates the scale, settles buffers, notes stale gradients, and returns the result.
+
+        `updated` is whether the optimizers were updated, if the host knows it.
+        """
         # `keep` comes last: it may raise `ScaleStuck`, and the step is complete by then.
         self._rule.commit(decision)
         for guard in self._buffers:
@@ -369,4 +371,8 @@ def _read(mapping: Mapping[str, Any], system: str | None) -> Saved:
     """Returns the saved state of gradscale or of another system; torch's `GradScaler` is recognised by a key."""
     if system is None and isinstance(mapping, Mapping) and "_growth_tracker" in mapping:
         system = "torch"
-    return read_saved(mapping) if system is None else Saved(*import_state(system, mapping))
+    if system is None:
+        return read_saved(mapping)
+    saved = Saved(*import_state(system, mapping))
+    check_state(saved.policy, saved.state)
+    return saved

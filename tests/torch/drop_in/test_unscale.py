@@ -302,12 +302,13 @@ def test_gradients_made_after_unscale_are_refused_where_there_were_none_before(f
     assert owner.tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("unscales", [True, False], ids=["unscale_", "step alone"])
 @pytest.mark.parametrize("twice", ["a parameter", "a gradient"])
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-def test_a_gradient_that_is_held_twice_is_divided_once(twice: str, unscales: bool) -> None:
+def test_a_gradient_that_is_held_twice_is_divided_once(twice: str, unscales: bool, fused: bool) -> None:
     p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([p, p] if twice == "a parameter" else [p, q], lr=1.0)
+    optimizer = torch.optim.SGD([p, p] if twice == "a parameter" else [p, q], lr=1.0, fused=fused)
     scaler = GradScaler("cpu", init_scale=1024.0)
     scaler.scale(p.sum()).backward()
     q.grad = p.grad
@@ -338,3 +339,51 @@ def test_one_gradient_of_two_optimizers_is_refused_as_a_shared_parameter_is() ->
     scaler.unscale_(a)
     with pytest.raises(RuntimeError, match="may belong to one optimizer"):
         scaler.unscale_(b)
+
+
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_a_gradient_that_is_held_twice_by_a_fused_optimizer_and_overflows_skips_the_step(bad: float) -> None:
+    p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([p, q], lr=1.0, fused=True)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale((p * bad).sum()).backward()
+    q.grad = p.grad
+    scaler.step(optimizer)
+    scaler.update()
+    assert p.tolist() == q.tolist() == [0.0, 0.0]
+    assert last_of(scaler).skipped()
+    assert scaler.get_scale() == 512.0
+
+
+def test_a_fused_step_that_raised_is_repeated_without_a_second_division() -> None:
+    p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([p, q], lr=1.0, fused=True)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(p.sum()).backward()
+    q.grad = p.grad
+
+    def fail(*_: Any) -> None:
+        hook.remove()
+        raise InterruptedError
+
+    hook = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(InterruptedError):
+        scaler.step(optimizer)
+    scaler.step(optimizer)
+    assert p.tolist() == q.tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_group_added_after_unscale_is_refused_while_it_has_scaled_gradients(fused: bool) -> None:
+    p, late = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([p], lr=1.0, fused=fused)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale((p + late).sum()).backward()
+    scaler.unscale_(optimizer)
+    optimizer.add_param_group({"params": [late]})
+    with pytest.raises(RuntimeError, match=r"still scaled: param_groups\[1\]\.params\[0\]\. Add groups before"):
+        scaler.step(optimizer)
+    assert p.tolist() == late.tolist() == [0.0, 0.0]
+    late.grad = None
+    scaler.step(optimizer)
+    assert (p.tolist(), late.tolist()) == ([-1.0, -1.0], [0.0, 0.0])

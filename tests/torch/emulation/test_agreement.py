@@ -12,6 +12,8 @@ from gradscale.demo.torch.gpt import GPT
 from gradscale.formats import BF16, FP8_E4M3, FP16, Format
 from gradscale.torch import emulate
 
+pytestmark = pytest.mark.cpu_only("the CPU's own autocast is the model")
+
 DTYPES = {FP16: torch.float16, BF16: torch.bfloat16}
 
 FORMATS = pytest.mark.parametrize("known", DTYPES, ids=lambda known: known.name)

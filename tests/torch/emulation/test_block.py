@@ -13,6 +13,8 @@ from torch import Tensor
 from gradscale.formats import BF16, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format
 from gradscale.torch import emulate
 
+pytestmark = pytest.mark.cpu_only("emulated formats are compared with numpy and the CPU")
+
 
 def product(dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(0)

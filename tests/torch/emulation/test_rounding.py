@@ -11,6 +11,8 @@ from torch import Tensor
 from gradscale.formats import BF16, FORMATS, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format
 from gradscale.torch.emulation.rounding import Rounding, UniformNumbers
 
+pytestmark = pytest.mark.cpu_only("emulated formats are compared with numpy and the CPU")
+
 Array = np.ndarray[Any, Any]
 LOW_PRECISION = [known for known in FORMATS if known is not FP32]
 SIGMAS = 5

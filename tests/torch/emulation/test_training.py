@@ -19,6 +19,8 @@ from gradscale import Dynamic, Static
 from gradscale.formats import FP8_E5M2, FP16
 from gradscale.torch import GradScaler, LossScaler, emulate
 
+pytestmark = pytest.mark.not_simulated("hundreds of steps")
+
 
 def loss_of(model: nn.Module, size: float = 1.0, seed: int = 0) -> Tensor:
     x, y = batch(seed)

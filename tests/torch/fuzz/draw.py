@@ -6,18 +6,9 @@ from dataclasses import replace
 from random import Random
 
 from tests.torch.fuzz import operations as ops
-from tests.torch.fuzz.setup import (
-    FOR_COMPLEX,
-    FOR_HALF,
-    FOR_SPARSE,
-    INEXACT,
-    OPTIMIZERS,
-    POLICIES,
-    OptimizerSetup,
-    Parameter,
-    Setup,
-    names_of,
-)
+from tests.torch.fuzz.optimizers import FOR_COMPLEX, FOR_HALF, FOR_SPARSE, OPTIMIZERS
+from tests.torch.fuzz.policies import INEXACT, POLICIES
+from tests.torch.fuzz.setup import OptimizerSetup, Parameter, Setup, names_of
 
 INF, NAN = math.inf, math.nan
 
@@ -147,7 +138,8 @@ class _Loop:
         # torch's LBFGS cannot be copied: it loses its parameters.
         copies = not any(optimizer.kind == "lbfgs" for optimizer in setup.optimizers)
         self._ways_to_save: list[ops.How] = ["in place", "fresh scaler", "checkpoint"]
-        self._ways_to_save += ["deepcopy", "pickle"] if copies else []
+        if copies:
+            self._ways_to_save += ["deepcopy", "pickle"]
 
     def _chance(self, probability: float) -> bool:
         return self._rng.random() < probability

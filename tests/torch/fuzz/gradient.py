@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from tests.torch.fuzz.model import poison
 from tests.torch.fuzz.operations import Batch
-from tests.torch.fuzz.setup import DTYPES, HALF, WIDTH, Parameter, poison
+from tests.torch.fuzz.setup import DTYPES, HALF, WIDTH, Parameter
 from torch import Tensor
 
 LARGEST = torch.finfo(torch.float32).max
@@ -59,6 +60,13 @@ class Gradient:
         """The sum of squares."""
         return float(self.parts.square().sum())
 
+    def poison(self, index: int, value: float) -> None:
+        """Sets one element, of a sparse gradient in its first row; does nothing to an empty one."""
+        if self.rows is None:
+            poison(self.values, index, value)
+        elif self.rows:
+            poison(self.values[min(self.rows)], index, value)
+
     def as_torch(self, dtype: torch.dtype) -> Tensor:
         """Returns the gradient as an optimizer takes it."""
         values = self.values.to(dtype)
@@ -80,6 +88,13 @@ def rounded(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 def times(values: Tensor, factor: float) -> Tensor:
     """Returns values times a real factor. A complex product would make NaN of the other part of an inf."""
     return torch.view_as_complex(torch.view_as_real(values) * factor) if values.is_complex() else values * factor
+
+
+def clamped(values: Tensor, bound: float) -> Tensor:
+    """Returns every element between -bound and bound; of a complex one, each of its two parts."""
+    if values.is_complex():
+        return torch.view_as_complex(torch.view_as_real(values).clamp(-bound, bound))
+    return values.clamp(-bound, bound)
 
 
 def made(parameter: Parameter, batch: Batch, scale: float, dtype: torch.dtype) -> Gradient:
@@ -116,7 +131,8 @@ def added(one: Gradient | None, other: Gradient, scale: float, dtype: torch.dtyp
 def amax_of(gradients: Iterable[Gradient], scale: float) -> float:
     """Returns the largest magnitude, as it is measured on scaled gradients: a finite float64 is at most a float32."""
     largest = max((gradient.amax for gradient in gradients), default=0.0)
-    return min(largest * scale, LARGEST) / scale
+    measured = min(largest * scale, LARGEST) / scale if largest < torch.inf else torch.inf
+    return measured if measured <= LARGEST else torch.inf
 
 
 def norm_of(gradients: Iterable[Gradient], divisor: float = 1.0) -> float:

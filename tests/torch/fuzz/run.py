@@ -10,7 +10,7 @@ from tests.torch.fuzz.outcome import Undefined
 from tests.torch.fuzz.reference import Reference
 from tests.torch.fuzz.subject import Subject
 
-MOST_RUNS = 400
+MOST_RUNS = 200
 """Bound of the runs that making a program shorter may take."""
 
 

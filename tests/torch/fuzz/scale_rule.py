@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from tests.torch.fuzz.gradient import Gradient
-from tests.torch.fuzz.setup import POLICIES
+from tests.torch.fuzz.policies import POLICIES
 
 from gradscale.engine.measurement import reads_amax
 from gradscale.policies.contract import Seen, backed_off

@@ -12,8 +12,11 @@ from unittest import mock
 
 import torch
 from tests.torch.fuzz import operations as ops
+from tests.torch.fuzz.model import Model, initial, poison
+from tests.torch.fuzz.optimizers import make_optimizer, with_masters
 from tests.torch.fuzz.outcome import Bad, Outcome, Refused, Result
-from tests.torch.fuzz.setup import POLICIES, Model, Setup, initial, make_optimizer, poison, with_masters
+from tests.torch.fuzz.policies import POLICIES
+from tests.torch.fuzz.setup import Setup
 from torch import Tensor, nn
 
 from gradscale.torch import LossScaler, StepResult

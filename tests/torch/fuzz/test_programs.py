@@ -7,15 +7,18 @@ import pytest
 from tests.torch.fuzz import operations as ops
 from tests.torch.fuzz.draw import draw
 from tests.torch.fuzz.operations import Operation, Program
+from tests.torch.fuzz.optimizers import OPTIMIZERS
 from tests.torch.fuzz.outcome import Undefined
+from tests.torch.fuzz.policies import POLICIES
 from tests.torch.fuzz.reference import Reference
 from tests.torch.fuzz.run import failure, report, shortened
-from tests.torch.fuzz.setup import OPTIMIZERS, POLICIES
 
 from gradscale.torch import LossScaler
 from gradscale.torch.accumulation import buffers, retry, window
 from gradscale.torch.masters.storage import Full
 from gradscale.torch.step import apply, decide, measure
+
+pytestmark = pytest.mark.not_simulated("sparse tensors, and thousands of steps")
 
 ORDINARY, SLOW = 300, 2600
 CHUNK = 50

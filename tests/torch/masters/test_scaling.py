@@ -238,6 +238,7 @@ def test_fp16_gradients_are_read_once_where_their_division_cannot_overflow(monke
     assert asked == [False, False]
 
 
+@pytest.mark.cpu_only("only the CPU casts in pieces")
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("bad", [None, INF, NAN])
 def test_large_16_bit_gradients_are_measured_piece_by_piece(

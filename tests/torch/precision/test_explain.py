@@ -86,6 +86,7 @@ AUTOCAST: list[tuple[nn.Module, tuple[Any, ...], str]] = [
 ]
 
 
+@pytest.mark.cpu_only("the lists of the CPU's autocast")
 @pytest.mark.parametrize(("module", "inputs", "reported"), AUTOCAST, ids=lambda value: type(value).__name__)
 def test_what_is_reported_of_autocast_is_what_it_does_on_a_cpu(
     module: nn.Module, inputs: tuple[Any, ...], reported: str

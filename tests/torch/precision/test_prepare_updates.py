@@ -68,6 +68,7 @@ def test_an_eps_of_an_optimizer_that_is_not_torchs_is_its_own_affair() -> None:
     prepare(model, FloatAdam(model.parameters()), "O3")
 
 
+@pytest.mark.cpu_only("a fault of the CPU's fused kernel")
 @pytest.mark.parametrize("level", ["O3", "O3-bf16"])
 def test_a_fused_sgd_that_does_not_update_16_bit_parameters(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_sgd, "_is_broken", lambda: True)

@@ -39,7 +39,8 @@ class Generator(torch.Generator):
     """A generator of the CPU where one of the device is asked for: torch cannot make one for a device in Python."""
 
     def __new__(cls, device: Any = "cpu") -> "Generator":
-        return super().__new__(cls, "cpu" if torch.device(device).type == NAME else device)
+        kind = "cpu" if torch.device(device).type == NAME else device
+        return super().__new__(cls, kind)  # pyright: ignore[reportCallIssue]
 
 
 @cache
@@ -49,8 +50,8 @@ def install() -> None:
     torch.Event, torch.Generator = host.Event, Generator  # type: ignore[misc]
     _register_kernels()
     original = torch.UntypedStorage.clone
-    torch.UntypedStorage.clone = lambda storage: _clone(storage) or original(storage)  # type: ignore[method-assign]
-    torch.serialization.register_package(0, lambda storage: None, _restore)  # for torch.load
+    torch.UntypedStorage.clone = lambda storage: _cloned(storage, original)  # type: ignore[method-assign]
+    torch.serialization.register_package(0, lambda storage: None, _restore)  # type: ignore[arg-type]  # for torch.load
 
 
 def _register_kernels() -> None:
@@ -85,10 +86,10 @@ def _op(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-    """Returns a copy of a storage of the device, for `copy.deepcopy`: torch's own needs an allocator."""
+def _cloned(storage: torch.UntypedStorage, original: Any) -> torch.UntypedStorage:
+    """Returns a copy of a storage, for `copy.deepcopy`: torch's own needs an allocator, which this device has not."""
     if storage.device.type != NAME:
-        return None
+        return original(storage)
     return torch.empty(0, dtype=torch.uint8, device=NAME).set_(storage).clone().untyped_storage()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-HERE = str(Path(__file__).parent)
+OWN = {str(Path(__file__).with_name(name)) for name in ("autocast.py", "device.py", "host.py", "kernels.py")}
 
 
 @dataclass
@@ -92,7 +92,7 @@ def _callers() -> str:
     frame, lines = sys._getframe(1), []
     while frame is not None and len(lines) < 3:
         path = frame.f_code.co_filename
-        if "site-packages" not in path and not path.startswith(HERE):
+        if "site-packages" not in path and path not in OWN:
             lines.append("/".join(Path(path).parts[-2:]) + f":{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(lines)

@@ -34,7 +34,7 @@ def _labelled(tensor: Tensor, kind: int) -> Tensor:
     # The device follows the pointer to the memory in DLPack's `DLTensor`: its kind and its index.
     (ctypes.c_int32 * 2).from_address(_pointer(capsule, b"dltensor") + 8)[:] = (kind, 0)
     other = torch._C._from_dlpack(capsule)  # pyright: ignore[reportAttributeAccessIssue]
-    return torch._conj(other) if tensor.is_conj() else other
+    return torch._conj(other) if tensor.is_conj() else other  # pyright: ignore[reportPrivateImportUsage]
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -52,41 +52,67 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     facts = _facts_of(op)
     if facts.waits:
         host.note_read(facts.name)
-    outs = _only_written(facts, args, kwargs) if facts.outs else {}
-    there: dict[int, Tensor] = {}  # CPU tensors on the same memory, by the ids of the device's
-    ours: dict[int, Tensor] = {}  # and back
+    call = _Call(facts, args, kwargs)
+    with _below_autograd():
+        given = call.down(args)
+        named = {name: call.down(value) for name, value in kwargs.items()}
+        made = _overload(op, facts, given)(*given, **named)
+        call.write_outs()
+        return call.up(made)
 
-    def down(value: Any) -> Any:
+
+class _Call:
+    """The tensors of one call: of the device, and of the CPU on the same memory."""
+
+    def __init__(self, facts: "_Facts", args: Any, kwargs: dict[str, Any]) -> None:
+        self._facts = facts
+        self._lr = kwargs.get("lr")
+        self._outs = _only_written(facts, args, kwargs) if facts.outs else {}
+        self._there: dict[int, Tensor] = {}  # the CPU's, by the ids of the device's
+        self._ours: dict[int, Tensor] = {}  # and back
+
+    def down(self, value: Any) -> Any:
+        """Returns an argument as the CPU's operator must be given it."""
         if isinstance(value, list | tuple):
-            return [down(each) for each in value]
+            return [self.down(each) for each in value]
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if not isinstance(value, Tensor):
             return value
         if not here(value):
-            _refuse_other_device(facts, value, kwargs)
+            self._refuse_unless_taken(value)
             return value
-        if id(value) not in there:
+        if id(value) not in self._there:
             # What is written to an `out` is copied there afterwards: the CPU's operator may resize it, and memory that
             # belongs to another tensor cannot be resized.
-            alias = torch.empty_like(value, device="cpu") if id(value) in outs else on_host(value)
-            there[id(value)], ours[id(alias)] = alias, value
-        return there[id(value)]
+            alias = torch.empty_like(value, device="cpu") if id(value) in self._outs else on_host(value)
+            self._there[id(value)], self._ours[id(alias)] = alias, value
+        return self._there[id(value)]
 
-    def up(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [up(each) for each in value]
-        if not isinstance(value, Tensor):
-            return value
-        return ours[id(value)] if id(value) in ours else on_device(value)
+    def up(self, made: Any) -> Any:
+        """Returns a result as a tensor of the device: the argument itself if that is what came back."""
+        if isinstance(made, list | tuple):
+            return [self.up(each) for each in made]
+        if not isinstance(made, Tensor):
+            return made
+        return self._ours[id(made)] if id(made) in self._ours else on_device(made)
 
-    with _below_autograd():
-        given = [down(arg) for arg in args]
-        named = {name: down(value) for name, value in kwargs.items()}
-        made = _overload(op, facts, given)(*given, **named)
-        for key, out in outs.items():
-            _write_back(out, there[key])
-        return up(made)
+    def write_outs(self) -> None:
+        for key, out in self._outs.items():
+            made = self._there[key]
+            if made.shape == out.shape:
+                on_host(out).copy_(made)
+            else:
+                out.set_(on_device(made))  # type: ignore[arg-type]
+
+    def _refuse_unless_taken(self, tensor: Tensor) -> None:
+        """Raises torch's error for a CPU tensor where CUDA takes none."""
+        facts = self._facts
+        # Fused optimizers take a learning rate from the host.
+        if facts.takes_indices or (facts.takes_numbers and tensor.dim() == 0) or tensor is self._lr:
+            return
+        found = f"found {NAME}:0 and {tensor.device} in {facts.name}"
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {found}")
 
 
 class _Facts(NamedTuple):
@@ -134,25 +160,10 @@ def _flat(values: Any) -> Iterator[Any]:
         yield from _flat(value) if isinstance(value, list | tuple) else [value]
 
 
-def _refuse_other_device(facts: _Facts, tensor: Tensor, kwargs: dict[str, Any]) -> None:
-    """Raises torch's error for a CPU tensor where CUDA takes none. Fused optimizers take an `lr` from the host."""
-    if facts.takes_indices or (facts.takes_numbers and tensor.dim() == 0) or tensor is kwargs.get("lr"):
-        return
-    found = f"found {NAME}:0 and {tensor.device} in {facts.name}"
-    raise RuntimeError(f"Expected all tensors to be on the same device, but {found}")
-
-
 def _overload(op: Any, facts: _Facts, args: list[Any]) -> Any:
     """Returns the operator that takes `args`: torch hands over numbers that it had wrapped as tensors as numbers."""
     given = (args[index] for index in facts.tensors if index < len(args))
     return op.overloadpacket if any(isinstance(each, int | float | complex) for each in given) else op
-
-
-def _write_back(tensor: Tensor, made: Tensor) -> None:
-    if made.shape == tensor.shape:
-        on_host(tensor).copy_(made)
-    else:
-        tensor.set_(on_device(made))
 
 
 def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:

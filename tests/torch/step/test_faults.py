@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradscale.torch import LossScaler
 
-pytestmark = pytest.mark.usefixtures("either_way")
+pytestmark = [pytest.mark.usefixtures("either_way"), pytest.mark.not_simulated("hundreds of steps")]
 
 STEPS = 300
 PROBABILITY = 0.05

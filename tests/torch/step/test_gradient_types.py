@@ -93,6 +93,24 @@ def test_a_nan_of_any_type_makes_the_norm_nan_and_does_not_clip_other_gradients_
     assert parameters[1].item() != 0.0
 
 
+@pytest.mark.parametrize("beside", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_float32_gradient_that_overflows_once_unscaled_is_seen_beside_a_wider_one(
+    beside: torch.dtype, foreach: bool, steps_before: int
+) -> None:
+    grads = [torch.tensor([2.0**126]), torch.ones(1, dtype=beside)]
+    parameters = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    scaler, optimizer = LossScaler(policy=Static(2.0**-4)), torch.optim.SGD(parameters, lr=1.0, foreach=foreach)
+    for _ in range(steps_before):
+        give(scaler, parameters, [torch.zeros_like(grad) for grad in grads])
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    give(scaler, parameters, grads)
+    assert scaler.step(optimizer).status() == "overflow"
+    assert [parameter.item() for parameter in parameters] == [0.0, 0.0]
+
+
 def test_an_imaginary_part_alone_can_overflow() -> None:
     _, skipped = stepped(torch.complex(torch.ones(2), torch.tensor([1.0, INF])))
     assert skipped

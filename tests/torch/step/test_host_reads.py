@@ -21,7 +21,7 @@ from gradscale.torch import LossScaler
 from gradscale.torch.step import host_copy
 from gradscale.torch.step.agree import Agreement
 
-pytestmark = pytest.mark.usefixtures("on_a_device")
+pytestmark = [pytest.mark.usefixtures("on_a_device"), pytest.mark.cpu_only("test_waits.py counts reads on a device")]
 
 ESCAPES = ("tolist", "numpy", "cpu", "__array__")
 """Reads by the host that no dispatcher sees. On the CPU a `HostCopy` may use the first, which does not synchronize."""
@@ -83,7 +83,6 @@ def counts(monkeypatch: pytest.MonkeyPatch, optimizer_name: str, policy: Policy,
 POLICIES = [Dynamic(), Static(4.0), Headroom(), LogMax(), Histogram(), Dynamic(hysteresis=2, refill="clean")]
 
 
-@pytest.mark.cpu_only("numpy takes no tensor of a device")
 def test_the_counter_sees_every_way_to_read_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     flag = torch.tensor(True)
     for read in (bool, float, Tensor.item, Tensor.nonzero, lambda t: torch.equal(t, t)):

@@ -1,5 +1,6 @@
 """Optimizers of every kind: the gradients they get, by which contract, and errors."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -242,3 +243,15 @@ def test_an_optimizer_may_have_no_parameters_yet(policy: Policy, arguments: dict
     scaler.backward(loss_of(model))
     assert not scaler.step(empty, **arguments).skipped()
     assert not same(weights(model), before)
+
+
+def test_a_copied_fused_sgd_takes_a_first_gradient_that_comes_later_than_others() -> None:
+    parameters = nn.ParameterDict({"early": torch.zeros(1), "late": torch.zeros(1)})
+    optimizer = torch.optim.SGD(parameters.values(), lr=1.0, momentum=0.5, fused=True)
+    scaler = LossScaler(policy=Static(4.0))
+    give(scaler, [parameters["early"]], [torch.tensor([INF])])
+    assert scaler.step(optimizer).skipped()
+    parameters, optimizer, scaler = copy.deepcopy((parameters, optimizer, scaler))
+    give(scaler, [parameters["early"], parameters["late"]], [torch.tensor([4.0]), torch.tensor([8.0])])
+    assert not scaler.step(optimizer).skipped()
+    assert (parameters["early"].item(), parameters["late"].item()) == (-1.0, -2.0)

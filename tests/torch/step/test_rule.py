@@ -17,7 +17,7 @@ from gradscale.policies.histogram import Histogram
 from gradscale.policies.log_max import LogMax
 from gradscale.torch.step.decide import Rule
 
-pytestmark = pytest.mark.usefixtures("either_way")
+pytestmark = [pytest.mark.usefixtures("either_way"), pytest.mark.cpu_only("the rule alone, on numbers of the CPU")]
 
 POLICIES: dict[str, Policy] = {
     "Dynamic": Dynamic(growth_interval=3),

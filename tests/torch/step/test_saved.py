@@ -191,3 +191,17 @@ def test_what_is_no_saved_scaler_is_refused_and_nothing_changes(saved: Any, erro
     with pytest.raises(error, match=text):
         scaler.load_state_dict(saved)
     assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("system", [None, "torch"])
+@pytest.mark.parametrize("scale", [0.0, 2.0**-129, 2.0**-127, 2.0**127])
+def test_a_state_of_torch_whose_scale_no_gradient_can_be_divided_by_is_refused(
+    scale: float, system: str | None
+) -> None:
+    """On a device that flushes subnormal numbers, 2**-127 is 0, and so is the reciprocal of 2**127."""
+    scaler = LossScaler(policy=Dynamic(init_scale=8.0))
+    before = scaler.state_dict()
+    saved = export_state("torch", Dynamic(), Dynamic().start()) | {"scale": scale}
+    with pytest.raises(ValueError, match=r"between 2\*\*-126 and 2\*\*126, .* Received: scale="):
+        scaler.load_state_dict(saved, system)
+    assert scaler.state_dict() == before

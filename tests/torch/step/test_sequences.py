@@ -160,6 +160,7 @@ class World:
         self._all_become_stale()
 
 
+@pytest.mark.not_simulated("errors in hooks, which torch loses on a device in Python")
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(actions=st.lists(ACTIONS, max_size=30), fused=st.tuples(st.booleans(), st.booleans()))
 def test_no_sequence_of_calls_corrupts_the_weights(actions: list[tuple[Any, ...]], fused: tuple[bool, bool]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradscale.torch.step.host_copy import host_value
+from gradscale.torch.step.host_copy import host_value, moved
 
 
 class BufferGuard:
@@ -79,7 +79,7 @@ class BufferGuard:
 def _restore(buffer: Tensor, copy: Tensor, applied: Tensor) -> None:
     """Writes the copy to the buffer unless `applied`, a 0-d bool, is set."""
     # A `where` on the device, for integer buffers too (`num_batches_tracked`): no host read.
-    kept = torch.where(applied.to(buffer.device, non_blocking=True), buffer, copy.to(buffer))
+    kept = torch.where(moved(applied, buffer.device), buffer, copy.to(buffer))
     # Through `data`, which does not raise the version: BatchNorm saves its statistics for the backward pass without
     # using them there, and autograd would raise for a graph made before this write.
     buffer.data.copy_(kept)

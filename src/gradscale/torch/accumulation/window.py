@@ -18,6 +18,7 @@ from gradscale.torch.accumulation.unscaled import Unscaled
 from gradscale.torch.checks import check_order, refuse_stale, refuse_unknown_parameters
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.gradients import Names, values_of
+from gradscale.torch.step.host_copy import moved
 
 Optimizer = torch.optim.Optimizer
 
@@ -99,12 +100,12 @@ class Window:
     def product(self, output: Tensor) -> Tensor:
         """Returns `output` times the scale, in float32 if it was narrower: FP16 cannot hold `1.0 * 65536`."""
         wide = output.float() if output.dtype.itemsize < 4 else output
-        return wide * self.scale.to(output.device, wide.dtype, non_blocking=True)
+        return wide * moved(self.scale, output.device, wide.dtype)
 
     def unscale(self, grad: Tensor) -> Tensor:
         """Returns a gradient divided by the scale, in float32 if it was narrower; differentiable."""
         wide = grad.float() if grad.dtype.itemsize < 4 else grad
-        return wide * (1.0 / self.scale).to(grad.device, wide.dtype, non_blocking=True)
+        return wide * moved(1.0 / self.scale, grad.device, wide.dtype)
 
     def is_finite(self, output: Tensor) -> Tensor:
         """Returns whether `output` is finite, a 0-d bool on the scaler's device."""

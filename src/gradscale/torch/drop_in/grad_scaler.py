@@ -17,6 +17,7 @@ from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.policies.auto import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
+from gradscale.policies.static import Static
 from gradscale.torch.drop_in.saved import read_scaler, write_extra
 from gradscale.torch.drop_in.scale_bound import ScaleBound
 from gradscale.torch.drop_in.settings import (
@@ -30,17 +31,20 @@ from gradscale.torch.drop_in.settings import (
 )
 from gradscale.torch.drop_in.steps import Steps
 from gradscale.torch.drop_in.unscale import (
+    gradients_and_sharing,
     gradients_of,
+    refuse_added_groups,
     refuse_divided,
     refuse_half,
     sizes_of,
     unchecked_gradients,
 )
 from gradscale.torch.drop_in.update import measure_for, seen_by, update_by_kernel, update_by_policy
+from gradscale.torch.fused_sgd import fault_of_fused_sgd
 from gradscale.torch.step import apply
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.gradients import collect
-from gradscale.torch.step.host_copy import host_value
+from gradscale.torch.step.host_copy import host_value, moved
 from gradscale.torch.step.measure import any_overflow, check, multiply_and_check
 from gradscale.torch.step.result import StepResult, Traces
 
@@ -117,6 +121,7 @@ class GradScaler(torch.amp.GradScaler):
         self._rule: Rule | None = None
         self._bound = ScaleBound()
         self._divided: list[Optimizer] = []
+        self._warned_of_fused_sgd = False
         if self._enabled:
             given = settings_from(numbers, min_scale, max_scale, hysteresis) if policy is None else settings_of(policy)
             for name in numbers:
@@ -142,8 +147,8 @@ class GradScaler(torch.amp.GradScaler):
             # Autograd keeps the scale for the backward pass, and refuses one that `update` has written to. As in torch,
             # several losses get a copy, so that one may be differentiated after an update for another.
             if copies is not None and outputs.device not in copies:
-                copies[outputs.device] = scale.to(outputs.device, non_blocking=True, copy=True)
-            local = scale.to(outputs.device, non_blocking=True) if copies is None else copies[outputs.device]
+                copies[outputs.device] = moved(scale, outputs.device).clone()
+            local = moved(scale, outputs.device) if copies is None else copies[outputs.device]
             wide = outputs.float() if outputs.dtype is torch.float16 else outputs
             return self._followed(wide * local, wide, local)
         if not isinstance(outputs, Iterable) or isinstance(outputs, str):
@@ -170,7 +175,7 @@ class GradScaler(torch.amp.GradScaler):
         if scale is None or scale._version == version:
             return None
         # The scale may have changed since, and the gradients will be divided by the present one.
-        return grad * (scale.to(made_with.device, non_blocking=True) / made_with)
+        return grad * (moved(scale, made_with.device) / made_with)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -214,6 +219,7 @@ class GradScaler(torch.amp.GradScaler):
             flags = {device: torch.maximum(flag, overflow.to(flag)) for device, flag in flags.items()}
         state["found_inf_per_device"] = flags
         state["stage"] = OptState.UNSCALED
+        state["groups"] = len(optimizer.param_groups)
         self._divided.append(optimizer)
         if host_value(any_overflow(flags.values(), scale.device)):
             # Measured now, before the user clips: `clip_grad_norm_` with a norm of NaN makes every element NaN, and
@@ -240,11 +246,12 @@ class GradScaler(torch.amp.GradScaler):
         Reads the gradients once and changes none. Does not synchronize with the device.
         """
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        state = self._per_optimizer_states[id(optimizer)]
+        gradients, state["sharing"] = gradients_and_sharing(optimizer)
         if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
             # A subclass or a library has replaced it, to reduce the flag over ranks or for another device: its version
             # must be called here too.
             return super()._check_inf_per_device(optimizer)
-        state, gradients = self._per_optimizer_states[id(optimizer)], gradients_of(optimizer)
         own, policy = getattr(optimizer, "grad_scale", None), self._sizing_policy
         divisor = scale if own is None else scale * own
         grows = own is not None or self._bound.may_be_below_one(scale)
@@ -270,6 +277,9 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.UNSCALED:
+            refuse_added_groups(optimizer, state.get("groups"))
+        self._warn_of_fused_sgd(optimizer)
         self._steps.begin(optimizer, scale.device)
         if apply.takes_scaler(optimizer):
             returned = self._step_with_scaler(optimizer, *args, **kwargs)
@@ -280,6 +290,12 @@ class GradScaler(torch.amp.GradScaler):
         # Last: if the optimizer raises, the step may be repeated.
         state["stage"] = OptState.STEPPED
         return returned
+
+    def _warn_of_fused_sgd(self, optimizer: Optimizer) -> None:
+        # Not an error: torch's scaler runs it.
+        if not self._warned_of_fused_sgd and (fault := fault_of_fused_sgd(optimizer)) is not None:
+            self._warned_of_fused_sgd = True
+            warnings.warn(fault, stacklevel=3)
 
     def _step_with_scaler(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         warnings.warn(
@@ -298,15 +314,21 @@ class GradScaler(torch.amp.GradScaler):
             refuse_divided(optimizer, self._divided)
             self._check_inf_per_device(optimizer)
             divisor = self._get_scale_async()
+            if state.get("sharing"):
+                # The kernel writes the divided gradient back, and would divide it for each parameter that holds it.
+                gradients, divisor = gradients_of(optimizer), None
+                refuse_half(optimizer, gradients)
+                apply.multiply(gradients, scale.reciprocal())
+                state["stage"] = OptState.UNSCALED
             self._divided.append(optimizer)
         elif not state["found_inf_per_device"] and gradients_of(optimizer):
             raise unchecked_gradients(optimizer)
         overflow = any_overflow(state["found_inf_per_device"].values(), scale.device)
         returned = apply.step_folded(optimizer, divisor, overflow.float(), *args, **kwargs)
-        measured = state.get("measured")
-        if measured is None and overflow.is_cpu and overflow.tolist():
+        measured, overflowed = state.get("measured"), host_value(overflow)
+        if measured is None and overflowed:
             measured = sizes_of(gradients_of(optimizer), scale.device)
-        self._remember(optimizer, scale, overflow, measured, known_skip=bool(host_value(overflow)))
+        self._remember(optimizer, scale, overflow, measured, None if overflowed is None else not overflowed)
         return returned
 
     def _step_gated(self, optimizer: Optimizer, scale: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -326,7 +348,7 @@ class GradScaler(torch.amp.GradScaler):
             measured = optimizer_state.get("measured") or sizes_of(gradients_of(optimizer), scale.device)
         else:
             returned = optimizer.step(*args, **kwargs)
-        self._remember(optimizer, scale, overflow, measured, known_skip=skips)
+        self._remember(optimizer, scale, overflow, measured, not skips)
         return returned
 
     def _remember(
@@ -335,16 +357,18 @@ class GradScaler(torch.amp.GradScaler):
         scale: Tensor,
         overflow: Tensor,
         measured: Measurement | None,
-        *,
-        known_skip: bool,
+        applied: bool | None,
     ) -> None:
+        """Sets `last`. `applied` is whether the step was applied, if the host knows it."""
         # A copy: `update` writes to the scale in place, and the result must keep that of its step.
         present, state = scale.clone(), self._per_optimizer_states[id(optimizer)]
         seen = seen_by([state["sizes"]], overflow, present) if "sizes" in state else None
         # Finite gradients are applied whatever the loss was, as in torch: where they are known to be, it is not needed.
         applies = host_value(overflow) == 0
         loss_finite = torch.ones_like(overflow) if applies else self._steps.losses.finite(scale.device)
-        counted = measured.sizes if measured is not None and known_skip else None
+        counted = measured.sizes if measured is not None and applied is False else None
+        traceless = applied and measured is None
+        traces = None if traceless else state.get("traces") or Traces(collect([optimizer]), counted)
         self.last = StepResult(
             applied=~overflow,
             scale=present,
@@ -353,7 +377,8 @@ class GradScaler(torch.amp.GradScaler):
             amax=None if seen is None else seen.amax,
             attempted=bool(state["found_inf_per_device"]),
             sizes=None if measured is None else measured.sizes,
-            traces=None if measured is None else state.get("traces") or Traces(collect([optimizer]), counted),
+            traces=traces,
+            known=applied,
         )
         self._steps.add(optimizer, self.last)
 
@@ -411,8 +436,14 @@ class GradScaler(torch.amp.GradScaler):
             states = self._per_optimizer_states.values()
             seen = seen_by([state["sizes"] for state in states if "sizes" in state], overflow, scale)
             update_by_policy(self._rule, scale, tracker, seen, self._bounds)
-        backs_off = self._rule is None or isinstance(self._rule.policy, Dynamic)
-        self._bound.lowered(scale, by=self._backoff_factor if backs_off else 0.0)
+        self._bound.lowered(scale, by=self._lowest_factor)
+
+    @property
+    def _lowest_factor(self) -> float:
+        """The least that one update may multiply the scale by; 0 where the policy has no such bound."""
+        if self._rule is None or isinstance(self._rule.policy, Dynamic):
+            return self._backoff_factor
+        return 1.0 if isinstance(self._rule.policy, Static) else 0.0
 
     @property
     def _sizing_policy(self) -> Policy | None:

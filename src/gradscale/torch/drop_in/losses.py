@@ -5,6 +5,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from gradscale.torch.step.host_copy import moved
+
 
 class Losses:
     """The sum of the losses that were scaled since the last `update`, per device."""
@@ -29,5 +31,5 @@ class Losses:
     def finite(self, device: torch.device) -> Tensor:
         """Returns whether all of them were finite, as a 0-d bool on `device`. Does not synchronize."""
         # Times 0: NaN if the sum is inf or NaN, else 0. `isfinite` takes twice as many kernels.
-        flags = [(total * 0 == 0).to(device, non_blocking=True) for total in self._sums.values()]
+        flags = [moved(total * 0 == 0, device) for total in self._sums.values()]
         return reduce(torch.logical_and, flags) if flags else torch.ones((), dtype=torch.bool, device=device)

@@ -15,6 +15,11 @@ Optimizer = torch.optim.Optimizer
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """Returns the dense tensors that hold the numbers of the optimizer's gradients, each gradient's once."""
+    return gradients_and_sharing(optimizer)[0]
+
+
+def gradients_and_sharing(optimizer: Optimizer) -> tuple[list[Tensor], bool]:
+    """Returns the same, and whether one of the gradients is held twice: by two parameters, or by one listed twice."""
     grads: list[Tensor] = []
     found: list[Tensor] = []
     for group in optimizer.param_groups:
@@ -24,7 +29,7 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
                 found.append(grad if grad.layout is torch.strided else _sparse_values(parameter, grad))
                 grads.append(parameter.grad)  # read again: coalescing replaces it
     first = first_of_each(grads)
-    return found if len(first) == len(found) else [found[index] for index in first]
+    return (found, False) if len(first) == len(found) else ([found[index] for index in first], True)
 
 
 def _sparse_values(parameter: Tensor, grad: Tensor) -> Tensor:
@@ -63,6 +68,21 @@ def refuse_divided(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
                 f"scale. Shared with another {type(other).__name__}: {some(Names(()), shared, [optimizer])}. Take them "
                 "out of one of the two, or give both to one `gradscale.torch.LossScaler.step`, which divides once."
             )
+
+
+def refuse_added_groups(optimizer: Optimizer, unscaled: int | None) -> None:
+    """Raises if groups that came after the first `unscaled` ones have gradients, which are still scaled.
+
+    None where a subclass has unscaled them itself: nothing is known then.
+    """
+    # torch's scaler applies them as they are: the update is too large by a factor of the scale.
+    groups = () if unscaled is None else optimizer.param_groups[unscaled:]
+    added = [parameter for group in groups for parameter in group["params"]]
+    if late := [parameter for parameter in added if parameter.grad is not None]:
+        raise RuntimeError(
+            "A parameter group was added after `unscale_`, and its gradients are still scaled: "
+            f"{some(Names(()), late, [optimizer])}. Add groups before `unscale_` or after `step`."
+        )
 
 
 def unchecked_gradients(optimizer: Optimizer) -> AssertionError:

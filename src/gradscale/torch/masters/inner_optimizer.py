@@ -10,7 +10,7 @@ from torch import Tensor
 from gradscale.kernels.torch import tensor_groups
 from gradscale.torch.step import apply
 from gradscale.torch.step.gradients import values_of
-from gradscale.torch.step.host_copy import host_value
+from gradscale.torch.step.host_copy import host_value, moved
 
 Optimizer = torch.optim.Optimizer
 
@@ -119,4 +119,4 @@ def _divide(parameters: Sequence[Tensor], divisor: Tensor) -> None:
     # A division, as in fused kernels: a product with the inverse rounds twice where the divisor is no power of two.
     values = [values_of(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for group in tensor_groups(values):
-        torch._foreach_div_(group.tensors, divisor.to(group.device, non_blocking=True))  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_div_(group.tensors, moved(divisor, group.device))  # pyright: ignore[reportPrivateImportUsage]

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradscale.torch.step.host_copy import moved
+
 ROUNDS = ((0x9E3779B97F4A7C15 - 2**64, 30), (0xBF58476D1CE4E5B9 - 2**64, 27), (0x94D049BB133111EB - 2**64, 31))
 """Multipliers, as int64, and shifts of SplitMix64 (Steele, Lea and Flood, 2014). The first multiplier is 2**64 over
 the golden ratio: its multiples are spread evenly."""
@@ -29,7 +31,7 @@ class Noise:
 
     def draw(self, count: int, device: torch.device) -> Tensor:
         """Returns the next `count` numbers of this step, as int64. Does not synchronize with the device."""
-        steps = self._steps if self._steps.is_cpu else self._steps.to(device, non_blocking=True)
+        steps = self._steps if self._steps.is_cpu else moved(self._steps, device)
         key = _mixed(_mixed(steps.clone()).add_(self._seed))
         begin, self._position = self._position, self._position + count
         return _mixed(torch.arange(begin, begin + count, device=device).add_(key))
@@ -40,7 +42,7 @@ class Noise:
         if skip is None:
             self._steps = self._steps + 1
         else:
-            self._steps = self._steps.to(skip.device, non_blocking=True) + (skip == 0.0)
+            self._steps = moved(self._steps, skip.device) + (skip == 0.0)
 
     def state(self) -> dict[str, Any]:
         """Returns the seed and the number of applied steps."""

@@ -10,7 +10,7 @@ from gradscale.torch.masters.contract import MasterStorage
 from gradscale.torch.masters.step_buffers import StepBuffer
 
 TIE = 1 << 15
-"""The only remainder that an int16 cannot hold: of a value midway between two weights that rounds to the lower one."""
+"""The only remainder that an int16 cannot hold: of a value midway between two weights. From the other one, it fits."""
 
 EXPONENT = 0x7F80_0000
 """The bits of a float32 that hold its exponent."""
@@ -48,7 +48,7 @@ class Remainder(MasterStorage):
                 # The bits of float32 numbers of one sign are consecutive integers, across powers of two as well.
                 value.view(torch.int32).add_(remainder)
             else:
-                value.add_(_unit(value).mul_(remainder))
+                value.sub_(_unit(value).mul_(remainder))
         return values
 
     def write(self, values: Sequence[Tensor], weights: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
@@ -68,13 +68,14 @@ def _split_bfloat16(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
 
 
 def _split_float16(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Stores how far each value is from its weight, in units that depend on the weight; 0 if that is inf or NaN."""
+    """Stores what each weight exceeds its value by, in units that depend on the weight; 0 if that is inf or NaN."""
     wide = weight.float()
     # The difference of neighbours is exact (Sterbenz), and so is the division by a power of two. `round_` changes only
     # values below 2**-17, whose last bits are below the unit.
-    lost = (value - wide).div_(_unit(wide)).round_().nan_to_num_(0.0, 0.0, 0.0)
+    # Weight minus value, and `sub_` throughout: -0.0 - 0.0 is -0.0, and -0.0 + 0.0 is 0.0.
+    lost = (wide - value).div_(_unit(wide)).round_().nan_to_num_(0.0, 0.0, 0.0)
     ties = _ties(lost)
-    weight.copy_(wide.add_(ties, alpha=SUBNORMAL_STEP))
+    weight.copy_(wide.sub_(ties, alpha=SUBNORMAL_STEP))
     remainder.copy_(lost.add_(ties, alpha=-2 * TIE))
 
 

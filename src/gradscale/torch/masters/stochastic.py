@@ -73,10 +73,19 @@ def _round(value: Tensor, dtype: torch.dtype, noise: Noise) -> Tensor:
     # float32 has 16 bits more than BF16 and 13 more than FP16. Of a subnormal FP16 number more would have to be cut:
     # 2**-14 is added first, after which its last bit is that of a normal number, and subtracted afterwards. Both are
     # exact but for bits far below the last.
-    cut = 16 if dtype is torch.bfloat16 else 13
-    lift = _lift(value) if cut == 13 else 0.0
-    bits = (value + lift).view(torch.int32).add_(_random_bits(value, cut, noise)).bitwise_and_(-1 << cut)
-    return torch.where(value.abs() <= torch.finfo(dtype).max, bits.view(torch.float32).sub_(lift), value)
+    if dtype is torch.bfloat16:
+        rounded = _cut(value, 16, noise)
+    else:
+        lift = _lift(value)
+        # A difference of 0 is 0.0, also of two negative numbers: it takes the sign of the value.
+        rounded = _cut(value + lift, 13, noise).sub_(lift).copysign_(value)
+    return torch.where(value.abs() <= torch.finfo(dtype).max, rounded, value)
+
+
+def _cut(value: Tensor, bits: int, noise: Noise) -> Tensor:
+    """Returns the values without their last `bits` bits, rounded away from zero with the probability of what is cut."""
+    random = _random_bits(value, bits, noise)
+    return random.add_(value.view(torch.int32)).bitwise_and_(-1 << bits).view(torch.float32)
 
 
 def _lift(value: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradscale.kernels.torch import tensor_groups
 from gradscale.torch.step.gradients import keeps_masters
-from gradscale.torch.step.host_copy import host_value
+from gradscale.torch.step.host_copy import host_value, moved
 
 if TYPE_CHECKING:
     from gradscale.torch.step.plan import StepPlan
@@ -111,6 +111,8 @@ def apply(plan: "StepPlan", applied: Tensor, factor: Tensor) -> bool | None:
         if optimizer in plan.folding:
             step_folded(optimizer, None if optimizer in plan.divided_first else divisor, skip)
         elif go:
+            # A copy of a fused SGD does not fold any more: torch loses the flag, and skipped steps have left zeros.
+            _create_momentum(optimizer)
             optimizer.step()
         else:
             hold(optimizer)
@@ -127,7 +129,7 @@ def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies every gradient in place by `factor`: one pass. FP16 gradients go through float32 arithmetic."""
     for group in tensor_groups(gradients):
         # A 0-d float32 tensor, not a number: `float(factor)` would synchronize, and an FP16 factor loses 1 / scale.
-        local = factor.to(group.device, non_blocking=True)
+        local = moved(factor, group.device)
         torch._foreach_mul_(group.tensors, local)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -135,7 +137,7 @@ def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
 def clamp(gradients: Sequence[Tensor], bound: Tensor) -> None:
     """Clamps every gradient element in place to [-bound, bound]; of a complex one, each of its two parts."""
     for group in tensor_groups(gradients):
-        local = bound.to(group.device, group.dtype, non_blocking=True)
+        local = moved(bound, group.device, group.dtype)
         # `_foreach_clamp_max_` takes numbers or one bound for each tensor, not a single 0-d tensor.
         for grad in group.tensors:
             grad.clamp_(-local, local)

@@ -11,6 +11,7 @@ from gradscale.engine.decide import decide
 from gradscale.engine.host import EXACT, SCALARS
 from gradscale.engine.measurement import UNKNOWN_RATIO, Measurement, with_amax
 from gradscale.policies.contract import Policy, ScaleState, Seen, advanced, backed_off
+from gradscale.policies.static import Static
 from gradscale.record import place
 from gradscale.torch.step import host_copy
 from gradscale.torch.step.host_copy import read_now
@@ -45,9 +46,10 @@ class Rule:
         state: the state before the next step.
         amax_ratio: last ratio of the largest magnitude to the norm, a leaf.
         steps: steps decided so far. Known on the host, where it chooses the steps that read the largest magnitude.
+        lowest_scale: a lower bound of the scale, known on the host: the policy's, or the scale itself if it is fixed.
     """
 
-    __slots__ = ("_device", "_hosted", "amax_ratio", "policy", "state", "steps")
+    __slots__ = ("_device", "_hosted", "amax_ratio", "lowest_scale", "policy", "state", "steps")
 
     def __init__(self, policy: Policy, state: ScaleState | None = None, device: torch.device | None = None) -> None:
         self._device: torch.device | None = None
@@ -85,8 +87,12 @@ class Rule:
             return torch.tensor(leaf.item(), dtype=_TORCH[type(leaf)], device=self._device)
         if isinstance(leaf, Tensor) or self._device is None:
             return torch.as_tensor(leaf, device=self._device)  # its own, not torch's default device
-        # A number of numpy's stands for what was not measured. Filled in: a copy to the device would synchronize.
-        return torch.full((), leaf.item(), dtype=_TORCH[type(leaf)], device=self._device)
+        return self._filled(leaf)  # a number of numpy's, which stands for what was not measured
+
+    def _filled(self, number: Any) -> Tensor:
+        """Returns a number of numpy's as a 0-d tensor on the device."""
+        # Filled in: a copy of the number to the device would synchronize.
+        return torch.full((), number.item(), dtype=_TORCH[type(number)], device=self._device)
 
     def measurement(self, measurement: Measurement) -> Measurement:
         """Returns a measurement with leaves in place of tensors, without its sizes, which no decision needs."""
@@ -111,12 +117,14 @@ class Rule:
         return self._device
 
     def _put(self, array: Any) -> Any:
-        return array[()] if self._hosted else torch.as_tensor(array, device=self._device)
+        number = array[()]
+        return number if self._hosted else self._filled(number)
 
     def load(self, policy: Policy, state: ScaleState, amax_ratio: float = UNKNOWN_RATIO) -> None:
         """Loads another policy and its state, given as numpy numbers, on the device of the present one."""
         self.policy, self.state, self.amax_ratio = policy, state, np.float32(amax_ratio)
         self.steps = int(state.applied) + int(state.skipped)
+        self.lowest_scale = float(state.scale if isinstance(policy, Static) else getattr(policy, "min_scale", 0.0))
         device, self._device = self._device, None  # `settle` does nothing while it is set
         if device is not None:
             self.settle(device)

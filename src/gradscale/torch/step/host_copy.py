@@ -36,6 +36,12 @@ class HostCopy:
         return self._host.tolist()
 
 
+def moved(value: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns `value` on `device`. Synchronizes only where it is copied to the host: gradients may be kept there."""
+    # Memory of the host is not valid before a copy has arrived; on a device, kernels are queued behind the copy.
+    return value.to(device, dtype, non_blocking=device.type != "cpu")
+
+
 def in_host_memory(device: torch.device) -> bool:
     """Returns whether what is on `device` is in host memory, so that reading it does not synchronize."""
     return device.type == "cpu"

@@ -17,11 +17,14 @@ from gradscale.kernels.torch import (
     tensor_groups,
 )
 from gradscale.torch.step import host_copy
-from gradscale.torch.step.host_copy import host_value
+from gradscale.torch.step.host_copy import host_value, moved
 from gradscale.torch.step.plan import StepPlan
 
 HALF = (torch.float16, torch.complex32)
 """Types that are divided in FP16."""
+
+DOUBLE = (torch.float64, torch.complex128)
+"""Types that are divided in float64."""
 
 
 def measure(plan: StepPlan) -> Measurement:
@@ -74,7 +77,17 @@ def measure_sizes(
         norm=single_norm(total) if norm else None,
         upper_share=None if edge is None else share_above(gradients, torch.full_like(total, edge), device),
         half_amax=largest(halves, device).amax() if halves else None,
+        single_total=_single_total(gradients, sizes),
     )
+
+
+def _single_total(gradients: Sequence[Tensor], sizes: Tensor) -> Tensor | None:
+    """Returns the largest size of gradients narrower than float64, in float32, if there are wider ones beside them."""
+    if sizes.dtype is not torch.float64:
+        return None
+    # Not by an index, which would be copied to the device.
+    found = [size for size, grad in zip(sizes.unbind(), gradients, strict=True) if grad.dtype not in DOUBLE]
+    return torch.stack(found).amax().float() if found else None
 
 
 def check(
@@ -135,8 +148,8 @@ def multiply_and_check(gradients: Sequence[Tensor], factor: Tensor, found_inf: T
         if group.device not in flags:
             # A copy even where it is on that device already, as torch's callers expect. The kernel only ever sets it to
             # 1, so that all groups of a device share one.
-            flags[group.device] = found_inf.to(group.device, non_blocking=True, copy=True)
-        local = factor.to(group.device, non_blocking=True)
+            flags[group.device] = moved(found_inf, group.device).clone()
+        local = moved(factor, group.device)
         torch._amp_foreach_non_finite_check_and_unscale_(group.tensors, flags[group.device], local)  # type: ignore[attr-defined]
     return flags
 
@@ -144,7 +157,7 @@ def multiply_and_check(gradients: Sequence[Tensor], factor: Tensor, found_inf: T
 def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns one 0-d bool on `device`: whether any flag is set, to 1 or to any other number but 0."""
     # A bool, not a sum of the flags as in torch: fused kernels skip only for a `found_inf` of exactly 1.
-    found = [flag.to(device, non_blocking=True).reshape(()) for flag in flags]
+    found = [moved(flag, device).reshape(()) for flag in flags]
     if len(found) == 1:
         return found[0].ne(0)
     return torch.stack(found).ne(0).any() if found else torch.zeros((), dtype=torch.bool, device=device)

@@ -47,6 +47,7 @@ def step_without_scaling(
         sizes=measured.sizes,
         traces=Traces(gradients) if norm else None,
         parameter_names=names,
+        known=True,
     )
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from gradscale.engine.measurement import reads_amax
 from gradscale.engine.plan import Plan
-from gradscale.policies.contract import Policy
 from gradscale.torch.accumulation.window import Window
 from gradscale.torch.step.apply import folds
+from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.gradients import Gradients, collect, keeps_masters
 from gradscale.torch.step.host_copy import host_value
 
@@ -69,10 +69,9 @@ class StepPlan:
 
 
 def plan_step(
-    policy: Policy,
+    rule: Rule,
     optimizers: Sequence[Optimizer],
     window: Window,
-    step: int,
     *,
     norm: bool,
     sample: bool,
@@ -82,11 +81,11 @@ def plan_step(
 ) -> StepPlan:
     """Returns the plan of the step that ends `window`. Reads no gradient and does not synchronize.
 
-    `step` counts the steps before: where a norm is read, amax is read at some and estimated at others. With `norm` the
-    result has the norm, with `sample` the metrics get the largest magnitude. `fold` is False if the scaler does not
-    step the optimizers itself, whose kernels then cannot divide.
+    Where a norm is read, amax is read at some steps and estimated at others. With `norm` the result has the norm, with
+    `sample` the metrics get the largest magnitude. `fold` is False if the scaler does not step the optimizers itself,
+    whose kernels then cannot divide.
     """
-    reads = Plan.of(policy, norm=norm, clip_norm=clip_norm)
+    reads = Plan.of(rule.policy, norm=norm, clip_norm=clip_norm)
     gradients = collect(optimizers)
     # Compared by identity with the scale, which costs no host read.
     divisor = (
@@ -96,9 +95,9 @@ def plan_step(
     as_made = divisor is window.scale
     follows = reads.amax and reads.norm and as_made
     # By the number of the step alone where later estimates depend on it, so that a resumed run is bit-exact.
-    amax = as_made and (reads_amax(step) if follows else sample or reads.amax)
+    amax = as_made and (reads_amax(rule.steps) if follows else sample or reads.amax)
     edge = reads.edge if as_made else None
-    grows = not _at_least_one(divisor, policy)
+    grows = as_made and not _at_least_one(divisor, rule)
     folding = [optimizer for optimizer in optimizers if fold and folds(optimizer)]
     any_size = reads.norm or amax or edge is not None
     return StepPlan(
@@ -122,8 +121,8 @@ def plan_step(
     )
 
 
-def _at_least_one(divisor: Tensor, policy: Policy) -> bool:
-    """Returns whether `divisor` is known to be at least 1, so that no finite gradient divided by it is infinite."""
-    # On a device only the policy's bound is known: reading the divisor would synchronize.
-    known = host_value(divisor)
-    return getattr(policy, "min_scale", 0.0) >= 1.0 if known is None else known >= 1.0
+def _at_least_one(scale: Tensor, rule: Rule) -> bool:
+    """Returns whether `scale` is known to be at least 1, so that no finite gradient divided by it is infinite."""
+    # On a device only a bound is known: reading the scale would synchronize.
+    known = host_value(scale)
+    return (rule.lowest_scale if known is None else known) >= 1.0

@@ -73,6 +73,7 @@ def result_of(
         traces=None if all_finite else Traces(plan.gradients, measurement.sizes if known_skip else None),
         parameter_names=names,
         gradient_count=len(plan.gradients),
+        known=updated,
     )
 
 

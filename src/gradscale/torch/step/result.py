@@ -11,6 +11,7 @@ from torch import Tensor
 from gradscale.engine import result as engine
 from gradscale.engine.culprits import Culprit, culprits_of
 from gradscale.engine.result import Status
+from gradscale.kernels.torch import largest
 from gradscale.torch.step import host_copy
 from gradscale.torch.step.gradients import Gradients, Names
 from gradscale.torch.step.host_copy import HostCopy
@@ -48,6 +49,13 @@ class Traces:
         optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
         return names.of([self.parameters[index]() for index in indices], optimizers)
 
+    def sizes(self) -> list[float]:
+        """Returns the largest magnitude in each gradient; 0 for one that was freed or written to. Synchronizes."""
+        grads = list(map(self._unchanged, range(len(self._grads))))
+        values = [_values(grad) for grad in grads if grad is not None]
+        found = iter(largest(values, values[0].device).tolist() if values else ())
+        return [0.0 if grad is None else next(found) for grad in grads]
+
     def count(self, index: int) -> int | None:
         """Returns how many elements of a gradient are not finite. Synchronizes with the device.
 
@@ -56,12 +64,20 @@ class Traces:
         """
         if index in self._counts:
             return int(self._counts[index]) or None
+        grad = self._unchanged(index)
+        return None if grad is None else int(_nonfinite(_values(grad))) or None
+
+    def _unchanged(self, index: int) -> Tensor | None:
+        """Returns a gradient as the step left it, or None if it was freed or written to since."""
         grad = self._grads[index]()
-        if grad is None or grad._version != self._versions[index]:
-            return None
-        # Of a DTensor, the local shard: to count in all of it, every rank would have to make this call.
-        held = grad.to_local() if hasattr(grad, "to_local") else grad  # type: ignore[attr-defined]
-        return int(_nonfinite(held if held.layout is torch.strided else held.values())) or None
+        return None if grad is None or grad._version != self._versions[index] else grad
+
+
+def _values(grad: Tensor) -> Tensor:
+    """Returns the numbers of a gradient that are held here."""
+    # Of a DTensor, the local shard: to read all of it, every rank would have to make this call.
+    held = grad.to_local() if hasattr(grad, "to_local") else grad  # type: ignore[attr-defined]
+    return held if held.layout is torch.strided else held.values()
 
 
 def _nonfinite(values: Tensor) -> Tensor:
@@ -79,10 +95,12 @@ class StepResult(engine.StepResult):
         traces: weak references to the gradients; None where all are known to be finite.
         parameter_names: the names of parameters.
         gradient_count: how many gradients the step had; 0 where they were not counted.
+        known: whether the step was applied, if the host knows it already: no copy is needed then.
     """
 
     traces: Traces | None = None
     gradient_count: int = 0
+    known: bool | None = None
     parameter_names: Names = field(default_factory=lambda: Names(()))
     _flags: HostCopy | None = field(default=None, init=False)
 
@@ -91,15 +109,21 @@ class StepResult(engine.StepResult):
 
     def poll(self) -> bool | None:
         """Returns whether the step was applied, or None if that is not known yet. Never synchronizes."""
-        return bool(self._read()[0]) if self._copied().arrived else None
+        if self.known is None and self._copied().arrived:
+            self.known = bool(self._read()[0])
+        return self.known
 
     def skipped(self) -> bool:
         """Returns whether the optimizers were left alone. Synchronizes with the device."""
-        return not self._read()[0]
+        if self.known is None:
+            self.known = bool(self._read()[0])
+        return not self.known
 
     def status(self) -> Status:
         """Returns the status of the step. Synchronizes with the device."""
-        return Status.of(*self._read()) if self.attempted else Status.NO_GRADS
+        if not self.attempted:
+            return Status.NO_GRADS
+        return Status.of(*self._read()) if self.skipped() else Status.APPLIED
 
     @property
     def parameters(self) -> int:
@@ -109,13 +133,13 @@ class StepResult(engine.StepResult):
     def culprits(self) -> list[Culprit]:
         """Returns the parameters whose gradients were not finite, in the optimizers' order. Synchronizes.
 
-        Sizes were kept from the step. So were counts of elements where the host knew in the step that it is skipped:
-        on the CPU, and with an optimizer that is not fused. Else the gradients are read now, and `count` is None for
-        one that was cleared or written to since.
+        Sizes were kept from the step, but not after `unscale_` and a fused step on a device. Counts of elements were
+        kept where the host knew in the step that it is skipped: on the CPU, and with an optimizer that is not fused.
+        What was not kept is read now, from gradients that were neither cleared nor written to since.
         """
-        if self.traces is None or self.sizes is None:
+        if self.traces is None or (self.sizes is None and not self.skipped()):
             return []
-        sizes: list[float] = self.sizes.tolist()
+        sizes: list[float] = self.traces.sizes() if self.sizes is None else self.sizes.tolist()
         bad = [index for index, size in enumerate(sizes) if not math.isfinite(size)]
         names = self.traces.names(bad, self.parameter_names)
         return culprits_of(names, [sizes[index] for index in bad], list(map(self.traces.count, bad)))

@@ -1,0 +1,41 @@
+"""The accumulation window of the reference."""
+
+from dataclasses import dataclass, field
+
+from tests.torch.fuzz.gradient import Gradient
+
+
+@dataclass
+class Window:
+    """What happened since the last step, as far as the result of the next depends on it.
+
+    Attributes:
+        scale: of all its losses.
+        began: whether a backward pass has begun.
+        loss_finite: whether every loss was finite.
+        overflowed: whether gradients outside of the step overflowed.
+        retries: how often a backward pass was run again.
+        abandoned: whether all gradients were cleared, so that the next backward pass opens another window.
+        unscaled: the parameters whose gradients `unscaled` has divided.
+        as_made: these gradients before any edit.
+    """
+
+    scale: float
+    began: bool = False
+    loss_finite: bool = True
+    overflowed: bool = False
+    retries: int = 0
+    abandoned: bool = False
+    unscaled: set[str] = field(default_factory=set)
+    as_made: dict[str, Gradient] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Begins a backward pass: nothing is unscaled any more."""
+        self.unscaled, self.as_made, self.began = set(), {}, True
+
+    def abandon(self, *, all_none: bool) -> None:
+        """Forgets the batch: with its gradients, everything that was known of it is gone.
+
+        Where zeros are left, and not `all_none`, the window goes on at its scale.
+        """
+        self.loss_finite, self.overflowed, self.abandoned = True, False, all_none
