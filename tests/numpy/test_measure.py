@@ -164,6 +164,8 @@ def test_a_read_agrees_with_numpy(array: Array, exponent: int) -> None:
     assert math.isnan(found.amax) == np.isnan(true).any()
     assert seen(array, float(divisor), norm=False).finite == np.isfinite(true).all()
     unscaled = seen(array, float(divisor))
+    # A norm that was asked for counts too, and is inf from here on.
+    assert unscaled.finite == (np.isfinite(true).all() and read(array, norm=True).norm < LARGEST_NORM)
     if unscaled.finite:
         magnitudes = np.abs(array.astype(np.float64)) / float(divisor)
         assert np.float32(unscaled.amax) == np.float32(magnitudes.max(initial=0.0))

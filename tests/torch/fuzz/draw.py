@@ -139,7 +139,7 @@ class _Loop:
         copies = not any(optimizer.kind == "lbfgs" for optimizer in setup.optimizers)
         self._ways_to_save: list[ops.How] = ["in place", "fresh scaler", "checkpoint"]
         if copies:
-            self._ways_to_save += ["deepcopy", "pickle"]
+            self._ways_to_save.extend(("deepcopy", "pickle"))
 
     def _chance(self, probability: float) -> bool:
         return self._rng.random() < probability
