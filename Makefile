@@ -43,7 +43,7 @@ demo-mxnet: $(MXNET)/.stage-test-mxnet ## train a small network in MXNet, likewi
 	@$(MXNET)/bin/gradscale demo --framework mxnet
 
 .PHONY: test
-test: test-main $(if $(ARGS),,test-mxnet) ## run the tests and the doctests, without the slow ones
+test: test-main $(if $(ARGS),,test-device test-mxnet) ## run the tests and the doctests, without the slow ones
 
 .PHONY: test-main
 test-main: $(VENV)/.stage-test ## run all of them but those of MXNet

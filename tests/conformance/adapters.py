@@ -20,13 +20,14 @@ Array = np.ndarray[Any, Any]
 VARIABLE = "GRADSCALE_ADAPTERS"
 """Environment variable with the adapters to run, as in `numpy,torch`. Without it, all whose framework is installed."""
 
-Difference = Literal["losses", "no grads", "no scaling", "norm", "result", "state", "metrics"]
+Difference = Literal["losses", "no grads", "no scaling", "norm", "infinite norm", "result", "state", "metrics"]
 """What a drop-in may do as its peer does, in place of what the table says:
 
     losses: it does not check losses.
     no grads: a step without gradients raises.
     no scaling: `NoScaling` switches it off, so that nothing is counted.
     norm: the user clips, so its result has no norm.
+    infinite norm: the framework clips, and an infinite norm makes every gradient NaN.
     result: it returns no result.
     state: it keeps no more than the scale and the clean steps.
     metrics: it has no `metrics`.

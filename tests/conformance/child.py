@@ -43,10 +43,12 @@ class ChildAdapter:
     """Runs the adapter of another module in a process with its own environment, started when it is first needed."""
 
     sampled = NO_TABLES
-    differs: Mapping[Difference, str] = {}
 
-    def __init__(self, module: str, environment: Mapping[str, str], dtypes: frozenset[str]) -> None:
+    def __init__(
+        self, module: str, environment: Mapping[str, str], dtypes: frozenset[str], differs: Mapping[Difference, str]
+    ) -> None:
         self.dtypes = dtypes
+        self.differs = differs
         self._module = module
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None

@@ -11,11 +11,11 @@ from gradscale import Dynamic, NoScaling
 GRAD = {"weight": np.array([8.0], np.float32)}
 
 
-def opened(adapter: Adapter, difference: Difference) -> Session:
+def opened(adapter: Adapter, difference: Difference, size: int = 1) -> Session:
     if difference not in adapter.differs:
         pytest.skip("no such difference")
-    policy = NoScaling() if difference == "no scaling" else Dynamic(init_scale=8.0)
-    return adapter.open(policy, {"weight": np.zeros(1, np.float32)}, lr=0.125)
+    policy = NoScaling() if difference in ("no scaling", "infinite norm") else Dynamic(init_scale=8.0)
+    return adapter.open(policy, {"weight": np.zeros(size, np.float32)}, lr=0.125)
 
 
 def test_losses_are_not_checked(adapter: Adapter) -> None:
@@ -42,6 +42,12 @@ def test_the_result_has_no_norm_where_the_user_clips(adapter: Adapter) -> None:
     step = opened(adapter, "norm").step(GRAD, clip_norm=0.5)
     assert step.reported is not None
     assert step.reported.grad_norm is None
+
+
+def test_an_infinite_norm_makes_every_gradient_nan_where_the_framework_clips(adapter: Adapter) -> None:
+    session = opened(adapter, "infinite norm", size=2)
+    step = session.step({"weight": np.array([math.inf, 8.0], np.float32)}, clip_norm=5.0)
+    assert np.isnan(step.params["weight"]).tolist() == [True, True]
 
 
 def test_there_is_no_result(adapter: Adapter) -> None:

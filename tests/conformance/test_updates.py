@@ -44,10 +44,16 @@ def squares_overflow(update: Update) -> bool:
     return update.norm == math.inf and all(math.isfinite(item) for items in update.grads.values() for item in items)
 
 
+def norm_is_infinite(update: Update) -> bool:
+    return update.norm == math.inf
+
+
 def involved(case: UpdateCase) -> set[Difference]:
     found = losses(update.loss for update in case.steps)
     found |= {"norm"} if any(map(squares_overflow, case.steps)) else set()
     found |= set() if all(update.grads for update in case.steps) else {"no grads"}
+    # A checking policy skips such a step before anything is clipped.
+    found |= {"infinite norm"} if NoScaling() == case.policy and any(map(norm_is_infinite, case.steps)) else set()
     return found | ({"no scaling"} if isinstance(case.policy, NoScaling) else set())
 
 

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from gradscale.demo.digits import CLASSIFIER_WEIGHT
 from gradscale.demo.numpy import model
 from gradscale.demo.numpy.adam import Adam
-from gradscale.demo.numpy.model import CLASSIFIER_WEIGHT, Params, init_params, run_pass
+from gradscale.demo.numpy.model import Params, init_params, run_pass
 from gradscale.demo.numpy.precision import half, single, wide
 from gradscale.numpy.tree import mapped, named_arrays
 

@@ -119,3 +119,14 @@ def test_the_state_before_the_step_is_left_as_it_was() -> None:
     state = ScaleState(scale=np.float32(8))
     decide(Dynamic(), state, seen(finite=False), np)
     assert state == ScaleState(scale=np.float32(8))
+
+
+@pytest.mark.parametrize("min_scale", [2.0**-126, 2.0**-30])
+def test_an_overflow_at_a_scale_that_is_useless_is_stuck_whatever_the_floor(min_scale: float) -> None:
+    policy = Dynamic(init_scale=2.0**-23, min_scale=min_scale)
+    state = policy.start()
+    found: list[tuple[float, bool]] = []
+    for _ in range(3):
+        state = decide(policy, state, Seen(finite=np.bool_(False)), np).state
+        found.append((float(state.scale), bool(state.stuck)))
+    assert found == [(2.0**-24, False), (2.0**-25, True), (2.0**-26, True)]

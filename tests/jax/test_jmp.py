@@ -50,7 +50,7 @@ def walked(loss_scale: Any, flags: list[jax.Array]) -> list[tuple[float, int]]:
     return found
 
 
-@pytest.mark.parametrize("scale", [jnp.float32(3), jnp.float16(2**15), jnp.float32(2**127)])
+@pytest.mark.parametrize("scale", [jnp.float32(3), jnp.float16(2**15), jnp.float32(2**100)])
 @pytest.mark.parametrize("settings", [{}, {"period": 2}, {"period": 3, "factor": 3}, {"period": 1, "factor": 1.5}])
 def test_the_scale_changes_as_in_jmp(scale: jax.Array, settings: dict[str, Any]) -> None:
     flags = [CLEAN] * 7 + [OVERFLOW] * 3 + [CLEAN] * 2 + [OVERFLOW] + [CLEAN] * 4
@@ -156,3 +156,14 @@ def test_the_leaves_of_a_saved_scale_go_on_in_gradscale() -> None:
     scale = jmp.DynamicLossScale(jnp.float32(64), period=5).adjust(CLEAN)
     _, state = import_state("jmp", {"loss_scale": scale.loss_scale, "counter": scale.counter, "period": 5})
     assert (float(state.scale), int(state.clean_steps)) == (64.0, 1)
+
+
+def test_the_scale_stays_where_gradients_can_be_divided_by_it() -> None:
+    high = jmp.DynamicLossScale(jnp.float32(2**125), period=1)
+    low = jmp.DynamicLossScale(jnp.float32(2.0**-125), min_loss_scale=0.0)
+    for _ in range(3):
+        high, low = high.adjust(CLEAN), low.adjust(OVERFLOW)
+    assert (high.loss_scale, low.loss_scale) == (2.0**126, 2.0**-126)
+    # jmp goes on to 2**127 and to 0: gradients become 0 there, or NaN.
+    assert high.unscale({"weight": jnp.float32(2**120)})["weight"] == 2.0**-6
+    assert low.unscale({"weight": jnp.float32(0)})["weight"] == 0

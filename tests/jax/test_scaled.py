@@ -10,7 +10,7 @@ import optax
 import pytest
 from tests.jax.helpers import EXACT, INF, NAN, POLICY, base_loss, batch, params, programs, same, spiked
 
-from gradscale import NoScaling
+from gradscale import NoScaling, Static
 from gradscale.jax import ScaledState, loss_scale, scaled
 from gradscale.policies.headroom import Headroom
 
@@ -165,3 +165,14 @@ def test_the_state_is_a_named_tuple() -> None:
     assert isinstance(opt_state, ScaledState)
     assert opt_state._fields == ("scaler", "inner")
     assert opt_state.scaler.policy == Headroom()
+
+
+def test_multi_steps_passes_further_arguments_on() -> None:
+    accumulating: Any = optax.MultiSteps(optax.polyak_sgd(), 2)
+    tx = scaled(accumulating, Static(8.0))
+    params = {"w": jnp.float32(1.0)}
+    state = tx.init(params)
+    updates: Any = None
+    for _ in range(2):
+        updates, state = tx.update({"w": jnp.float32(8.0)}, state, params, value=jnp.float32(0.5))
+    assert updates["w"] == -0.5  # the value over the squared norm, times the gradient

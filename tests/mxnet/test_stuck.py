@@ -82,3 +82,12 @@ def test_a_scale_that_can_still_fall_is_not_stuck_nor_is_a_step_without_gradient
 def test_a_limit_that_is_none_is_refused(limit: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="`max_consecutive_skips` must be"):
         init_trainer(make_trainer(make_parameter()), max_consecutive_skips=limit)
+
+
+def test_the_default_rule_is_stuck_where_no_lower_scale_helps_long_before_its_floor() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer)
+    overflow(trainer, 49)
+    with pytest.raises(ScaleStuck, match="50 steps in a row were skipped"):
+        overflow(trainer, 1)
+    assert scaler.loss_scale == 2.0**-34

@@ -161,13 +161,43 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_scale() -> None
     trainer = make_trainer(make_parameter())
     scaler = init_trainer(trainer, Dynamic())
     backward(trainer, CLEAN, value=math.nan)
-    backward(trainer, CLEAN)
     trainer.step(1)
     assert (scaler.last.status(), scaler.loss_scale) == (Status.NONFINITE_LOSS, 65536.0)
     assert weights(trainer) == [[1.0, 1.0, 1.0]]
     backward(trainer, CLEAN)
     trainer.step(1)
     assert scaler.last.applied
+
+
+def scaled_product(param: Any, slope: Any, trainer: Any) -> Any:
+    """Returns a scaled loss with the gradient `slope`, which MXNet adds to those before if `grad_req` is "add"."""
+    with autograd.record(), scale_loss((param.data() * nd.array(slope)).sum(), trainer) as scaled:
+        return scaled
+
+
+def test_the_loss_of_an_earlier_backward_pass_skips_the_step_that_uses_its_gradients() -> None:
+    param = make_parameter(grad_req="add")
+    trainer = make_trainer(param)
+    scaler = init_trainer(trainer, Dynamic())
+    for slope in (NAN, CLEAN):
+        scaled_product(param, slope, trainer).backward()
+    trainer.step(1)
+    assert (scaler.last.status(), scaler.loss_scale) == (Status.NONFINITE_LOSS, 65536.0)
+
+
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+@pytest.mark.parametrize("differentiated", [True, False])
+def test_the_loss_of_an_abandoned_batch_does_not_skip_the_next(grad_req: str, differentiated: bool) -> None:
+    param = make_parameter(grad_req=grad_req)
+    trainer = make_trainer(param)
+    scaler = init_trainer(trainer, Dynamic())
+    abandoned = scaled_product(param, NAN, trainer)
+    if differentiated:
+        abandoned.backward()
+        param.zero_grad()
+    scaled_product(param, CLEAN, trainer).backward()
+    trainer.step(1)
+    assert (scaler.last.status(), weights(trainer)) == (Status.APPLIED, [[0.5, 1.25, 1.0]])
 
 
 def test_the_norm_is_clipped_as_the_optimizer_sees_it() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from gradscale._chunks import CHUNK
+from gradscale.engine.measurement import LARGEST_NORM
 from gradscale.engine.plan import Plan
 from gradscale.numpy.agree import agree
 from gradscale.numpy.measure import ArrayMeasurement, measure
@@ -38,9 +40,10 @@ def read(array: Array, divisor: float = 1.0, *, norm: bool = False, edge: float 
     return measure(array, divisor, Plan(checks=True, amax=True, norm=norm, edge=edge))
 
 
-def seen(array: Array, divisor: float) -> Seen:
+def seen(array: Array, divisor: float, *, norm: bool = True) -> Seen:
     """Returns what is seen of one array, unscaled."""
-    measurement = agree([measure(array, divisor, EVERYTHING)], EVERYTHING)
+    plan = replace(EVERYTHING, norm=norm)
+    measurement = agree([measure(array, divisor, plan)], plan)
     return measurement.seen(np.float32(divisor), np.bool_(True), np)
 
 
@@ -130,7 +133,12 @@ def test_elements_that_unscaling_makes_infinite_are_counted() -> None:
 
 def test_the_same_elements_stay_finite_in_float64() -> None:
     array = np.array([1.0, 1e30, 2e30])
-    assert (read(array, 2.0**-100).nonfinite, seen(array, 2.0**-100).finite) == (0, True)
+    assert (read(array, 2.0**-100).nonfinite, seen(array, 2.0**-100, norm=False).finite) == (0, True)
+
+
+@pytest.mark.parametrize(("norm", "finite"), [(LARGEST_NORM, False), (LARGEST_NORM * (1 - 2.0**-53), True)])
+def test_a_norm_whose_square_does_not_fit_float32_is_an_overflow_in_any_type(norm: float, finite: bool) -> None:
+    assert seen(np.array([norm]), 1.0).finite == finite
 
 
 def test_a_signalling_nan_is_a_nan() -> None:
@@ -154,8 +162,10 @@ def test_a_read_agrees_with_numpy(array: Array, exponent: int) -> None:
     found = read(array, float(divisor))
     assert found.nonfinite == (~np.isfinite(true)).sum()
     assert math.isnan(found.amax) == np.isnan(true).any()
+    assert seen(array, float(divisor), norm=False).finite == np.isfinite(true).all()
     unscaled = seen(array, float(divisor))
-    assert unscaled.finite == np.isfinite(true).all()
+    # A norm that was asked for counts too, and is inf from here on.
+    assert unscaled.finite == (np.isfinite(true).all() and read(array, norm=True).norm < LARGEST_NORM)
     if unscaled.finite:
         magnitudes = np.abs(array.astype(np.float64)) / float(divisor)
         assert np.float32(unscaled.amax) == np.float32(magnitudes.max(initial=0.0))

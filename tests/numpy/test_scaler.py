@@ -114,8 +114,25 @@ def test_a_nonfinite_loss_seen_by_scale_counts_until_the_next_step_and_no_longer
     scaler = LossScaler(Static(8.0))
     scaler.scale(np.float32(math.inf))
     scaler.scale(1.0)
-    assert scaler.step([f32(1)]).status() is Status.NONFINITE_LOSS
+    assert scaler.step([f32(math.nan)]).status() is Status.NONFINITE_LOSS
     assert scaler.step([f32(1)]).status() is Status.APPLIED
+
+
+@pytest.mark.parametrize("way", ["scale", "step"])
+def test_the_loss_of_an_abandoned_batch_does_not_skip_the_next(way: str) -> None:
+    scaler = LossScaler(Static(8.0))
+    scaler.scale(math.nan)  # and no step: the batch is given up
+    if way == "scale":
+        scaler.scale(1.0)
+    result = scaler.step([f32(8)], loss=None if way == "scale" else 1.0)
+    assert (result.status(), result.grads[0].tolist()) == (Status.APPLIED, [1.0])
+
+
+def test_the_last_loss_skips_the_step_even_if_all_gradients_are_finite() -> None:
+    scaler = LossScaler(Static(8.0))
+    scaler.scale(1.0)
+    scaler.scale(math.nan)
+    assert scaler.step([f32(1)]).status() is Status.NONFINITE_LOSS
 
 
 def test_one_nonfinite_loss_of_several_is_enough() -> None:

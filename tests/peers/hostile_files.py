@@ -31,6 +31,16 @@ def zip_of_many(members: int) -> bytes:
     return start[:at] + entries + end64 + locator + end
 
 
+def zip_of_fields(members: int) -> bytes:
+    """A zip file whose directory gives every member, but for the pickle, as many empty fields as fit."""
+    start = zipped(b"N.")
+    at = start.find(b"PK\1\2")
+    fields = struct.pack("<HH", 2, 0) * 16_000
+    entry = struct.pack("<4s6H3L5H2L", b"PK\1\2", *[0] * 7, *[2**32 - 1] * 2, 1, len(fields), *[0] * 5) + b"x" + fields
+    directory = entry * members + start[at : start.find(b"PK\5\6")]
+    return start[:at] + directory + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, *[members + 1] * 2, len(directory), at, 0)
+
+
 def lying_zip() -> bytes:
     """A zip file that says that its pickle is short."""
     data = bytearray(zipped(b"N" * TOO_LONG))
@@ -94,5 +104,6 @@ FILES: dict[str, Callable[[], bytes]] = {
     "LZMA": lambda: zipped(b"N" * 2**20, zipfile.ZIP_LZMA),
     "bzip2": lambda: zipped(b"N" * 2**20, zipfile.ZIP_BZIP2),
     "as many zip members as are read": lambda: zip_of_many(100_000),
+    "zip members with many fields": lambda: zip_of_fields(100),
     "many zip members": lambda: zip_of_many(400_000),
 }

@@ -13,6 +13,8 @@ from torch.nn.utils.parametrize import register_parametrization
 from gradscale import Dynamic
 from gradscale.torch import LossScaler, casts
 
+pytestmark = pytest.mark.cpu_only("quantization for the CPU")
+
 INT8 = {"quant_min": -128, "quant_max": 127, "dtype": torch.qint8}
 
 KINDS = {"fused": ao.FusedMovingAvgObsFakeQuantize, "plain": ao.FakeQuantize}

@@ -108,6 +108,7 @@ class HostScaler(ABC):
         measurement: Measurement,
         *,
         loss_finite: bool,
+        last_loss_finite: bool = False,
         divisor: float | None = None,
         clip_norm: float | None = None,
         overflowed: bool = False,
@@ -115,15 +116,19 @@ class HostScaler(ABC):
     ) -> tuple[Outcome, R]:
         """Returns the decision of the step, and its result of the class `kind`. Changes nothing: the update may fail.
 
-        Gradients are divided by `divisor`, by default the scale. `overflowed` reports gradients that are not in the
-        measurement. `fields` are further fields of the result.
+        `loss_finite` is that of all losses since the last step. One that is not finite does not count where the last
+        loss and all gradients are: its batch was abandoned, or its gradients would not be finite. Gradients are divided
+        by `divisor`, by default the scale. `overflowed` reports gradients that are not in the measurement. `fields` are
+        further fields of the result.
         """
         divisor = self.loss_scale if divisor is None else divisor
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # gradients that are not finite
             seen = measurement.seen(np.float32(divisor), np.bool_(loss_finite), np, np.bool_(overflowed))
+        loss_finite = loss_finite or (last_loss_finite and bool(seen.finite))
         # Rules are bit-exact in float32. A float64 gradient may be larger than that holds, and still be finite.
         amax = np.float32(min(seen.amax, FP32.max) if seen.finite else np.inf)
-        outcome = decide_on_host(self._policy, self._state, replace(seen, amax=amax), clip_norm, divisor)
+        facts = replace(seen, amax=amax, loss_finite=np.bool_(loss_finite))
+        outcome = decide_on_host(self._policy, self._state, facts, clip_norm, divisor)
         return outcome, kind(
             applied=bool(outcome.applied),
             scale=self.loss_scale,

@@ -119,7 +119,7 @@ class StuckCheck:
             if self.on_stuck == "raise":
                 raise error
             if self.on_stuck == "warn":
-                warnings.warn(str(error), stacklevel=_callers_level())
+                warnings.warn(str(error), stacklevel=callers_level())
             elif callable(self.on_stuck):
                 self.on_stuck(error)
 
@@ -136,7 +136,7 @@ def diagnosis(progress: Progress, last: StepResult, weights: Weights | None) -> 
     return ScaleStuck(progress, float(last.next_scale), culprits, cause)
 
 
-def _callers_level() -> int:
+def callers_level() -> int:
     """Returns the `stacklevel` at which a warning points at the user's line that called the library."""
     # Not a constant: the number of frames in between differs from one adapter to the next.
     frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]

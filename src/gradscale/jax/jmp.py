@@ -17,7 +17,7 @@ from jax.core import Tracer
 from gradscale.jax.casting import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
 from gradscale.peers.jmp import dynamic_loss_scale
 from gradscale.peers.ladder import Ladder, LadderState
-from gradscale.policies.contract import Seen
+from gradscale.policies.contract import Seen, advanced
 
 __all__ = [
     "DynamicLossScale",
@@ -96,8 +96,9 @@ class StaticLossScale(_Scales):
 class DynamicLossScale(_Scales):
     """Multiplies its scale by `factor` after `period` clean steps, and divides it by `factor` after any other.
 
-    A growth to infinity is not taken, and a backoff ends at `min_loss_scale`. The leaves are `loss_scale` and
-    `counter`; all else is static.
+    A growth to infinity is not taken, and a backoff ends at `min_loss_scale`. The scale stays between 2**-126 and
+    2**126, as devices flush a reciprocal beyond them to zero, and with it every gradient. The leaves are `loss_scale`
+    and `counter`; all else is static.
 
     Attributes:
         loss_scale: the scale. Its type is kept.
@@ -138,7 +139,7 @@ class DynamicLossScale(_Scales):
         grads_finite = jnp.asarray(grads_finite)
         if grads_finite.ndim:
             raise AssertionError(f"Expected boolean scalar. Received: `grads_finite` of shape {grads_finite.shape}.")
-        after = self._rule().next(self._state(), Seen(finite=grads_finite), jnp)
+        after = advanced(self._rule(), self._state(), Seen(finite=grads_finite), jnp)
         _, static = self.tree_flatten()
         return self.tree_unflatten(static, (after.scale, after.clean_steps))
 

@@ -48,7 +48,9 @@ def update(
     _check_same_tree(own, params)
     given = trainable(grads if params is None else params, wide=True)
     state = with_wide_leaves(tx, opt_state, given)
-    updates, after = optax.with_extra_args_support(tx).update(
+    # optax would take `MultiSteps`, which is not of its class, for a transformation without further arguments.
+    optimizer = tx if isinstance(tx, optax.MultiSteps) else optax.with_extra_args_support(tx)
+    updates, after = optimizer.update(
         trainable(grads, wide=True), state, None if params is None else given, **jax.tree.map(_widened, extra)
     )
     # optax updates every leaf, and weight decay would change an integer: its update is replaced by zero.

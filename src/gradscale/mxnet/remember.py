@@ -1,5 +1,6 @@
 """Remember: whether the losses since the last step were finite."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from mxnet import autograd, nd
@@ -9,21 +10,24 @@ class Losses:
     """Whether the losses since the last step were finite: one flag on each context, read only in the step."""
 
     def __init__(self) -> None:
-        self._flags: dict[Any, Any] = {}
+        self._earlier: dict[Any, Any] = {}
+        self._last: list[Any] = []
 
     @property
     def given(self) -> bool:
         """Whether there was a loss since the last step."""
-        return bool(self._flags)
+        return bool(self._last)
 
-    def add(self, loss: Any) -> None:
-        """Checks one more loss. Does not synchronize with the device."""
+    def add(self, losses: Sequence[Any]) -> None:
+        """Checks the losses of one more backward pass. Does not synchronize with the device."""
         with autograd.pause():
             # Kept on the device and multiplied there. Reading it here would block until the forward pass is done.
-            flag = nd.multi_all_finite(loss.as_nd_ndarray(), num_arrays=1)
-            before = self._flags.get(loss.context)
-            self._flags[loss.context] = flag if before is None else before * flag
+            for flag in self._last:
+                before = self._earlier.get(flag.context)
+                self._earlier[flag.context] = flag if before is None else before * flag
+            self._last = [nd.multi_all_finite(loss.as_nd_ndarray(), num_arrays=1) for loss in losses]
 
-    def finite(self) -> bool:
-        """Returns whether all of them were finite. Synchronizes with the device."""
-        return all(flag.asscalar() == 1 for flag in self._flags.values())
+    def finite(self) -> tuple[bool, bool]:
+        """Returns whether all of them were finite, and whether the last ones were. Synchronizes with the device."""
+        last = all(flag.asscalar() == 1 for flag in self._last)
+        return last and all(flag.asscalar() == 1 for flag in self._earlier.values()), last

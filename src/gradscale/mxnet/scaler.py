@@ -64,16 +64,22 @@ class LossScaler(HostScaler):
         return bool(self._policy.needs) and not self._losses.given
 
     def scale(self, loss: Any) -> Any:
-        """Returns `loss` times the scale. A loss that is not finite skips the next step. Does not synchronize.
+        """Returns `loss` times the scale, or a list of losses times it. Does not synchronize.
+
+        A loss that is not finite skips the next step, unless finite losses of another call follow and all gradients of
+        the step are finite: its batch was abandoned.
 
         Gradients that `unscale` has divided, and no step has used, are scaled again, so that those of this loss can be
         added.
         """
-        check_loss(loss, self._policy)
+        losses = loss if isinstance(loss, list | tuple) else [loss]
+        for one in losses:
+            check_loss(one, self._policy)
         self._undo_unscale()
-        if self._policy.needs:
-            self._losses.add(loss)
-        return loss * self.loss_scale
+        if self._policy.needs and losses:
+            self._losses.add(losses)
+        scaled = [one * self.loss_scale for one in losses]
+        return scaled if losses is loss else scaled[0]
 
     def unscale(self, gradients: Gradients) -> None:
         """Measures gradients, then divides them by the scale in place. The next step uses this measurement too.
@@ -89,19 +95,30 @@ class LossScaler(HostScaler):
             self._before_unscale = observation
         self._unscaled = gradients
 
-    def losses_finite(self) -> bool:
-        """Returns whether all losses since the last step were finite, on this worker. Synchronizes with the device."""
+    def losses_finite(self) -> tuple[bool, bool]:
+        """Returns whether all losses since the last step were finite, and whether those of the last `scale` were.
+
+        On this worker. Synchronizes with the device.
+        """
         return self._losses.finite()
 
     def unscaled_finite(self) -> bool:
         """Returns whether all gradients that `unscale` measured since the last step were finite, on this worker."""
         return self._before_unscale is None or self._before_unscale.finite
 
-    def decide(self, gradients: Gradients, rescale: float, *, losses_finite: bool, unscaled_finite: bool) -> Decision:
+    def decide(
+        self,
+        gradients: Gradients,
+        rescale: float,
+        *,
+        losses_finite: bool,
+        last_losses_finite: bool,
+        unscaled_finite: bool,
+    ) -> Decision:
         """Returns the decision of the step. Changes nothing: `remember` does, once the step is done.
 
-        `rescale` is what the optimizer multiplies gradients by, usually one over the size of the batch. The two flags
-        are those of all workers.
+        `rescale` is what the optimizer multiplies gradients by, usually one over the size of the batch. The flags are
+        those of all workers.
         """
         if not any(gradients):
             return Decision(self._no_grads(StepResult), self._state)
@@ -113,6 +130,7 @@ class LossScaler(HostScaler):
             StepResult,
             observation.measurement,
             loss_finite=losses_finite,
+            last_loss_finite=last_losses_finite,
             divisor=divisor,
             clip_norm=self.clip_norm,
             overflowed=not unscaled_finite,

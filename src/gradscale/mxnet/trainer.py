@@ -100,7 +100,7 @@ def scale_loss(loss: Any, trainer: Any) -> Iterator[Any]:
             "`scale_loss` multiplies the loss, which MXNet must record to compute its gradients. "
             "Call it inside `with autograd.record():`."
         )
-    yield [scaler.scale(one) for one in loss] if isinstance(loss, list | tuple) else scaler.scale(loss)
+    yield scaler.scale(loss)
 
 
 def unscale(trainer: Any) -> None:
@@ -132,9 +132,13 @@ def _update_if_finite(
     check_masters(trainer, scaler.policy)  # parameters may have been cast since `init_trainer`
     if any(to_apply):
         _check_scaled(scaler, "step")
-    losses_finite, unscaled_finite = workers.all(scaler.losses_finite(), scaler.unscaled_finite())
+    losses_finite, last_losses_finite, unscaled_finite = workers.all(*scaler.losses_finite(), scaler.unscaled_finite())
     decision = scaler.decide(
-        to_apply, optimizer.rescale_grad, losses_finite=losses_finite, unscaled_finite=unscaled_finite
+        to_apply,
+        optimizer.rescale_grad,
+        losses_finite=losses_finite,
+        last_losses_finite=last_losses_finite,
+        unscaled_finite=unscaled_finite,
     )
     if decision.result.applied:
         apply(to_apply, optimizer, decision.factor, partial(update, ignore_stale_grad))

@@ -37,15 +37,18 @@ class LossScaler(HostScaler):
     """
 
     _losses_finite: bool
+    _last_loss_finite: bool
 
     def scale(self, loss: Any) -> Any:
         """Returns `loss` times the scale, in float32 or wider. A loss that is not finite skips the next `step`.
 
+        It does not if another loss follows that is finite, and all gradients of the step are: its batch was abandoned.
         A narrower loss is widened first: the default scale, 65536, does not fit into float16.
         """
         values = _checked(loss)
         wide = WIDE[values.dtype.name]
-        self._losses_finite = self._losses_finite and bool(np.isfinite(values).all())
+        self._last_loss_finite = bool(np.isfinite(values).all())
+        self._losses_finite = self._losses_finite and self._last_loss_finite
         with np.errstate(over="ignore"):
             return values.astype(wide)[()] * wide(self.loss_scale)
 
@@ -64,7 +67,7 @@ class LossScaler(HostScaler):
         """
         check_clip("clip_norm", clip_norm)
         arrays = named_arrays(grads)
-        loss_finite = self._losses_finite and (loss is None or bool(np.isfinite(_checked(loss)).all()))
+        last_loss_finite = self._last_loss_finite if loss is None else bool(np.isfinite(_checked(loss)).all())
         if not arrays:
             nothing = self._no_grads(StepResult)
             self._remember(self._state, nothing)
@@ -76,7 +79,8 @@ class LossScaler(HostScaler):
         outcome, result = self._decide(
             StepResult,
             measurement,
-            loss_finite=loss_finite,
+            loss_finite=self._losses_finite and last_loss_finite,
+            last_loss_finite=last_loss_finite,
             clip_norm=clip_norm,
             names=tuple(name for name, _ in arrays),
             counts=tuple(one.nonfinite for one in measured),
@@ -88,7 +92,7 @@ class LossScaler(HostScaler):
         return replace(result, grads=unscaled)
 
     def _reset(self) -> None:
-        self._losses_finite = True
+        self._losses_finite = self._last_loss_finite = True
 
 
 def _checked(loss: Any) -> FloatArray:

@@ -38,6 +38,7 @@ class _Member(NamedTuple):
     packed_size: int
     size: int
     at: int
+    extra: bytes
 
 
 def member_of_zip(data: bytes, name: str) -> bytes:
@@ -49,12 +50,14 @@ def member_of_zip(data: bytes, name: str) -> bytes:
     found = [member for member in _members(data) if member.name.rpartition(b"/")[2] == name.encode()]
     if len(found) != 1:
         raise ValueError(f"A file of `torch.save` holds one `{name}`. Received: a zip file with {len(found)}.")
-    if found[0].size > LARGEST_MEMBER:
+    # Only of this member: fields of zeros, in every member of a file, would take seconds to walk through.
+    member = _widened(found[0])
+    if member.size > LARGEST_MEMBER:
         raise ValueError(
             f"The `{name}` of a checkpoint must not be larger than {LARGEST_MEMBER} bytes. "
-            f"Received: {found[0].size}. Tensors are stored in files of their own."
+            f"Received: {member.size}. Tensors are stored in files of their own."
         )
-    return _unpacked(data, found[0])
+    return _unpacked(data, member)
 
 
 def _record(layout: struct.Struct, signature: bytes, data: bytes, at: int) -> tuple[int, ...]:
@@ -78,26 +81,28 @@ def _members(data: bytes) -> Iterator[_Member]:
         name_at = at + _ENTRY.size
         extra_at = name_at + lengths[0]
         extra = data[extra_at : extra_at + lengths[1]]
-        size, packed, local = _wide((size, packed, local), extra)
-        yield _Member(data[name_at:extra_at], flags, method, crc, packed, size, local)
+        yield _Member(data[name_at:extra_at], flags, method, crc, packed, size, local, extra)
         at = extra_at + lengths[1] + lengths[2]
 
 
-def _wide(values: tuple[int, int, int], extra: bytes) -> Iterator[int]:
-    """Yields the sizes and the offset of a member, from its zip64 field where they do not fit 32 bits."""
-    field = _zip64_field(extra) if _IN_ZIP64_FIELD in values else b""
-    for value in values:
-        if value == _IN_ZIP64_FIELD and len(field) >= 8:
-            value, field = int.from_bytes(field[:8], "little"), field[8:]
-        yield value
+def _widened(member: _Member) -> _Member:
+    """Returns `member` with the sizes and the offset of its zip64 field, where they do not fit 32 bits."""
+    field = _zip64_field(member.extra)
+    wide = member._asdict()
+    for name in ("size", "packed_size", "at"):
+        if wide[name] == _IN_ZIP64_FIELD and len(field) >= 8:
+            wide[name], field = int.from_bytes(field[:8], "little"), field[8:]
+    return _Member(**wide)
 
 
 def _zip64_field(extra: bytes) -> bytes:
-    while len(extra) >= 4:
-        kind, size = struct.unpack_from("<HH", extra)
+    at = 0
+    while at <= len(extra) - 4:
+        kind, size = struct.unpack_from("<HH", extra, at)
+        at += 4
         if kind == _ZIP64:
-            return extra[4 : 4 + size]
-        extra = extra[4 + size :]
+            return extra[at : at + size]
+        at += size
     return b""
 
 

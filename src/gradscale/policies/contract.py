@@ -115,12 +115,12 @@ def advanced(policy: Policy, state: S, seen: Seen, xp: Namespace) -> S:
     """Returns the state after a step of a run: that of `policy.next`, with a scale that gradients can be divided by.
 
     The rules of other systems have no bounds, or wider ones: their scales reach 0, numbers that a device flushes to 0,
-    and infinity. Here they stop at 2**-126 and 2**126, and an overflow at 2**-24 or below is `stuck`. Policies with
-    bounds of their own are not changed, at no cost.
+    and infinity. Here they stop at 2**-126 and 2**126, and an overflow at 2**-24 or below is `stuck`. Policies that
+    never go as low, or as high, are not changed, at no cost.
     """
     after = policy.next(state, seen, xp)
     # Both are known while a step is traced or before it runs: no value is read.
-    if after.scale is state.scale or _has_bounds(policy):
+    if after.scale is state.scale or _stays_useful(policy):
         return after
     applied = xp.logical_and(seen.finite, seen.loss_finite)
     useless = xp.logical_and(xp.logical_not(applied), state.scale <= USELESS_SCALE)
@@ -131,10 +131,10 @@ def advanced(policy: Policy, state: S, seen: Seen, xp: Namespace) -> S:
     )
 
 
-def _has_bounds(policy: Any) -> bool:
-    """Returns whether the policy itself keeps its scale where it and its reciprocal are normal float32 numbers."""
+def _stays_useful(policy: Any) -> bool:
+    """Returns whether the policy itself keeps its scale where a lower one may help, and its reciprocal is normal."""
     low, high = getattr(policy, "min_scale", 0.0), getattr(policy, "max_scale", np.inf)
-    return bool(LOWEST_SCALE <= low and high <= HIGHEST_SCALE)
+    return bool(USELESS_SCALE <= low and high <= HIGHEST_SCALE)
 
 
 def backed_off(policy: Policy, state: S, overflow: Seen, xp: Namespace) -> S:

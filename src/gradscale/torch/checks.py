@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gradscale.engine.stuck import callers_level
 from gradscale.torch.step.gradients import Gradients, Names, keeps_masters, parameters_of
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def warn_of_half(gradients: Gradients, names: Names) -> bool:
             f"These parameters are FP16: {some(names, half, gradients.optimizers)}. Unscaled gradients and updates too "
             "small for FP16 are lost there. Keep the parameters in float32 under `torch.autocast`, or wrap their "
             "optimizer in `gradscale.torch.MasterWeights`.",
-            stacklevel=4,
+            stacklevel=callers_level(),
         )
     return bool(half)
 

@@ -122,8 +122,6 @@ def _fits(kind: str, held: Sequence[Parameter], later: Sequence[Parameter], *, e
 
 # The operations.
 
-COPIES: list[ops.How] = ["deepcopy", "pickle"]
-
 
 class _Loop:
     """Draws the operations of one training loop."""
@@ -140,7 +138,8 @@ class _Loop:
         # torch's LBFGS cannot be copied: it loses its parameters.
         copies = not any(optimizer.kind == "lbfgs" for optimizer in setup.optimizers)
         self._ways_to_save: list[ops.How] = ["in place", "fresh scaler", "checkpoint"]
-        self._ways_to_save += COPIES if copies else []
+        if copies:
+            self._ways_to_save.extend(("deepcopy", "pickle"))
 
     def _chance(self, probability: float) -> bool:
         return self._rng.random() < probability

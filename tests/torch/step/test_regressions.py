@@ -170,6 +170,7 @@ def test_the_scale_never_grows_to_infinity(loop: type[Loop]) -> None:
     assert 2.0**124 < running.scale < INF
 
 
+@pytest.mark.filterwarnings("ignore:[0-9]+ steps in a row were skipped:UserWarning")
 @both
 @fused_or_not
 def test_the_scale_never_reaches_zero_and_no_weight_becomes_nan(loop: type[Loop], fused: bool) -> None:
