@@ -336,3 +336,13 @@ def test_buffers_of_a_compiled_model_are_protected() -> None:
         assert step(compiled, optimizer, scaler, torch.randn(8, 4) * bad) is (bad == INF)
         assert same(buffers(model), before) is (bad == INF)
         model[1].running_mean += 1.0
+
+
+@pytest.mark.cpu_only("`torch.export` runs on tensors of the CPU here")
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec:FutureWarning")  # of `torch.export` itself
+def test_a_protected_model_can_be_exported() -> None:
+    model, _, _ = setup()
+    batch = torch.randn(8, 4)
+    exported = torch.export.export(model.eval(), (batch,)).run_decompositions()
+    assert "copy" not in exported.graph_module.code
+    assert same([exported.module()(batch)], [model(batch)])

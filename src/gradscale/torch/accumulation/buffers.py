@@ -64,8 +64,9 @@ class BufferGuard:
 
     def before_forward(self) -> None:
         """Copies all buffers before the first forward pass since the last step that can be part of the next one."""
-        # Without gradients it is an evaluation, or `update_bn`, and what it writes is to stay.
-        if self._forward_begun or not torch.is_grad_enabled():
+        # Without gradients it is an evaluation, or `update_bn`, and what it writes is to stay. An exported graph is no
+        # part of the training, and must not hold the copies.
+        if self._forward_begun or not torch.is_grad_enabled() or torch.compiler.is_exporting():
             return
         self._forward_begun = True
         if torch.compiler.is_compiling():
