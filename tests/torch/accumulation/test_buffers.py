@@ -205,6 +205,16 @@ def test_a_copy_of_model_and_scaler_protects_the_copied_model_alone(scaler_first
     assert same(model.buffers(), before)
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_made_after_a_forward_pass_goes_back_to_before_it(duplicate: Any) -> None:
+    model, optimizer, scaler = setup()
+    before = buffers(model)
+    model(torch.randn(8, 4))
+    model, optimizer, scaler = duplicate((model, optimizer, scaler))
+    assert step(model, optimizer, scaler, torch.full((8, 4), INF))
+    assert same(model.buffers(), before)
+
+
 def test_loading_into_a_shallow_copy_of_a_protected_module_is_left_alone() -> None:
     model, optimizer, scaler = setup()
     twin = copy.copy(model[1])

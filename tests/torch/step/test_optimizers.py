@@ -9,7 +9,7 @@ from tests.torch.helpers import INF, Wrapper, give, loss_of, poison, same, small
 from torch import Tensor, nn
 
 from gradscale import Dynamic, NoScaling, Policy, Static
-from gradscale.torch import LossScaler
+from gradscale.torch import LossScaler, MasterWeights
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -245,9 +245,10 @@ def test_an_optimizer_may_have_no_parameters_yet(policy: Policy, arguments: dict
     assert not same(weights(model), before)
 
 
-def test_a_copied_fused_sgd_takes_a_first_gradient_that_comes_later_than_others() -> None:
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, MasterWeights], ids=["as it is", "in MasterWeights"])
+def test_a_copied_fused_sgd_takes_a_first_gradient_that_comes_later_than_others(wrap: Any) -> None:
     parameters = nn.ParameterDict({"early": torch.zeros(1), "late": torch.zeros(1)})
-    optimizer = torch.optim.SGD(parameters.values(), lr=1.0, momentum=0.5, fused=True)
+    optimizer = wrap(torch.optim.SGD(parameters.values(), lr=1.0, momentum=0.5, fused=True))
     scaler = LossScaler(policy=Static(4.0))
     give(scaler, [parameters["early"]], [torch.tensor([INF])])
     assert scaler.step(optimizer).skipped()

@@ -51,8 +51,11 @@ class BufferGuard:
         }
         self._originals = [buffer for buffers in parts.values() for buffer in buffers.values()]
         self._held = [copy for copies in self._copies.values() for copy in copies.values()]
-        for part, buffers in parts.items():
-            if (buffers or part in self._modules) and self._hook not in part._forward_pre_hooks.values():
+        self._register_hooks()
+
+    def _register_hooks(self) -> None:
+        for part, copies in self._copies.items():
+            if (copies or part in self._modules) and self._hook not in part._forward_pre_hooks.values():
                 part.register_forward_pre_hook(self._hook)
                 part.register_load_state_dict_post_hook(self._hook.on_load)
 
@@ -60,7 +63,7 @@ class BufferGuard:
         """Registers hooks of its own on the modules of a copy, whose hooks do nothing."""
         self.__dict__.update(state)
         self._hook = _Hook(self)
-        self._copy()
+        self._register_hooks()  # and no copies: a forward pass may have begun since the last ones
 
     def before_forward(self) -> None:
         """Copies all buffers before the first forward pass since the last step that can be part of the next one."""

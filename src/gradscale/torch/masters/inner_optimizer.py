@@ -106,7 +106,7 @@ class Gate:
         elif not self._read_skip():
             if self._divisor is not None:
                 _divide(parameters, self._divisor)
-            optimizer.step()
+            apply.step_unfolded(optimizer)
 
     def _read_skip(self) -> bool:
         if self._skips is None:

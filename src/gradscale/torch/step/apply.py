@@ -80,6 +80,13 @@ def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor, *arg
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
+def step_unfolded(optimizer: Optimizer) -> None:
+    """Runs the optimizer's step on gradients that are divided already."""
+    # A copy of a fused SGD does not fold any more: torch loses the flag, and skipped steps have left zeros.
+    _create_momentum(optimizer)
+    optimizer.step()
+
+
 def _known_to_apply(optimizer: Optimizer, skip: Tensor) -> bool:
     """Returns whether the step is known on the host to be applied, and the kernel does not need `found_inf`."""
     # Adam and Adagrad add 1 to every `step`, and then subtract `found_inf` if it is given: for many small parameters
@@ -111,9 +118,7 @@ def apply(plan: "StepPlan", applied: Tensor, factor: Tensor) -> bool | None:
         if optimizer in plan.folding:
             step_folded(optimizer, None if optimizer in plan.divided_first else divisor, skip)
         elif go:
-            # A copy of a fused SGD does not fold any more: torch loses the flag, and skipped steps have left zeros.
-            _create_momentum(optimizer)
-            optimizer.step()
+            step_unfolded(optimizer)
         else:
             hold(optimizer)
     return go
