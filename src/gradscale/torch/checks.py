@@ -100,7 +100,9 @@ def refuse_unnamed(window: "Window", scaled: Gradients) -> None:
 def refuse_narrow(call: str, optimizers: Sequence[Optimizer], names: Names) -> None:
     """Raises if `call` would unscale, in FP16, gradients that an optimizer with masters would divide in float32."""
     masters = [optimizer for optimizer in optimizers if keeps_masters(optimizer)]
-    half = [parameter for parameter in parameters_of(masters) if _grad_dtype(parameter) is torch.float16]
+    # A frozen parameter has no gradient to lose.
+    trained = [each for each in parameters_of(masters) if each.requires_grad or each.grad is not None]
+    half = [parameter for parameter in trained if _grad_dtype(parameter) is torch.float16]
     if half:
         raise TypeError(
             f"{call} unscales `.grad` in place, and FP16 cannot hold small unscaled gradients. "

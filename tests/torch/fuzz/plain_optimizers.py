@@ -65,9 +65,10 @@ class PlainOptimizers:
         masters = self.masters_of(name)
         return torch.float32 if masters and masters.grad_fp32 else DTYPES[self._setup.parameter(name).dtype]
 
-    def keep_half_gradients(self, indices: Sequence[int]) -> bool:
+    def keep_half_gradients(self, indices: Sequence[int], gradients: Mapping[str, Gradient]) -> bool:
         """Returns whether one of them keeps masters and has FP16 gradients, which cannot be unscaled in place."""
-        names = self.names(indices)
+        trained = (name for name in self.names(indices) if self._model.get_parameter(name).requires_grad)
+        names = {*trained, *(name for name in self.names(indices) if name in gradients)}
         return any(self.masters_of(name) and self.gradient_dtype(name) is torch.float16 for name in names)
 
     def sharing(self, indices: Sequence[int], gradients: Mapping[str, Gradient]) -> list[int]:

@@ -160,7 +160,7 @@ class Reference:
             return Refused()
         some_divided = window.unscaled & held.keys() and held.keys() - window.unscaled
         in_place = indices if some_divided or operation.clip_value else self.optimizers.sharing(indices, self.gradients)
-        if self.optimizers.keep_half_gradients(in_place):
+        if self.optimizers.keep_half_gradients(in_place, self.gradients):
             return Refused()
         outcome = self._decision.of(operation, window, held)
         applied = outcome.status is Status.APPLIED
@@ -232,7 +232,7 @@ class Reference:
     @_run.register
     def _(self, operation: ops.Closure) -> Result:
         index, names = operation.optimizer, self.optimizers.names([operation.optimizer])
-        if self.optimizers.keep_half_gradients([index]):
+        if self.optimizers.keep_half_gradients([index], self.gradients):
             return Refused()
         outcomes: list[Outcome] = []
         self.optimizers[index].step(lambda: self._evaluated(index, operation.batch, outcomes))  # type: ignore[arg-type]
@@ -286,7 +286,7 @@ class Reference:
         if self.rule.scales:
             names = self.optimizers.names(operation.optimizers)
             window = self._ready(names)
-            if window is None or self.optimizers.keep_half_gradients(operation.optimizers):
+            if window is None or self.optimizers.keep_half_gradients(operation.optimizers, self.gradients):
                 return Refused()
             self._unscale(window, self.gradients.each_once(names))
         for inner in operation.inside:

@@ -267,6 +267,17 @@ def test_true_gradients_in_fp16_are_refused_with_the_way_out() -> None:
     assert not scaler.step(optimizer).skipped()
 
 
+def test_a_frozen_parameter_in_fp16_is_not_refused() -> None:
+    trained, frozen = nn.Linear(2, 1), nn.Linear(2, 1).half().requires_grad_(False)
+    model = nn.ModuleList([trained, frozen])
+    optimizer = wrapped(model)
+    scaler = LossScaler(model, Static(SCALE))
+    scaler.backward(trained(torch.ones(1, 2)).sum())
+    with scaler.unscaled(optimizer):
+        assert same(gradients_of(model), [torch.ones(1, 2), torch.ones(1)])
+    assert not scaler.step(optimizer, clip_value=1.0).skipped()
+
+
 @pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
 def test_the_order_of_torch_works_with_float32_gradients(scaler_class: type[torch.amp.GradScaler]) -> None:
     model = half_model()
