@@ -161,6 +161,8 @@ def test_a_gradient_penalty_trains_a_critic_with_slope_one() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def test_a_compiled_model_gives_the_weights_of_the_one_that_is_not() -> None:
+    torch._dynamo.reset()
+
     def run(compiled: bool) -> tuple[list[Tensor], list[str]]:
         model = small_model()
         runner = torch.compile(model, backend="aot_eager") if compiled else model
