@@ -15,25 +15,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.peers.real_files import DEEPSPEED, ZERO_SCALER
 
 from gradscale.peers import _unpickle, _zip_member, import_state
 from gradscale.peers._stand_ins import UNREAD, StandIn
 from gradscale.peers._unpickle import unpickled
 
-DEEPSPEED = "deepspeed.runtime.fp16.loss_scaler"
-SCALER = {
-    "cur_scale": 1024.0,
-    "cur_iter": 50,
-    "last_overflow_iter": 20,
-    "scale_factor": 2.0,
-    "scale_window": 7,
-    "min_scale": 1,
-    "delayed_shift": 2,
-    "cur_hysteresis": 1,
-    "consecutive_hysteresis": True,
-    "raise_error_at_min_scale": True,
-    "dynamic": True,
-}
+SCALER = ZERO_SCALER | {"raise_error_at_min_scale": True, "dynamic": True}
 
 
 @pytest.fixture
