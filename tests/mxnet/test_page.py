@@ -4,4 +4,4 @@ from tests.pages import run_page
 
 
 def test_the_code_on_the_page_runs() -> None:
-    run_page("mxnet.md", least=6)
+    run_page("use/mxnet.md", least=6)

@@ -9,7 +9,7 @@ import pytest
 
 from gradscale.peers import PEERS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "peers.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "peers.md").read_text()
 ELIDED = {
     "auto_cast",
     "fp16_master_weights_and_grads",
@@ -25,7 +25,7 @@ ELIDED = {
 def test_the_examples_give_what_the_page_says() -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL))
     assert code.count(">>>") > 20
-    examples = doctest.DocTestParser().get_doctest(code, {}, "peers.md", "docs/peers.md", 0)
+    examples = doctest.DocTestParser().get_doctest(code, {}, "peers.md", "docs/reference/peers.md", 0)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     assert doctest.DocTestRunner(optionflags=flags).run(examples).failed == 0
 

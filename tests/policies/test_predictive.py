@@ -250,5 +250,5 @@ def test_in_a_wide_format_the_squares_of_many_gradients_do_not_overflow(kind: ty
 
 
 def test_the_examples_of_the_policies_page_run() -> None:
-    page = Path(__file__).parents[2] / "docs" / "policies.md"
+    page = Path(__file__).parents[2] / "docs" / "use" / "policies.md"
     assert doctest.testfile(str(page), module_relative=False).failed == 0

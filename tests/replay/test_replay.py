@@ -360,7 +360,7 @@ def test_the_presets_of_all_systems_replay_together_as_each_does_alone() -> None
 
 
 def test_the_examples_of_the_documentation_run() -> None:
-    page = Path(__file__).parents[2] / "docs" / "replay.md"
+    page = Path(__file__).parents[2] / "docs" / "use" / "replay.md"
     results = doctest.testfile(str(page), module_relative=False)
     assert results.attempted > 10
     assert results.failed == 0

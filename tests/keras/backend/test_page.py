@@ -19,4 +19,4 @@ def _policy_as_before() -> Iterator[None]:
 
 
 def test_the_code_on_the_page_runs() -> None:
-    run_page("keras.md", least=9, wanted=lambda code: set(IMPORTED.findall(code)) <= {BACKEND})
+    run_page("use/keras.md", least=9, wanted=lambda code: set(IMPORTED.findall(code)) <= {BACKEND})
