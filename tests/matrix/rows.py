@@ -111,7 +111,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "numpy-1.23",
         "3.11",
-        ("numpy==1.23.5", "ml_dtypes==0.5.0", "typer==0.16.0", "rich==13.7.0", "click<8.2"),
+        ("numpy==1.23.5", "ml_dtypes==0.5.0", "typer==0.16.0", "rich==13.7.0", "packaging==22.0", "click<8.2"),
         ("numpy", "ml_dtypes"),
         (_core("numpy-1.23"),),
         lowest=("core", "cli"),
