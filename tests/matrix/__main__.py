@@ -23,6 +23,7 @@ from tests.matrix.rows import ROOT, ROWS, Row, Run, chosen
 
 FOLDER = Path(os.environ.get("GRADSCALE_MATRIX_FOLDER", ROOT / ".venv-matrix"))
 PAGE = ROOT / "docs" / "reference" / "versions.md"
+WIDTH = 200  # of the lines of a failure that are shown: a test's name may hold a whole file
 TIMEOUT_S = 25 * 60  # of one run; the longest takes a third of it on two free cores
 ASK_VERSIONS = """
 import importlib, json, platform, sys
@@ -53,6 +54,7 @@ def main() -> int:
 
 
 def _run(rows: Sequence[Row], options: argparse.Namespace) -> int:
+    table.lines_in(options.page.read_text())  # raises, before anything is made, if the page has no place for the table
     start, outcomes, largest = time.monotonic(), dict[str, Outcome](), 0
     FOLDER.mkdir(exist_ok=True)
     for row in rows:
@@ -106,7 +108,7 @@ def _outcome(row: Row, run: Run, python: Path, options: argparse.Namespace) -> O
     output = log.read_text(errors="replace")
     result, counts, reason = judged(code, output)
     if result == "failed":
-        print("\n".join(output.splitlines()[-40:]), f"\nall of it: {log}", flush=True)
+        print(*(line[:WIDTH] for line in output.splitlines()[-40:]), f"all of it: {log}", sep="\n", flush=True)
     return Outcome(result, version, tuple(shown), counts, reason)
 
 
