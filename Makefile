@@ -72,7 +72,7 @@ test-other-cpu: $(VENV)/.stage-test ## run the tests as on a CPU without vector 
 
 .PHONY: test-matrix
 test-matrix: $(VENV)/.stage-matrix ## run the adapters' tests on the lowest and newest versions; write docs/reference/versions.md
-	@$(PY) -m tests.matrix --workers $(WORKERS) $(if $(ALLOW_MISSING),--allow-missing) $(if $(ARGS),--args '$(ARGS)') $(ROWS)
+	@$(PY) -m tests.matrix --workers $(WORKERS) $(if $(ALLOW_MISSING),--allow-missing) $(ROWS) $(if $(ARGS),-- $(ARGS))
 
 .PHONY: matrix-pins
 matrix-pins: $(VENV)/.stage-matrix ## resolve the versions of the matrix anew, into constraints/matrix/

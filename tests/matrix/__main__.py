@@ -1,8 +1,9 @@
-"""Runs the adapters' tests on the lowest and the newest versions: python -m tests.matrix [ROW ...]
+"""Runs the adapters' tests on the lowest and newest versions: python -m tests.matrix [ROW ...] [-- PYTEST ARGUMENTS]
 
 For each row an environment is made, tested and deleted, one at a time. The table in the documentation gets a line for
 each run; all output is kept in `.venv-matrix/<run>.log`. Exit code: 0 if all passed, 1 if a row failed, 2 if none
 failed but one was not run, since its Python is missing (0 with --allow-missing).
+With arguments of pytest the table is not written: part of the tests is no result of a row.
 """
 
 import argparse
@@ -39,9 +40,10 @@ def main() -> int:
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--workers", default="2", help="of pytest")
     parser.add_argument("--allow-missing", action="store_true", help="a Python that is missing is no failure")
-    parser.add_argument("--args", default="", help="more arguments of pytest; the table is then not written")
     parser.add_argument("--pin", action="store_true", help="resolve the pins of the rows anew, and run nothing")
-    options = parser.parse_args()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options = parser.parse_args(sys.argv[1:end])
+    options.arguments = sys.argv[end + 1 :]  # of pytest
     try:
         rows = chosen(options.rows)
     except ValueError as error:
@@ -61,7 +63,7 @@ def _run(rows: Sequence[Row], options: argparse.Namespace) -> int:
         for run, outcome, size in _tested(row, options):
             outcomes[run.name], largest = outcome, max(largest, size)
             print(table.line_of(run, outcome), flush=True)
-            if not options.args:  # part of the tests is no result of the row
+            if not options.arguments:
                 table.write(options.page, ROWS, outcomes)
     took = (time.monotonic() - start) / 60
     print(f"{len(outcomes)} runs in {took:.0f} minutes; the largest environment took {largest / 1e9:.1f} GB")
@@ -103,7 +105,7 @@ def _outcome(row: Row, run: Run, python: Path, options: argparse.Namespace) -> O
     version, shown = json.loads(asked.stdout.splitlines()[-1])
     log = FOLDER / f"{run.name.replace(' ', '-')}.log"
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
-    command += ["-n", options.workers, *run.paths, *options.args.split()]
+    command += ["-n", options.workers, *run.paths, *options.arguments]
     code = _logged(command, variables, log)
     output = log.read_text(errors="replace")
     result, counts, reason = judged(code, output)

@@ -105,3 +105,10 @@ def test_a_file_with_two_names_is_on_the_disk_once(tmp_path: Path) -> None:
     before = size_on_disk(tmp_path)
     os.link(tmp_path / "a", tmp_path / "b")
     assert size_on_disk(tmp_path) == before >= 100_000
+
+
+def test_with_arguments_of_pytest_the_page_stays(folder: Path) -> None:
+    before = (folder / "versions.md").read_text()
+    ended = matrix(folder, "numpy-1.26", "--", "-k", "a or b", pythons="")
+    assert ended.returncode == 2, ended.stderr
+    assert (folder / "versions.md").read_text() == before
