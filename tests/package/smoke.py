@@ -28,9 +28,9 @@ def main() -> None:
         check(importlib.util.find_spec(absent) is None, f"the core brought {absent}")
 
     scaler = LossScaler(gradscale.Dynamic(init_scale=1024.0))
-    overflow = scaler.step({"weight": np.float16([np.inf, 1])})
+    overflow = scaler.step({"weight": np.array([np.inf, 1], np.float16)})
     check(not overflow.applied and overflow.next_scale == 512.0, f"an overflow gave {overflow}")
-    result = scaler.step({"weight": np.float16([512, -256])})
+    result = scaler.step({"weight": np.array([512, -256], np.float16)})
     check(result.applied and result.grads["weight"].tolist() == [1.0, -0.5], f"finite gradients gave {result}")
 
     command = Path(sys.executable).with_name("gradscale")
