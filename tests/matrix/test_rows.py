@@ -91,16 +91,22 @@ def test_a_name_that_no_row_has_is_refused() -> None:
         chosen(["torch-9"])
 
 
-def test_the_page_states_the_lower_bounds_of_pyproject() -> None:
-    page = (ROOT / "docs/reference/versions.md").read_text()
-    range_table = page.partition("## What was run")[0]
-    stated = dict(re.findall(r"^\| (\w+)[^|]*\| ([\d.]+) \|", range_table, re.MULTILINE))
-    bounds = {
-        "Python": release(PROJECT["requires-python"].removeprefix(">=")),
-        "PyTorch": lower_bounds("torch")["torch"],
-        "JAX": lower_bounds("jax")["jax"],
-        "Keras": lower_bounds("keras")["keras"],
-        "MXNet": lower_bounds("mxnet")["mxnet"],
-        "numpy": lower_bounds("core")["numpy"],
+def newest(package: str) -> str:
+    """Returns the highest version of a package in any row, as major.minor."""
+    versions = [pins[package] for row in ROWS if package in (pins := pins_of(row))]
+    return ".".join(max(versions, key=release).split(".")[:2])
+
+
+def test_the_page_states_the_range_from_the_lower_bounds_to_the_newest_rows() -> None:
+    page = (ROOT / "docs/reference/versions.md").read_text().partition("## What was run")[0]
+    stated = re.findall(r"^\| (\w+)[^|]*\| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
+    pythons = sorted((row.python for row in ROWS), key=release)
+    mxnet = lower_bounds("mxnet")["mxnet"]  # there will be no newer one
+    assert {name: (release(low), release(high)) for name, low, high in stated} == {
+        "Python": (release(PROJECT["requires-python"].removeprefix(">=")), release(pythons[-1])),
+        "PyTorch": (lower_bounds("torch")["torch"], release(newest("torch"))),
+        "JAX": (lower_bounds("jax")["jax"], release(newest("jax"))),
+        "Keras": (lower_bounds("keras")["keras"], release(newest("keras"))),
+        "MXNet": (mxnet, mxnet),
+        "numpy": (lower_bounds("core")["numpy"], release(newest("numpy"))),
     }
-    assert {name: release(version) for name, version in stated.items()} == bounds
