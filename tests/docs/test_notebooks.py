@@ -1,0 +1,42 @@
+"""The notebooks run from top to bottom, and the outputs stored in them are what they print."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+
+from docs.notebooks.run import run
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs/notebooks").glob("*.ipynb"))
+
+VARIES = "varies"
+"""Tag of cells whose numbers depend on the machine: these are run and not compared."""
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_prints_what_is_stored(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parents[2])
+    matplotlib.use("Agg")
+    notebook = json.loads(path.read_text())
+    for cell in run(notebook):
+        stored = next(each for each in notebook["cells"] if each["id"] == cell["id"])
+        if VARIES not in cell["metadata"].get("tags", ()):
+            assert texts(cell) == texts(stored), f"cell {cell['id']} printed something else than is stored"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_plot_of_a_notebook_has_an_alternative_text(path: Path) -> None:
+    for cell in json.loads(path.read_text())["cells"]:
+        if any("image/png" in output.get("data", {}) for output in cell.get("outputs", ())):
+            assert cell["metadata"].get("alt"), f"`alt` is missing in the metadata of cell {cell['id']}"
+
+
+def texts(cell: dict[str, Any]) -> list[str]:
+    """Returns what a cell has printed and what its last line returned; for a plot, that there was one."""
+    return ["".join(output.get("text") or output["data"]["text/plain"]) for output in cell["outputs"]]
