@@ -5,6 +5,7 @@
 (() => {
   const { formats, histograms } = JSON.parse(document.getElementById("scale-data").textContent);
   const MARGIN_BITS = 2; // the default of best_static_scale
+  const HIGHEST_EXPONENT = 126; // scales lie between 2**-126 and 2**126
   const SVG = "http://www.w3.org/2000/svg";
   const byId = (name) => document.getElementById("scale-" + name);
 
@@ -35,7 +36,8 @@
   // The exponent of the largest power of two that keeps the highest bin below the maximum, by the margin.
   function bestExponent(histogram, format) {
     const highest = histogram.first_exponent + histogram.counts.length - 1;
-    return Math.floor(Math.log2(format.max) - (highest + 1) - MARGIN_BITS);
+    const best = Math.floor(Math.log2(format.max) - (highest + 1) - MARGIN_BITS);
+    return Math.min(Math.max(best, -HIGHEST_EXPONENT), HIGHEST_EXPONENT);
   }
 
   function percent(share) {

@@ -6,7 +6,6 @@ from typing import Any
 
 import matplotlib
 import pytest
-
 from docs.notebooks.run import run
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs/notebooks").glob("*.ipynb"))
