@@ -5,8 +5,8 @@ Baseline: gradscale's default, `Headroom`.
 Machine:  any; the counts do not depend on it.
 Command:  python benchmarks/published_rules.py [--quick]
 Caveats:  those of `bench_headroom.py`. Each rule runs with its system's own defaults, bounds included: where a stream
-          needs a scale outside of them, the rule cannot follow. PopART never skips a step; a skip is what would have been
-          an infinite gradient there.
+          needs a scale outside of them, the rule cannot follow. PopART never skips; its skips are steps with an
+          infinite gradient.
 """
 
 import argparse

@@ -41,7 +41,8 @@
   }
 
   function percent(share) {
-    if (share > 0 && share < 0.0001) return "< 0.01%";
+    if (share === 0) return "0%";
+    if (share < 0.0001) return "< 0.01%";
     return (100 * share).toFixed(share < 0.01 ? 2 : 1) + "%";
   }
 

@@ -28,6 +28,9 @@ LOST, KEPT, OVERFLOW = "#d55e00", "#2f9e77", "#b65c9b"
 
 THEMES = {"": {"ink": "#24292f", "band": "#0072b2"}, "-dark": {"ink": "#e6e6e6", "band": "#56b4e9"}}
 
+ENDS = (-46, 44)
+"""The exponents at the ends of the picture with three scales."""
+
 TIMES = "loss \N{MULTIPLICATION SIGN}"
 
 Theme = dict[str, str]
@@ -38,22 +41,22 @@ def draw_loss_scaling(theme: Theme) -> Figure:
     histogram = recorded_histograms()[SHOWN]
     best = best_static_scale(histogram, FP16)
     panels = ((1.0, "Without scaling"), (best, "Scaled"), (2.0**32, "Scaled too far"))
-    figure = Figure(figsize=(8.4, 5.6), layout="constrained")
+    figure = Figure(figsize=(6.4, 5.4), layout="constrained")
     for axes, (scale, title) in zip(figure.subplots(3, 1, sharex=True), panels, strict=True):
         _draw_bars(axes, histogram, FP16, scale)
         _draw_range(axes, FP16, theme)
         axes.set_title(f"{title}: {TIMES} {_power(scale)}", loc="left", fontweight="bold", color=theme["ink"])
-        axes.set_xlim(-47.5, 29.5)
+        axes.set_xlim(*ENDS)
         _label_shares(axes, histogram, scale)
     axes.set_xlabel("magnitude of the gradients as FP16 gets them")
-    _exponent_ticks(axes, range(-40, 30, 8))
+    _exponent_ticks(axes, range(-40, 41, 10))
     return figure
 
 
 def draw_formats(theme: Theme) -> Figure:
     """Draws the unscaled histogram above the ranges of four formats."""
     histogram = recorded_histograms()[SHOWN]
-    figure = Figure(figsize=(8.4, 4.4), layout="constrained")
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     exponents, shares = _filled(histogram)
     upper.bar(exponents, shares, width=0.9, align="edge", color=KEPT)
@@ -74,7 +77,7 @@ def draw_formats(theme: Theme) -> Figure:
     # BF16's range goes on past both ends of the picture.
     for x, towards in ((-52, "<"), (24, ">")):
         lower.plot(x, 1, towards, color=theme["band"], markersize=11, clip_on=False)
-    _exponent_ticks(lower, range(-48, 25, 8))
+    _exponent_ticks(lower, range(-50, 25, 10))
     return figure
 
 
@@ -82,7 +85,7 @@ def draw_dynamic(theme: Theme) -> Figure:
     """Draws the scale over the steps of the recorded FP16 run, and the steps that were skipped."""
     run = load("dynamic_run")
     exponents = np.log2(run["scales"])
-    figure = Figure(figsize=(8.4, 2.9), layout="constrained")
+    figure = Figure(figsize=(6.4, 2.8), layout="constrained")
     axes = figure.subplots()
     axes.step(range(len(exponents)), exponents, where="post", color=theme["band"], linewidth=1.8)
     skipped = run["skipped"]
@@ -117,20 +120,20 @@ def _draw_range(axes: Any, format: Format, theme: Theme) -> None:
     axes.axvspan(subnormal - 1, normal, color=theme["band"], alpha=0.09, linewidth=0)
     axes.axvspan(normal, end, color=theme["band"], alpha=0.2, linewidth=0)
     for left, right, text in (
-        (-47.5, subnormal - 1, "becomes 0"),
+        (ENDS[0], subnormal - 1, "becomes 0"),
         (subnormal - 1, normal, "subnormal"),
         (normal, end, "normal"),
-        (end, 29.5, "becomes inf"),
+        (end, ENDS[1], "becomes inf"),
     ):
-        axes.text((left + right) / 2, 7.4, text, ha="center", fontsize=9, color=theme["ink"])
+        axes.text((left + right) / 2, 7.4, text, ha="center", fontsize=10, color=theme["ink"])
 
 
 def _label_shares(axes: Any, histogram: ExponentHistogram, scale: float) -> None:
     lost, over = lost_share(histogram, FP16, scale), overflow_share(histogram, FP16, scale)
     if lost > 0.001:
-        axes.text(-46.5, 4.6, f"{lost:.0%} lost", color=LOST, fontweight="bold")
+        axes.text(ENDS[0] + 1, 4.6, f"{lost:.0%} lost", color=LOST, fontweight="bold")
     if over > 0.001:
-        axes.text(28.5, 4.6, f"{over:.0%} overflow:\nstep skipped", color=OVERFLOW, fontweight="bold", ha="right")
+        axes.text(23, 2.6, f"{over:.0%} overflow:\nstep skipped", color=OVERFLOW, fontweight="bold")
 
 
 def _exponents(format: Format) -> tuple[int, int, int]:
@@ -161,7 +164,7 @@ def save(folder: Path) -> list[Path]:
         for suffix, theme in THEMES.items():
             ink = theme["ink"]
             inks = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink)
-            plain = {"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11, "font.size": 10}
+            plain = {"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11.5, "font.size": 11}
             # Without dates and random ids the same data draws the same bytes.
             with rc_context({**inks, **plain, "svg.hashsalt": name}):
                 path = folder / f"{name}{suffix}.svg"

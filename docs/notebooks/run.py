@@ -12,11 +12,14 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
 Cell = dict[str, Any]
 
 
 def run(notebook: dict[str, Any]) -> list[Cell]:
     """Returns the code cells of a notebook with new outputs, run one after the other in one namespace."""
+    matplotlib.use("Agg")  # needs no display
     names: dict[str, Any] = {"__name__": "__main__"}
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     return [
@@ -54,9 +57,6 @@ def _plots() -> list[dict[str, str]]:
 
 
 def main(paths: list[str]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
     for path in map(Path, paths):
         notebook = json.loads(path.read_text())
         ran = iter(run(notebook))

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import pytest
 from docs.notebooks.run import run
 
@@ -21,7 +20,6 @@ def test_there_are_notebooks() -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_prints_what_is_stored(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(path.parents[2])
-    matplotlib.use("Agg")
     notebook = json.loads(path.read_text())
     for cell in run(notebook):
         stored = next(each for each in notebook["cells"] if each["id"] == cell["id"])
