@@ -24,9 +24,7 @@ def test_a_notebook_runs_and_prints_what_is_stored(path: Path, monkeypatch: pyte
     stored = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for before, after in zip(stored, run(notebook), strict=True):
         if VARIES not in before["metadata"].get("tags", ()):
-            assert texts(after) == texts(before), (
-                f"In [{after['execution_count']}] printed something else than is stored"
-            )
+            assert texts(after) == texts(before), f"In [{after['execution_count']}] printed something else"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
