@@ -22,7 +22,7 @@ ROWS ?= # of the matrix: all
 
 # What each stage adds. pip resolves every stage against the same pins, so the stages can come in any order.
 DEMO := -e '.[demo,torch]'
-TEST := -e '.[demo,torch,jax,keras,onnx]' --group test --group torch --group jax --group keras
+TEST := -e '.[demo,torch,jax,keras,onnx]' --group test --group docs --group torch --group jax --group keras
 LINT := $(TEST) --group lint
 DOCS := -e . --group docs
 MATRIX := --group matrix
