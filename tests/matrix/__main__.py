@@ -59,6 +59,7 @@ def _run(rows: Sequence[Row], options: argparse.Namespace) -> int:
     table.lines_in(options.page.read_text())  # raises, before anything is made, if the page has no place for the table
     start, outcomes, largest = time.monotonic(), dict[str, Outcome](), 0
     FOLDER.mkdir(exist_ok=True)
+    signal.signal(signal.SIGTERM, _end)
     for row in rows:
         for run, outcome, size in _tested(row, options):
             outcomes[run.name], largest = outcome, max(largest, size)
@@ -71,6 +72,11 @@ def _run(rows: Sequence[Row], options: argparse.Namespace) -> int:
     if "failed" in results:
         return 1
     return 2 if "not run" in results and not options.allow_missing else 0
+
+
+def _end(*_: object) -> None:
+    """Ends the process by an exception, so that the tests that run are ended and their environment is deleted."""
+    sys.exit(f"ended by signal {signal.SIGTERM}")
 
 
 def _tested(row: Row, options: argparse.Namespace) -> Iterator[tuple[Run, Outcome, int]]:
@@ -103,7 +109,7 @@ def _outcome(row: Row, run: Run, python: Path, options: argparse.Namespace) -> O
         print(asked.stderr[-3000:], flush=True)
         return Outcome("failed", row.python, reason="an import failed")
     version, shown = json.loads(asked.stdout.splitlines()[-1])
-    log = FOLDER / f"{run.name.replace(' ', '-')}.log"
+    log = FOLDER / f"{run.name.replace(',', '').replace(' ', '-')}.log"
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     command += ["-n", options.workers, *run.paths, *options.arguments]
     code = _logged(command, variables, log)

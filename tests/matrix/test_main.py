@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.matrix import interpreters
@@ -20,6 +22,16 @@ if sys.argv[1] == "venv":
     binary.chmod(0o755)
 if {fails} and "install" in sys.argv:
     sys.exit("no such version")
+"""
+
+WAITING = """#!{python}
+import json, os, sys, time
+if "-c" in sys.argv:  # asked for versions
+    print(json.dumps(["3.12.0", []]))
+else:
+    with open("{started}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(60)
 """
 
 
@@ -45,12 +57,18 @@ def python_3(folder: Path, version: str) -> str:
     return str(path)
 
 
-def matrix(folder: Path, *arguments: str, pythons: str, fails: bool = False) -> subprocess.CompletedProcess[str]:
+def call(folder: Path, *arguments: str, pythons: str) -> dict[str, Any]:
+    """Returns how to run the matrix with the stand-in for uv, and nothing of this machine's interpreters."""
     page = str(folder / "versions.md")
-    command = [sys.executable, "-m", "tests.matrix", "--uv", uv(folder, fails=fails), "--page", page, *arguments]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONS": pythons, "PATH": str(folder)}
     variables |= {"PYENV_ROOT": str(folder), "GRADSCALE_MATRIX_FOLDER": str(folder / "made")}
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.matrix", "--uv", str(folder / "uv"), "--page", page, *arguments]
+    return {"args": command, "cwd": ROOT, "env": variables, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+
+def matrix(folder: Path, *arguments: str, pythons: str, fails: bool = False) -> subprocess.CompletedProcess[str]:
+    uv(folder, fails=fails)
+    return subprocess.run(**call(folder, *arguments, pythons=pythons), text=True)
 
 
 def test_a_row_without_its_python_is_not_run_and_the_exit_code_is_2(folder: Path) -> None:
@@ -112,3 +130,21 @@ def test_with_arguments_of_pytest_the_page_stays(folder: Path) -> None:
     ended = matrix(folder, "numpy-1.26", "--", "-k", "a or b", pythons="")
     assert ended.returncode == 2, ended.stderr
     assert (folder / "versions.md").read_text() == before
+
+
+def test_a_run_that_is_ended_ends_its_tests_and_deletes_the_environment(folder: Path) -> None:
+    started, waiting = folder / "started", folder / "waiting"
+    waiting.write_text(WAITING.format(python=sys.executable, started=started))
+    waiting.chmod(0o755)
+    script = Path(uv(folder))
+    script.write_text(script.read_text().replace(f"exec {sys.executable}", f"exec {waiting}"))
+    process = subprocess.Popen(**call(folder, "numpy-1.26", pythons=python_3(folder, "3.12")))
+    while not started.exists() or not started.read_text():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert not (folder / "made" / "environment").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
