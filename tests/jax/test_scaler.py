@@ -257,7 +257,8 @@ def test_a_dead_run_of_scaled_is_noticed_without_a_result(loss: Any) -> None:
         state.scaler.check(max_consecutive_skips=6)
 
 
-def test_auto_is_headroom() -> None:
+def test_a_policy_can_be_named_as_on_the_command_line() -> None:
     assert Scaler("auto").policy == Scaler().policy == Headroom()
-    with pytest.raises(TypeError, match="`policy` must be 'auto' or a policy"):
-        Scaler("headroom")  # pyright: ignore[reportArgumentType]
+    assert Scaler("dynamic:growth_interval=100").policy == Dynamic(growth_interval=100)
+    with pytest.raises(ValueError, match=r"`policy` must be a policy, .* or name one"):
+        Scaler("headrom")

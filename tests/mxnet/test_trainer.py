@@ -12,8 +12,8 @@ from mxnet.contrib import amp
 from tests.mxnet.helpers import backward, losses, make_parameter, make_trainer, use_mxnets_amp, weights
 
 from gradscale import Dynamic, Headroom, NoScaling, Seen, Static, Status, preset
-from gradscale.engine.host import SCALARS
 from gradscale.mxnet import Culprit, init_trainer, scale_loss, unscale
+from gradscale.policies.scalars import SCALARS
 
 CLEAN = (0.5, -0.25, 0.0)
 INF = (0.5, math.inf, 0.0)
@@ -111,8 +111,9 @@ def test_the_default_grows_as_mxnets_own_does() -> None:
 
 def test_auto_follows_the_largest_gradient() -> None:
     assert init_trainer(make_trainer(make_parameter()), "auto").policy == Headroom()
-    with pytest.raises(TypeError, match=r"must be 'auto' or a policy, such as `Dynamic\(\)`\. Received: policy='o1'"):
-        init_trainer(make_trainer(make_parameter()), "o1")  # pyright: ignore[reportArgumentType]
+    assert init_trainer(make_trainer(make_parameter()), "static:1024").policy == Static(1024)
+    with pytest.raises(ValueError, match=r"must be a policy, .* or name one\. Received: policy='o1'"):
+        init_trainer(make_trainer(make_parameter()), "o1")
 
 
 def test_the_floor_and_the_ceiling_hold() -> None:

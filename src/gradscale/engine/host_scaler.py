@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from gradscale.engine.result import StepResult
 from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck
 from gradscale.formats import FP32
-from gradscale.policies.auto import as_policy
+from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy, ScaleState
 
 R = TypeVar("R", bound=StepResult)
@@ -26,7 +26,8 @@ class HostScaler(ABC):
     """A policy, its state and the last result. An adapter's scaler adds the stages that read or write gradients.
 
     Args:
-        policy: the rule for the scale. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
+        policy: the rule for the scale, or its name as on the command line, such as `"dynamic:growth_interval=100"`.
+            `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
         state: the state to continue from, as `gradscale.import_state` returns it; by default the policy's start.
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
@@ -35,7 +36,7 @@ class HostScaler(ABC):
 
     def __init__(
         self,
-        policy: Policy | Literal["auto"] = "auto",
+        policy: Policy | str = "auto",
         state: ScaleState | None = None,
         *,
         max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,

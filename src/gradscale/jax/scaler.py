@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from gradscale.jax.saved import register_with_flax
 from gradscale.jax.step import Step
 from gradscale.jax.tree import Gradients, as_pytree, register, split
 from gradscale.jax.weights import weights_of
-from gradscale.policies.auto import as_policy
+from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import NoScaling
 from gradscale.record import with_values
@@ -48,11 +48,12 @@ class Scaler:
     policy: Policy
     state: Any
 
-    def __init__(self, policy: Policy | Literal["auto"] = "auto", state: ScaleState | None = None) -> None:
+    def __init__(self, policy: Policy | str = "auto", state: ScaleState | None = None) -> None:
         """Makes the scaler of the first step.
 
         Args:
-            policy: the rule for the scale. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
+            policy: the rule for the scale, or its name as on the command line, such as `"dynamic:growth_interval=100"`.
+                `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
             state: where to continue, as `gradscale.import_state` returns it; by default the policy's start.
 
         Raises:
@@ -185,7 +186,7 @@ class Scaler:
         return with_values(object.__new__(cls), {"policy": policy, "state": children[0]})
 
 
-def static_policy(policy: Policy | Literal["auto"]) -> Policy:
+def static_policy(policy: Policy | str) -> Policy:
     """Returns the policy that is meant; raises unless JAX can hash it: it is a static part of the scaler."""
     meant = as_policy(policy)
     try:

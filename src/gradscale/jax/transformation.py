@@ -1,6 +1,6 @@
 """`scaled`: loss scaling as an optax transformation, around the optimizer."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -29,7 +29,7 @@ class ScaledState(NamedTuple):
 
 def scaled(
     tx: optax.GradientTransformation,
-    policy: Policy | Literal["auto"] = "auto",
+    policy: Policy | str = "auto",
     clip_norm: float | None = None,
     *,
     axis_names: AxisNames = None,
@@ -61,7 +61,7 @@ def scaled(
 
     Args:
         tx: the optimizer.
-        policy: the rule for the scale, or `"auto"`, as for `Scaler`.
+        policy: the rule for the scale, or its name, as for `Scaler`.
         clip_norm: bound on the norm of all gradients together, unscaled.
         axis_names: mapped axes to agree over. By default all axes of `shard_map` and `pmap`.
         wide_state: keep the state of `tx` in float32 where parameters are narrower. In FP16, moments lose the small

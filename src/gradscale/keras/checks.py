@@ -1,12 +1,12 @@
 """The arguments of the optimizer: the policy that they give, and what is refused."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import keras
 
 from gradscale.engine.saved import policy_from_dict
-from gradscale.policies.auto import as_policy
+from gradscale.peers.specs import as_policy
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_count, check_scale
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
@@ -16,7 +16,7 @@ DYNAMIC_GROWTH_STEPS = 2000
 """Keras's own defaults."""
 
 
-def chosen_policy(initial_scale: float, dynamic_growth_steps: int, policy: Policy | Literal["auto"] | None) -> Policy:
+def chosen_policy(initial_scale: float, dynamic_growth_steps: int, policy: Policy | str | None) -> Policy:
     """Returns the rule: `policy`, or Keras's own where there is none, which doubles and halves.
 
     Keras's scale can reach infinity or zero, and then never changes. Here it stays between 2**-126 and 2**126.

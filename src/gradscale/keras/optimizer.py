@@ -1,7 +1,7 @@
 """`LossScaleOptimizer`: Keras's class of that name with gradscale's rules, and with results for custom loops."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import keras
 import numpy as np
@@ -47,7 +47,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         dynamic_growth_steps: int = DYNAMIC_GROWTH_STEPS,
         name: str | None = None,
         *,
-        policy: Policy | Literal["auto"] | None = None,
+        policy: Policy | str | None = None,
         **kwargs: Any,
     ) -> None:
         """Makes an optimizer before its first step.
@@ -58,8 +58,8 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
             initial_scale: scale of the first step, for Keras's own rule.
             dynamic_growth_steps: clean steps in a row before the scale doubles, for Keras's own rule.
             name: name of the optimizer.
-            policy: the rule for the scale, instead of Keras's own. `"auto"` is `Headroom()`, which follows the
-                gradients of an FP16 run.
+            policy: the rule for the scale, instead of Keras's own, or its name as on the command line, such as
+                `"dynamic:growth_interval=100"`. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
             **kwargs: what Keras's own class takes, to read old files.
 
         Raises:

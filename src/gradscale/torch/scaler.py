@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from gradscale.engine.measurement import Measurement
 from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.peers import import_state
-from gradscale.policies.auto import as_policy
+from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.torch.accumulation.buffers import BufferGuard
 from gradscale.torch.accumulation.closure import RETRIES, holder_of, make_closure
@@ -52,7 +52,8 @@ class LossScaler:
     Args:
         model: the module, or modules, trained. Gives gradients their names; needed for `retries`. Without it, or if a
             loss reaches other parameters, the graph of every loss is walked through, to find stale gradients.
-        policy: the rule for the scale. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
+        policy: the rule for the scale, or its name as on the command line, such as `"dynamic:growth_interval=100"`.
+            `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
         device: where the scale is kept; by default where the first loss is.
         group: process group whose ranks decide together; by default every rank of an initialised `torch.distributed`.
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
@@ -63,7 +64,7 @@ class LossScaler:
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | None = None,
-        policy: Policy | Literal["auto"] = "auto",
+        policy: Policy | str = "auto",
         *,
         device: torch.device | str | None = None,
         group: Any = None,

@@ -5,7 +5,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
-from gradscale.policies.auto import as_policy
+from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.static import Static
@@ -75,7 +75,7 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: factor by which the scale is multiplied when it backs off.
         growth_interval: clean steps in a row before the scale grows.
         enabled: False makes every method do nothing, and `step` just call the optimizer's.
-        policy: a rule for the scale, or `"auto"`, instead of the four numbers above. `NoScaling()` is the same as
+        policy: a rule for the scale, or its name, instead of the four numbers above. `NoScaling()` is the same as
             `enabled=False`.
         min_scale: lowest scale; by default 2**-126.
         max_scale: highest scale; by default the largest float32.
@@ -99,7 +99,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        policy: Policy | Literal["auto"] | None = None,
+        policy: Policy | str | None = None,
         min_scale: float | None = None,
         max_scale: float | None = None,
         hysteresis: int = 1,
