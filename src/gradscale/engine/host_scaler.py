@@ -12,9 +12,12 @@ from gradscale.engine.diagnosis import Weights
 from gradscale.engine.host import decide_on_host
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.metrics import host_metrics
+from gradscale.engine.other_arguments import explains_settings
+from gradscale.engine.other_names import OtherNames
 from gradscale.engine.result import StepResult
 from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck
+from gradscale.engine.texts import policy_text, scaler_text
 from gradscale.formats import FP32
 from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy, ScaleState
@@ -22,7 +25,7 @@ from gradscale.policies.contract import Policy, ScaleState
 R = TypeVar("R", bound=StepResult)
 
 
-class HostScaler(ABC):
+class HostScaler(OtherNames, ABC):
     """A policy, its state and the last result. An adapter's scaler adds the stages that read or write gradients.
 
     Args:
@@ -34,6 +37,7 @@ class HostScaler(ABC):
             or call a function with it. `"ignore"` does nothing.
     """
 
+    @explains_settings("LossScaler(policy={})")
     def __init__(
         self,
         policy: Policy | str = "auto",
@@ -49,6 +53,12 @@ class HostScaler(ABC):
         self._last: StepResult | None = None
         self._last_finite_loss: int | None = None
         self._reset()
+
+    def __repr__(self) -> str:
+        """Returns policy, scale, counts and the status of the last step as text."""
+        return scaler_text(
+            type(self).__name__, [policy_text(self._policy)], self._state, self._last, lambda number: number.item()
+        )
 
     @property
     def policy(self) -> Policy:

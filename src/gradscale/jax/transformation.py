@@ -7,6 +7,7 @@ import optax
 from jax import Array
 
 from gradscale.engine.decide import check_clip
+from gradscale.engine.other_arguments import explains_settings
 from gradscale.jax.agree import AxisNames, zeros
 from gradscale.jax.apply import check_accumulation, gated
 from gradscale.jax.optimizer import in_types_of, trainable, update
@@ -27,6 +28,7 @@ class ScaledState(NamedTuple):
     inner: Any
 
 
+@explains_settings("scaled(tx, policy={})")
 def scaled(
     tx: optax.GradientTransformation,
     policy: Policy | str = "auto",

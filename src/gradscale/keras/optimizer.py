@@ -1,12 +1,15 @@
 """`LossScaleOptimizer`: Keras's class of that name with gradscale's rules, and with results for custom loops."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import keras
 import numpy as np
 
+from gradscale.engine.other_arguments import explains_settings
+from gradscale.engine.other_names import OtherNames
 from gradscale.engine.saved import check_state
+from gradscale.engine.texts import policy_text, scaler_text
 from gradscale.keras.checks import (
     DYNAMIC_GROWTH_STEPS,
     INITIAL_SCALE,
@@ -30,7 +33,7 @@ KerasLossScaleOptimizer: Any = keras.optimizers.LossScaleOptimizer
 
 
 @keras.saving.register_keras_serializable(package="gradscale")
-class LossScaleOptimizer(KerasLossScaleOptimizer):
+class LossScaleOptimizer(OtherNames, KerasLossScaleOptimizer):
     """Scales the loss for another optimizer, checks and unscales the gradients, and skips a step that overflowed.
 
     A drop-in for Keras's own class, with its arguments. Those give Keras's rule; `policy` gives any other.
@@ -40,6 +43,9 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
     2000
     """
 
+    _adapter: ClassVar[str] = "keras"
+
+    @explains_settings("LossScaleOptimizer(inner_optimizer, policy={})")
     def __init__(
         self,
         inner_optimizer: Any,
@@ -78,6 +84,14 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         # Keras's attribute: the scale that training starts from.
         if self._has_own_rule:
             self.initial_scale = float(layout.start.scale)
+
+    def __repr__(self) -> str:
+        """Returns inner optimizer, policy, scale and counts as text. Never synchronizes."""
+        places = [BACKEND.place(variable.value) for variable in self._state_variables] if self.built else []
+        elsewhere = next(filter(None, places), None)
+        state = self._layout.start if elsewhere else self.state
+        about = [type(self.inner_optimizer).__name__, policy_text(self._policy)]
+        return scaler_text("LossScaleOptimizer", about, state, None, lambda number: elsewhere or number.item())
 
     @property
     def policy(self) -> Policy:

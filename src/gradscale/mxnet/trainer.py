@@ -7,6 +7,7 @@ from typing import Any
 
 from mxnet import autograd
 
+from gradscale.engine.other_arguments import explains_settings
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.mxnet.agree import Workers, init_params_and_wait
 from gradscale.mxnet.apply import apply
@@ -22,6 +23,7 @@ MXNETS_RULE = Dynamic(min_scale=LOWEST_SCALE, max_scale=2.0**24)
 """The rule of MXNet's amp without its lag of a step, and with a floor: MXNet's can reach zero, and stays there."""
 
 
+@explains_settings("init_trainer(trainer, policy={})")
 def init_trainer(
     trainer: Any,
     policy: Policy | str | None = None,

@@ -1,7 +1,7 @@
 """`LossScaler`: the five stages of a training step, for gradients in numpy arrays."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ class LossScaler(HostScaler):
             or call a function with it. `"ignore"` does nothing.
     """
 
+    _adapter: ClassVar[str] = "numpy"
     _losses_finite: bool
     _last_loss_finite: bool
 

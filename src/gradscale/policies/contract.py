@@ -164,7 +164,7 @@ def check_policy(policy: Any) -> None:
             fix = f" For a fixed scale use `Static({policy!r})`, for a first one `Dynamic(init_scale={policy!r})`."
         raise TypeError(
             "`policy` must be a policy, such as `Dynamic()`, or the name of one. "
-            f"Received: policy={short(policy)}.{fix}"
+            f"Received: policy={' '.join(short(policy).split())}.{fix}"
         )
     if "upper_share" in policy.needs and not hasattr(policy, "edge_magnitude"):
         raise TypeError(

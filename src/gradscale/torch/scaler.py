@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,11 @@ from torch._compile import _disable_dynamo  # lazy: `torch.compiler.disable` imp
 
 from gradscale.engine.decide import check_clip
 from gradscale.engine.measurement import Measurement
+from gradscale.engine.other_arguments import explains_settings
+from gradscale.engine.other_names import OtherNames
 from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
+from gradscale.engine.texts import policy_text, scaler_text
 from gradscale.peers import import_state
 from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
@@ -27,6 +30,7 @@ from gradscale.torch.step.agree import Agreement
 from gradscale.torch.step.apply import apply, multiply
 from gradscale.torch.step.decide import Decision, Rule
 from gradscale.torch.step.gradients import Names, collect, numbers_of, parameters_of
+from gradscale.torch.step.host_copy import shown
 from gradscale.torch.step.measure import measure, measure_sizes
 from gradscale.torch.step.no_scaling import step_without_scaling
 from gradscale.torch.step.plan import StepPlan, plan_step
@@ -36,7 +40,7 @@ from gradscale.torch.step.result import StepResult
 Optimizer = torch.optim.Optimizer
 
 
-class LossScaler:
+class LossScaler(OtherNames):
     """Scales losses; unscales, checks, clips and applies their gradients in one call.
 
         scaler = LossScaler(model)
@@ -61,6 +65,9 @@ class LossScaler:
             or call a function with it. `"ignore"` does nothing.
     """
 
+    _adapter: ClassVar[str] = "torch"
+
+    @explains_settings("LossScaler(model, policy={})")
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | None = None,
@@ -92,6 +99,10 @@ class LossScaler:
                 "Do it after `scaler.step(...)`, or save `scaler.state_dict()`."
             )
         return self.__dict__
+
+    def __repr__(self) -> str:
+        """Returns policy, scale, counts and the status of the last step as text. Never synchronizes."""
+        return scaler_text("LossScaler", [policy_text(self.policy)], self._rule.state, self.last, shown)
 
     @property
     def policy(self) -> Policy:

@@ -68,6 +68,11 @@ def gate(applied: Any, update: Callable[[], None], variables: Sequence[Any], ass
         update()
 
 
+def place(value: Any) -> str:
+    """Returns `<on ...>` for a tensor that is not in host memory, else nothing."""
+    return f"<on {value.device}>" if isinstance(value, Tensor) and value.device.type != "cpu" else ""
+
+
 def is_constant(value: Any) -> bool:
     """Returns False: a variable is read anew at each step."""
     del value

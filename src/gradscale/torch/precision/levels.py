@@ -29,8 +29,8 @@ class Precision:
         keep_fp32: modules that stay float32 with all their submodules: name patterns, as `fnmatch` reads them, or
             types.
         master_weights: the `storage` of `MasterWeights`, which keeps the low bits of half weights; None loses them.
-        policy: the scaling policy, or its name. `"auto"` is `Headroom()` for FP16, whose gradients vanish and overflow, and
-            `NoScaling()` for BF16 and FP32, which have the range.
+        policy: the scaling policy, or its name. `"auto"` is `Headroom()` for FP16, whose gradients vanish and overflow,
+            and `NoScaling()` for BF16 and FP32, which have the range.
         output: dtype that outputs of the model are cast to; None leaves them as they are.
     """
 
