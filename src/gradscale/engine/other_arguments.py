@@ -86,7 +86,8 @@ def _policy(given: Mapping[str, Any]) -> str:
     if isinstance(fixed, int | float) and not isinstance(fixed, bool) and fixed:  # 0 is DeepSpeed's dynamic
         return f"Static({short(fixed)})"
     kinds = {_OF_POLICIES[name] for name in given if name not in OTHER_SETTINGS and name in _OF_POLICIES}
-    kind, translated = ("dynamic", OTHER_SETTINGS) if not kinds else (min(kinds), {})
+    kind = min(kinds, default="dynamic")
+    translated: Mapping[str, str] = {} if kinds else OTHER_SETTINGS
     known = inspect.signature(POLICIES[kind]).parameters
     settings = {translated.get(name, name): short(value) for name, value in given.items()}
     if "initial_scale_power" in given:

@@ -88,7 +88,7 @@ class StepResult:
     @staticmethod
     def _shown(value: Any) -> Any:
         """Returns a number as it is shown: a Python number, or the text `<...>` for one that is not in host memory."""
-        return value.item() if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0 else value
+        return value.item() if hasattr(value, "item") else value
 
     def skipped(self) -> bool:
         """Returns whether weights and optimizer state were left as they were. Synchronizes with the device."""

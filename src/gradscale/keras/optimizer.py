@@ -20,6 +20,7 @@ from gradscale.keras.checks import (
     check_passed_in,
     check_stateless,
     chosen_policy,
+    note_if_bf16,
     with_policy,
 )
 from gradscale.keras.measure import BACKEND, Gradients
@@ -33,7 +34,7 @@ KerasLossScaleOptimizer: Any = keras.optimizers.LossScaleOptimizer
 
 
 @keras.saving.register_keras_serializable(package="gradscale")
-class LossScaleOptimizer(OtherNames, KerasLossScaleOptimizer):
+class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
     """Scales the loss for another optimizer, checks and unscales the gradients, and skips a step that overflowed.
 
     A drop-in for Keras's own class, with its arguments. Those give Keras's rule; `policy` gives any other.
@@ -220,6 +221,7 @@ class LossScaleOptimizer(OtherNames, KerasLossScaleOptimizer):
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Makes the variables of the scale, then those of the inner optimizer. Keras calls this."""
+        note_if_bf16(self._policy)
         # Before the inner optimizer's, in Keras's order: a checkpoint knows variables by index only.
         for variable in self._layout.variables:
             setattr(self, variable.name, variable.added_to(self))

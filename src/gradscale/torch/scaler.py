@@ -24,6 +24,7 @@ from gradscale.torch.accumulation.edits import unscale, unscale_rest
 from gradscale.torch.accumulation.guard import Guard, OnSkip
 from gradscale.torch.accumulation.retry import Retry, check_backward, check_retriable, synchronising
 from gradscale.torch.accumulation.window import Windows, map_losses
+from gradscale.torch.bf16 import note_if_bf16
 from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, warn_of_half
 from gradscale.torch.fused_sgd import refuse_broken_fused_sgd
 from gradscale.torch.step.agree import Agreement
@@ -86,6 +87,7 @@ class LossScaler(OtherNames):
         self._windows = Windows(self._rule, self._names)
         self._buffers: list[BufferGuard] = []
         self._warned_of_half = False
+        self._types_known = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy or a pickle: everything but the results and gradients of past steps.
@@ -129,7 +131,7 @@ class LossScaler(OtherNames):
         """
         if not self.policy.needs:
             return outputs
-        return map_losses(lambda output: self._windows.get(output.device).scaled(output), outputs)
+        return map_losses(self._scaled, outputs)
 
     @_disable_dynamo
     def backward(self, loss: Tensor, retries: int = 0, **kwargs: Any) -> None:
@@ -344,8 +346,19 @@ class LossScaler(OtherNames):
         # Zeros, as `zero_grad(set_to_none=False)` leaves them, have no scale.
         self._windows.close(zeros=False)
 
+    def _scaled(self, loss: Tensor) -> Tensor:
+        self._note_types(loss)
+        return self._windows.get(loss.device).scaled(loss)
+
+    def _note_types(self, loss: Tensor) -> None:
+        """Notes once, of the first loss, that no scaler is needed if its backward pass runs in BF16."""
+        if not self._types_known:
+            self._types_known = True
+            note_if_bf16(loss, self.policy, "LossScaler")
+
     def _retry(self, loss: Tensor, retries: int, kwargs: dict[str, Any], parameters: Sequence[Tensor] = ()) -> None:
         """Runs the backward pass of `loss`, again at a lower scale while it overflows."""
+        self._note_types(loss)
         together = {id(each): each for each in (*parameters, *self._windows.sharing_the_scale(loss))}
         window = self._windows.begin(loss.device)
         Retry(list(together.values()), self._rule, self._agreement.any_rank).backward(loss, window, retries, kwargs)

@@ -21,6 +21,7 @@ from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.static import Static
+from gradscale.torch.bf16 import note_if_bf16
 from gradscale.torch.drop_in.saved import read_scaler, write_extra
 from gradscale.torch.drop_in.scale_bound import ScaleBound
 from gradscale.torch.drop_in.settings import (
@@ -55,8 +56,11 @@ from gradscale.torch.step.result import StepResult, Traces
 
 Optimizer = torch.optim.Optimizer
 
+TORCHS_RULE = Dynamic()
+"""The policy that torch's kernel runs, with the defaults of its settings."""
 
-class GradScaler(OtherNames, torch.amp.GradScaler):
+
+class GradScaler(torch.amp.GradScaler, OtherNames):
     """A drop-in for `torch.amp.GradScaler`: change the import, keep the loop.
 
         scaler = GradScaler("cuda")
@@ -130,6 +134,7 @@ class GradScaler(OtherNames, torch.amp.GradScaler):
         self._bound = ScaleBound()
         self._divided: list[Optimizer] = []
         self._warned_of_fused_sgd = False
+        self._types_known = False
         if self._enabled:
             given = settings_from(numbers, min_scale, max_scale, hysteresis) if policy is None else settings_of(policy)
             for name in numbers:
@@ -185,6 +190,9 @@ class GradScaler(OtherNames, torch.amp.GradScaler):
             self._divided.clear()
         elif scaled.requires_grad:
             self._steps.losses.add(loss)
+            if not self._types_known:
+                self._types_known = True
+                note_if_bf16(loss, TORCHS_RULE if self._rule is None else self._rule.policy, "GradScaler")
             version = self._scale._version  # type: ignore[union-attr]
             scaled.register_hook(partial(self._on_backward, made_with, version))
         return scaled
