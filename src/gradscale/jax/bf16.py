@@ -18,7 +18,8 @@ def note_if_bf16(pullback: Any, policy: Policy) -> None:
         return
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(pullback) if isinstance(leaf, jax.Array)}
     floats = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
-    if jnp.bfloat16 in floats and not any(dtype.itemsize < 4 and dtype != jnp.bfloat16 for dtype in floats):
+    narrow = {dtype for dtype in floats if dtype.itemsize < 4}
+    if narrow == {jnp.dtype("bfloat16")}:
         note_bf16(
             "`value_and_grad` scales a loss that was computed in BF16.",
             "Switch scaling off: `Scaler(NoScaling())`.",
