@@ -474,7 +474,7 @@ def test_settings_of_other_scalers_are_answered_with_a_policy() -> None:
 def test_scaler_and_result_are_shown_with_scale_status_and_counts() -> None:
     scaler = LossScaler(Dynamic(init_scale=8.0))
     assert repr(scaler) == "LossScaler(Dynamic(init_scale=8.0), scale=8.0, applied=0, skipped=0)"
-    result = scaler.step({"w": np.float32([np.inf])})
+    result = scaler.step({"w": np.array([np.inf], np.float32)})
     assert repr(result) == "StepResult(status=overflow, scale=8.0, next_scale=4.0)"
     assert repr(scaler) == "LossScaler(Dynamic(init_scale=8.0), scale=4.0, applied=0, skipped=1, last=overflow)"
 
