@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from gradscale.cli._console import chosen_models, console, fail, usage_errors
+from gradscale.cli._console import chosen_models, console, usage_errors
 from gradscale.demo import FRAMEWORKS, Comparison, Demo, compare, load_demo
-from gradscale.demo.extra import MissingExtra, check_extra
+from gradscale.demo.extra import check_extra
 from gradscale.demo.plot import save_plot
 from gradscale.demo.table import make_table
 
@@ -42,11 +42,8 @@ def demo(
     Small gradients become zero without any error. A scale brings them back.
     FP16 is the machine's own; FP8 is emulated, with torch only.
     """
-    try:
-        check_extra()
-    except MissingExtra as error:
-        fail(str(error))
     with usage_errors():
+        check_extra()
         path = _plot_path(out)
         shown = _load(framework)
         plan = {chosen: steps or shown.steps[chosen] for chosen in chosen_models(model, shown.steps)}
