@@ -37,7 +37,7 @@ def test_what_is_missing_is_named_with_the_extra_that_installs_it() -> None:
     with pytest.raises(MissingExtra) as caught:
         require("This test", "numpy", "no_such", "nor_this", extra="jax")
     assert str(caught.value) == (
-        'This test needs no_such and nor_this, which are not installed. Run: pip install "gradscale[jax]"'
+        'This test needs no_such, nor_this, which are not installed. Run: pip install "gradscale[jax]"'
     )
     assert caught.value.name == "no_such"
     assert isinstance(caught.value, ModuleNotFoundError)

@@ -20,5 +20,5 @@ def require(user: str, *packages: str, extra: str | None = None) -> None:
     if missing := [name for name in packages if sys.modules.get(name) is None and find_spec(name) is None]:
         target = " ".join(missing) if extra is None else f'"gradscale[{extra}]"'
         verb = "is" if len(missing) == 1 else "are"
-        message = f"{user} needs {' and '.join(missing)}, which {verb} not installed. Run: pip install {target}"
+        message = f"{user} needs {', '.join(missing)}, which {verb} not installed. Run: pip install {target}"
         raise MissingExtra(message, name=missing[0])

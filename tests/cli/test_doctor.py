@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import platform
 import sys
+from dataclasses import replace
 from email.message import Message
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +55,7 @@ def test_json_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.delitem(sys.modules, "jax", raising=False)
     found = json.loads(doctor(monkeypatch, "--json", core=[HERE]).stdout)
-    package = {"name": "there", "needs": ">=1", "version": "2.0", "supported": True, "in_core": False}
+    package = {"name": "there", "needs": ">=1", "version": "2.0", "supported": True, "shared": False}
     assert found["extras"] == [
         {"extra": "core", "packages": [package], "status": "gradscale.numpy loads", "broken": False}
     ]
@@ -76,7 +77,7 @@ def test_an_adapter_that_is_broken_makes_it_exit_with_1(monkeypatch: pytest.Monk
 
 
 def test_an_extra_that_is_not_installed_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = Package("numpy", "<1.24", "2.0", False, in_core=True)
+    shared = Package("numpy", "<1.24", "2.0", False, shared=True)
     shown = doctor(monkeypatch, mxnet=[ABSENT, shared])
     assert shown.exit_code == 0
     assert 'not installed; pip install "gradscale[mxnet]"' in shown.output
@@ -110,10 +111,11 @@ def test_packages_and_bounds_are_those_of_the_installed_metadata(monkeypatch: py
     versions = {"numpy": "1.5.0a0+git", "rich": "13.0"}
     monkeypatch.setattr(sys.modules["gradscale.cli._requirements"], "installed", versions.get)
     rich = Package("rich", ">=1000", "13.0", False)
-    numpy = Package("numpy", "<1.0", "1.5.0a0+git", False, in_core=True)
+    included = replace(rich, shared=True)
+    numpy = Package("numpy", "<1.0", "1.5.0a0+git", False, shared=True)
     assert packages_by_extra() == {
-        CORE: [Package("numpy", ">=1.0", "1.5.0a0+git", True, in_core=True)],
-        "both": [rich, numpy, Package("no-such-package", ">=3", None, False)],
+        CORE: [Package("numpy", ">=1.0", "1.5.0a0+git", True, shared=True)],
+        "both": [included, numpy, Package("no-such-package", ">=3", None, False)],
         "cli": [rich, numpy],
     }
 

@@ -1,7 +1,7 @@
 """What gradscale's own metadata says that it needs: the packages of the core and of each extra, with their bounds."""
 
 import importlib.metadata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from packaging.requirements import Requirement
 
@@ -18,14 +18,14 @@ class Package:
         needs: the versions that are supported, as in `>=2.13`.
         version: the version installed; None where it is not.
         supported: whether that version is within `needs`.
-        in_core: whether it is installed with gradscale in any case.
+        shared: whether the core, or an extra that this one includes, installs it as well.
     """
 
     name: str
     needs: str
     version: str | None
     supported: bool
-    in_core: bool = False
+    shared: bool = False
 
 
 def packages_by_extra() -> dict[str, list[Package]]:
@@ -54,13 +54,15 @@ def _packages(listed: list[Requirement], extra: str) -> list[Package]:
         if not _belongs(requirement, extra):
             continue
         if requirement.name == "gradscale":
-            found[:0] = [package for included in requirement.extras for package in _packages(listed, included)]
+            included = [package for name in requirement.extras for package in _packages(listed, name)]
+            found[:0] = [replace(package, shared=True) for package in included]
         else:
             version = installed(requirement.name)
             # A version such as 2.14.0a0+git is accepted where 2.13 is: a nightly is what someone chose.
             supported = version is not None and requirement.specifier.contains(version, prereleases=True)
-            in_core = requirement.name in core
-            found.append(Package(requirement.name, str(requirement.specifier), version, supported, in_core))
+            found.append(
+                Package(requirement.name, str(requirement.specifier), version, supported, requirement.name in core)
+            )
     return found
 
 

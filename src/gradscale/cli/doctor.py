@@ -94,7 +94,7 @@ def examine(extra: str, packages: Sequence[Package], adapter: str | None = None)
     """Returns the state of an extra; imports its adapter, and so the framework, where all packages are installed."""
     run = f'pip install "gradscale[{extra}]"'
     missing = [package.name for package in packages if package.version is None]
-    if missing and all(package.in_core or package.version is None for package in packages):
+    if missing and all(package.shared or package.version is None for package in packages):
         return Finding(extra, packages, f"not installed; {run}")
     if missing:
         return Finding(extra, packages, f"incomplete, without {', '.join(missing)}; {run}")
