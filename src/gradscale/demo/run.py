@@ -109,8 +109,12 @@ class Comparison:
 
     Attributes:
         subject: what was trained.
-        runs: a run for each recipe, in order.
+        runs: a run for each recipe, in order; FP32 comes first.
+        untrained: the scores of the initial weights.
+        other_seeds: FP32's scores with other seeds, by the seed.
     """
 
     subject: Subject
     runs: Sequence[Run]
+    untrained: Mapping[str, float]
+    other_seeds: Mapping[int, Mapping[str, float]]
