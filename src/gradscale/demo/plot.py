@@ -22,9 +22,10 @@ STYLES: dict[str, dict[str, Any]] = {
 SCALED = ("FP16 Headroom", "FP16 Dynamic")
 
 CAPTION = (
-    "Without a scale, FP16 rounds small gradients to zero (right) and does not learn (left). Headroom sets the\n"
-    "scale by the largest gradient. Dynamic starts too high: its first steps overflow and are skipped (crosses),\n"
-    "and the scale halves until the gradients fit. It doubles after 50 clean steps, and halves where that overflows."
+    "Without a scale, FP16 rounds small gradients to zero (right); the left shows what that does to the loss.\n"
+    "Headroom sets the scale by the largest gradient. Dynamic starts too high: its first steps overflow and are\n"
+    "skipped (crosses), and the scale halves until the gradients fit. It doubles after 50 clean steps, and halves\n"
+    "where that overflows."
 )
 
 SMOOTHING = 0.9
@@ -65,10 +66,10 @@ def _drawn(comparison: Comparison, names: Iterable[str] = STYLES) -> list[tuple[
 def _draw_losses(axes: Any, comparison: Comparison) -> None:
     score, spec = next(iter(comparison.subject.scores.items()))
     for run, style in _drawn(comparison):
-        axes.plot(smoothed(run.losses), label=f"{run.recipe}, {run.scores[score]:{spec}}", **style)
+        axes.plot(smoothed(run.losses), label=f"{run.recipe}: {run.scores[score]:{spec}}", **style)
     axes.set_yscale("log")
     axes.set_title(comparison.subject.loss_title, loc="left", fontweight="bold")
-    axes.legend(frameon=False, fontsize=8, title=f"and final {score}", title_fontsize=8, alignment="left")
+    axes.legend(edgecolor="none", framealpha=0.8, fontsize=8, title=f"run: {score}", title_fontsize=8, alignment="left")
 
 
 def _draw_scales(axes: Any, comparison: Comparison) -> None:
