@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
 
 from gradscale import __version__
+from gradscale.__main__ import main
 from gradscale.cli import app
 
 COMMANDS = ("demo", "formats", "policies", "replay", "bench", "precisions", "doctor")
@@ -111,6 +113,17 @@ def test_without_the_packages_of_the_extra_one_line_names_it(missing: str) -> No
     assert shown.stderr == (
         f'Error: The command line needs {missing}, which is not installed. Run: pip install "gradscale[cli]"\n'
     )
+
+
+def test_ctrl_c_while_modules_are_imported_shows_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "gradscale.cli", Interrupted("gradscale.cli"))
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 130
 
 
 def test_the_shell_completes_commands_and_options() -> None:

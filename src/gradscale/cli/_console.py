@@ -82,4 +82,4 @@ def show_error(message: str) -> None:
 
 def described(error: OSError) -> str:
     """Returns what went wrong with which file."""
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)

@@ -7,10 +7,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from gradscale.__main__ import INTERRUPTED
 from gradscale.cli._console import FAILURE, described, show_error
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 and the number of the signal."""
 
 # `ClickException`: of click in older versions of typer, of typer's own copy of click in newer ones.
 CLICK_ERROR: Any = typer.BadParameter.__mro__[2]
