@@ -1,7 +1,6 @@
 """`gradscale doctor`: what is installed here, whether its version is supported, and which adapters load."""
 
 import importlib
-import importlib.util
 import json
 import os
 import platform
