@@ -46,6 +46,8 @@ def save_plot(comparisons: Sequence[Comparison], path: Path) -> None:
         for row, comparison in zip(figure.subplots(len(comparisons), 3, squeeze=False), comparisons, strict=True):
             for axes, draw in zip(row, (_draw_losses, _draw_scales, _draw_lost), strict=True):
                 _decorate(axes, draw, comparison)
+        # One legend for all panels, above them, where it covers no line.
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4, frameon=False)
         figure.supxlabel(CAPTION, x=0.01, ha="left", fontsize=9)
         figure.savefig(path, metadata=metadata)
 
@@ -64,17 +66,15 @@ def _drawn(comparison: Comparison, names: Iterable[str] = STYLES) -> list[tuple[
 
 
 def _draw_losses(axes: Any, comparison: Comparison) -> None:
-    score, spec = next(iter(comparison.subject.scores.items()))
     for run, style in _drawn(comparison):
-        axes.plot(smoothed(run.losses), label=f"{run.recipe}: {run.scores[score]:{spec}}", **style)
+        axes.plot(smoothed(run.losses), label=run.recipe, **style)
     axes.set_yscale("log")
     axes.set_title(comparison.subject.loss_title, loc="left", fontweight="bold")
-    axes.legend(edgecolor="none", framealpha=0.8, fontsize=8, title=f"run: {score}", title_fontsize=8, alignment="left")
 
 
 def _draw_scales(axes: Any, comparison: Comparison) -> None:
     for run, style in _drawn(comparison, SCALED):
-        axes.plot(run.scales, label=run.recipe, **style)
+        axes.plot(run.scales, **style)
         skips = [run.scales[step] for step in run.skipped]
         axes.plot(run.skipped, skips, "x", color=style["color"], markersize=6, markeredgewidth=1.5)
     scales = [scale for run, _ in _drawn(comparison, SCALED) for scale in run.scales]
