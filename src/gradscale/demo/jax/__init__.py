@@ -8,5 +8,5 @@ from gradscale.demo.train import RECIPES, Demo, Experiment
 
 DEMO = Demo(
     RECIPES,
-    [Experiment(LANGUAGE, 300, lambda seed: partial(JaxTrainer, load_text(), seed), 30.0)],
+    [Experiment(LANGUAGE, 300, lambda seed: partial(JaxTrainer, load_text(), seed), 45.0)],
 )
