@@ -20,6 +20,7 @@ from gradscale.demo import FRAMEWORKS, Comparison, Run, compare, extra, load_dem
 from gradscale.demo.digits import AUTOENCODER, TEST_SIZE, Digits, load_digits
 from gradscale.demo.extra import check_extra
 from gradscale.demo.plot import save_plot, smoothed
+from gradscale.demo.run import Gradients, Step
 from gradscale.demo.table import make_table
 from gradscale.demo.train import SEEDS
 from gradscale.histogram import best_static_scale, overflow_share
@@ -96,6 +97,16 @@ def test_fp32_loses_nothing_and_unscaled_fp16_loses_half(runs: list[Run]) -> Non
     assert set(full.lost) == {0.0}
     assert min(unscaled.lost) > 0.4
     assert max(static.lost) < 0.01
+
+
+def test_a_skipped_step_is_not_counted_as_lost() -> None:
+    zeros, ones = [np.zeros(3, np.float32)], [np.ones(3, np.float32)]
+    run = Run("FP16 Dynamic")
+    run.add(Step(1.0, 2.0**32, True, Gradients(zeros, ones, [])))
+    assert (run.sampled, run.lost, run.histogram.nonzero) == ([], [], 3)
+    assert np.isnan(run.share_lost())
+    run.add(Step(1.0, 2.0**16, False, Gradients(zeros, ones, [])))
+    assert (run.sampled, run.lost, run.share_lost()) == ([1], [1.0], 1.0)
 
 
 def test_the_table_has_a_row_for_each_run_and_fits_a_terminal(runs: list[Run]) -> None:

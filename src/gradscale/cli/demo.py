@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -87,7 +86,7 @@ def _as_json(comparison: Comparison) -> dict[str, Any]:
             "run": run.recipe,
             "scores": run.scores,
             "loss": plain(final_loss(run)),
-            "lost": float(np.mean(run.lost)),
+            "lost": plain(run.share_lost()),
             "skipped": run.skipped,
             "final_scale": run.scales[-1],
         }

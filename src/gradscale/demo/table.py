@@ -26,8 +26,9 @@ def make_table(comparison: Comparison) -> Table:
     for run in comparison.runs:
         score, *further = (f"{run.scores[name]:{spec}}" for name, spec in subject.scores.items())
         loss = f"{final_loss(run):.3f}"
+        lost = "-" if math.isnan(run.share_lost()) else f"{run.share_lost():.1%}"
         scale = f"2^{math.log2(run.scales[-1]):.0f}"
-        table.add_row(run.recipe, score, loss, *further, f"{np.mean(run.lost):.1%}", f"{len(run.skipped)}", scale)
+        table.add_row(run.recipe, score, loss, *further, lost, f"{len(run.skipped)}", scale)
     return table
 
 

@@ -3,8 +3,6 @@
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from gradscale.demo.run import Comparison, Run
 
 UNLEARNED = 0.1
@@ -48,7 +46,7 @@ def _unscaled(run: Run) -> bool:
 
 def _failure(run: Run, score: str, progress: float) -> str:
     learned = "did not learn" if progress < UNLEARNED else f"made {progress:.0%} of FP32's progress in {score}"
-    return f"{run.recipe} lost {np.mean(run.lost):.0%} of its gradients and {learned}."
+    return f"{run.recipe} lost {run.share_lost():.0%} of its gradients and {learned}."
 
 
 def _overflows(run: Run) -> str:
