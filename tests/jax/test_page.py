@@ -4,4 +4,4 @@ from tests.pages import run_page
 
 
 def test_the_code_on_the_page_runs() -> None:
-    run_page("use/jax.md", least=11)
+    run_page("use/jax.md", least=10)
