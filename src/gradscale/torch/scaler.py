@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -376,7 +376,7 @@ def _read(mapping: Mapping[str, Any] | bytes, system: str | None) -> Saved:
     if system is None and isinstance(mapping, Mapping) and "_growth_tracker" in mapping:
         system = "torch"
     if system is None:
-        return read_saved(mapping)
+        return read_saved(cast("Mapping[str, Any]", mapping))  # which refuses bytes
     saved = Saved(*import_state(system, mapping))
     check_state(saved.policy, saved.state)
     return saved
