@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -371,12 +371,12 @@ class LossScaler:
         return result
 
 
-def _read(mapping: Mapping[str, Any] | bytes, system: str | None) -> Saved:
+def _read(mapping: Any, system: str | None) -> Saved:
     """Returns the saved state of gradscale or of another system; torch's `GradScaler` is recognised by a key."""
     if system is None and isinstance(mapping, Mapping) and "_growth_tracker" in mapping:
         system = "torch"
     if system is None:
-        return read_saved(cast("Mapping[str, Any]", mapping))  # which refuses bytes
+        return read_saved(mapping)
     saved = Saved(*import_state(system, mapping))
     check_state(saved.policy, saved.state)
     return saved
