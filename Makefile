@@ -21,13 +21,13 @@ DEVICE ?= sim # where the tests of PyTorch run besides the CPU
 ROWS ?= # of the matrix: all
 
 # What each stage adds. pip resolves every stage against the same pins, so the stages can come in any order.
-DEMO := -e '.[demo,torch]'
-TEST := -e '.[demo,torch,jax,keras,onnx]' --group test --group docs --group torch --group jax --group keras
+DEMO := -e '.[cli,demo,torch]'
+TEST := -e '.[cli,demo,torch,jax,keras,onnx]' --group test --group docs --group torch --group jax --group keras
 LINT := $(TEST) --group lint
 DOCS := -e . --group docs
 MATRIX := --group matrix
 DIST := --group dist
-ONLY_MXNET := -e '.[demo,mxnet]' --group test
+ONLY_MXNET := -e '.[cli,demo,mxnet]' --group test
 
 # What is tested in the environment of MXNet. A requested adapter that does not load fails the run.
 MXNET_TESTS := tests/mxnet tests/conformance tests/numpy tests/peers/test_mxnet.py tests/demo/test_mxnet_demo.py src/gradscale/mxnet

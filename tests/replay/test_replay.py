@@ -179,6 +179,12 @@ def test_one_policy_of_many_is_the_policy_alone(policies: list[Policy], known: l
         assert together.summaries()[column] == alone.summaries()[0]
 
 
+def test_policies_can_be_named_as_on_the_command_line() -> None:
+    named = replay(["dynamic:growth_interval=2", Static(1024), "none"], found_inf=[0, 0, 1])
+    assert named.policies == (Dynamic(growth_interval=2), Static(1024), NoScaling())
+    assert replay("static:1024", found_inf=[0, 1]).scales.tolist() == [1024, 1024]
+
+
 def test_one_policy_gives_arrays_of_one_dimension() -> None:
     run = replay(Dynamic(init_scale=8, growth_interval=2), found_inf=[0, 0, 1])
     assert run.scales.tolist() == [8, 16, 8]
