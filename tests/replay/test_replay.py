@@ -138,8 +138,8 @@ predictives = st.one_of(
         **bounds,
     ),
 )
-statics = st.floats(2.0**-20, 2.0**40).map(Static)
-policy_lists = st.lists(dynamics() | ladders() | statics | st.just(NoScaling()), min_size=1, max_size=8)
+static_scales = st.floats(2.0**-20, 2.0**40).map(Static)
+policy_lists = st.lists(dynamics() | ladders() | static_scales | st.just(NoScaling()), min_size=1, max_size=8)
 peaks = st.floats(0, 1e6) | st.sampled_from([0.0, 1.0, 65504.0, 65520.0, 1e-30, 1e39, math.inf, math.nan])
 steps = st.lists(st.tuples(st.booleans(), peaks, st.sampled_from([True, True, True, False])), min_size=1, max_size=40)
 

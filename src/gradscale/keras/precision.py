@@ -10,6 +10,8 @@ from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.policies.contract import Policy
 from gradscale.policies.static import NoScaling
 
+__all__ = ["Precision", "current", "set"]
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:

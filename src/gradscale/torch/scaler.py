@@ -333,11 +333,12 @@ class LossScaler(OtherNames):
         """Returns the policy and its state as plain values: all it takes to continue bit-exactly. Synchronizes."""
         return write_saved(self._rule.policy, self._rule.state, float(self._rule.amax_ratio))
 
-    def load_state_dict(self, mapping: Mapping[str, Any], system: str | None = None) -> None:
+    def load_state_dict(self, mapping: Mapping[str, Any] | bytes, system: str | None = None) -> None:
         """Loads a saved policy and state, and discards gradients not yet stepped.
 
         Args:
-            mapping: what `state_dict` returned; or the dict of torch's `GradScaler`; or another system's.
+            mapping: what `state_dict` returned; or the dict of torch's `GradScaler`; or another system's, or the bytes
+                of its file.
             system: whose dict it is, as in `gradscale.import_state`, where it is neither of the first two.
         """
         saved = _read(mapping, system)
@@ -395,7 +396,7 @@ class LossScaler(OtherNames):
         return result
 
 
-def _read(mapping: Mapping[str, Any], system: str | None) -> Saved:
+def _read(mapping: Any, system: str | None) -> Saved:
     """Returns the saved state of gradscale or of another system; torch's `GradScaler` is recognised by a key."""
     if system is None and isinstance(mapping, Mapping) and "_growth_tracker" in mapping:
         system = "torch"
