@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from gradscale.cli import app
-from gradscale.cli._specs import POLICIES
 from gradscale.cli.policies import _meanings
 from gradscale.peers import PEERS
+from gradscale.peers.specs import POLICIES
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from gradscale._extras import require
 from gradscale.cli._console import console, fail, table, usage_errors
-from gradscale.cli._specs import parse_policy
+from gradscale.peers.specs import parse_policy
 
 if TYPE_CHECKING:
     from gradscale.bench.compare import Measured

@@ -13,10 +13,10 @@ from rich.padding import Padding
 from rich.table import Table
 
 from gradscale.cli._console import console, number, table
-from gradscale.cli._specs import POLICIES
 from gradscale.formats import Format
 from gradscale.peers import PEERS
 from gradscale.peers._peer import Peer
+from gradscale.peers.specs import POLICIES
 from gradscale.policies.contract import Policy
 from gradscale.record import plain
 

@@ -11,8 +11,8 @@ from rich.markup import escape
 
 from gradscale.cli._console import console, number, table, usage_errors
 from gradscale.cli._sequences import read_sequences
-from gradscale.cli._specs import parse_policy
 from gradscale.formats import Format, get_format
+from gradscale.peers.specs import parse_policy
 from gradscale.record import plain
 from gradscale.replay.run import Replay
 from gradscale.replay.run import replay as run_replay

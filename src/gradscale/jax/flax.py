@@ -1,4 +1,4 @@
-"""A drop-in for flax's `DynamicScale`: the same fields, rule and results, with its faults fixed.
+"""A drop-in for flax's `DynamicScale`: the same fields, rule and results, with its bugs fixed.
 
 The rule is that of flax 0.12.8, which grows after `growth_interval` + 1 clean steps; flax has counted differently in
 other versions.
