@@ -10,15 +10,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
+from gradscale._extras import require
 from gradscale.jax.agree import AxisNames, averaged
 from gradscale.jax.jmp import all_finite
 from gradscale.jax.tree import Gradients, Leaf, split
 from gradscale.peers.flax import dynamic_scale
 from gradscale.peers.ladder import Ladder, LadderState
 from gradscale.policies.contract import Seen
+
+require(__name__, "flax")
+
+from flax import struct  # noqa: E402
 
 __all__ = ["DynamicScale", "DynamicScaleResult"]
 
