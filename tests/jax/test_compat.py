@@ -1,4 +1,4 @@
-"""What differs between versions of JAX: one that is too old is refused, and varying axes are found under either name."""
+"""Versions of JAX: one that is too old is refused, and varying axes are found under either name."""
 
 import runpy
 from types import SimpleNamespace
