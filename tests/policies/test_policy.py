@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.stories import BAD_LOSS, BAD_LOSS_ALONE, CLEAN, OVERFLOW, after
+from tests.stories import BAD_LOSS, BAD_LOSS_ALONE, CLEAN, OVERFLOW, after, next_of
 
 from gradscale import Dynamic, Headroom, Histogram, LogMax, NoScaling, ScaleState, Seen, Static, preset
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE
@@ -259,7 +259,7 @@ def test_counters_stop_at_the_largest_int32_and_the_state_still_loads(policy: An
     full = {"clean_steps": LAST, "applied": LAST, "skipped": LAST, "consecutive_skips": LAST}
     before = replace(policy.start(), **full)
     for finite in (True, False):
-        state = policy.next(before, Seen(finite=np.bool_(finite), amax=np.float32(1)), np)
+        state = next_of(policy, before, Seen(finite=np.bool_(finite), amax=np.float32(1)))
         assert (int(state.applied), int(state.skipped)) == (LAST, LAST)
         assert int(state.consecutive_skips) in (0, LAST)
         assert int(state.clean_steps) in (0, LAST)
@@ -268,7 +268,7 @@ def test_counters_stop_at_the_largest_int32_and_the_state_still_loads(policy: An
 
 def test_credits_without_a_limit_stop_at_the_lowest_that_loads() -> None:
     policy = preset("megatron")
-    state = policy.next(replace(policy.start(), credits=-LAST), Seen(finite=np.bool_(False)), np)
+    state = next_of(policy, replace(policy.start(), credits=-LAST), Seen(finite=np.bool_(False)))
     assert int(state.credits) == -LAST
     assert type(state).from_dict(state.to_dict()) == state
 
