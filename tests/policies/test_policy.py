@@ -10,6 +10,7 @@ import pytest
 from tests.stories import BAD_LOSS, BAD_LOSS_ALONE, CLEAN, OVERFLOW, after, next_of
 
 from gradscale import Dynamic, Headroom, Histogram, LogMax, NoScaling, ScaleState, Seen, Static, preset
+from gradscale.engine.host import scalar, vector
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE
 from gradscale.policies.contract import backed_off, counted, verdict
 from gradscale.record import numbers
@@ -231,7 +232,8 @@ def test_a_non_finite_loss_is_neither_clean_nor_an_overflow() -> None:
 
 
 def test_counting_changes_the_counters_and_the_given_fields() -> None:
-    state = counted(after(Dynamic(init_scale=8), "oc"), np.bool_(False), np, scale=np.float32(1))
+    before = vector(after(Dynamic(init_scale=8), "oc"))
+    state = scalar(counted(before, np.bool_(False), np, scale=np.float32(1)))
     assert_state(state, scale=1.0, credits=0, clean_steps=1, applied=1, skipped=2, consecutive_skips=1)
 
 
@@ -275,7 +277,7 @@ def test_credits_without_a_limit_stop_at_the_lowest_that_loads() -> None:
 
 def test_backing_off_for_a_retry_lowers_the_scale_whatever_the_credits_and_counts_nothing() -> None:
     policy = Dynamic(init_scale=8, hysteresis=3, growth_interval=5)
-    state = backed_off(policy, after(policy, "oc"), OVERFLOW, np)
+    state = scalar(backed_off(policy, vector(after(policy, "oc")), vector(OVERFLOW), np))
     assert_state(state, scale=4.0, credits=2, clean_steps=0, applied=1, skipped=1)
 
 
