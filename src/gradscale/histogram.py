@@ -12,6 +12,16 @@ from gradscale.formats import FP16, FP32, FloatArray, Format, get_format
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_number, check_scale
 from gradscale.record import Array, Record, leaf
 
+__all__ = [
+    "EXPONENTS",
+    "ExponentHistogram",
+    "best_static_scale",
+    "exponent_histogram",
+    "lost_share",
+    "overflow_share",
+    "subnormal_share",
+]
+
 LOWEST_EXPONENT = math.frexp(FP32.smallest_subnormal)[1] - 1
 HIGHEST_EXPONENT = math.frexp(FP32.max)[1] - 1
 """Range of the bins: the exponents of float32. Float64 values beyond are counted in the first and the last bin."""
@@ -92,6 +102,20 @@ def lost_share(histogram: ExponentHistogram, format: Format | str = FP16, scale:
     """
     check_scale("scale", scale)
     return _share(histogram, _below(get_format(format).smallest_subnormal / 2 / scale))
+
+
+def subnormal_share(histogram: ExponentHistogram, format: Format | str = FP16, scale: float = 1.0) -> float:
+    """Returns the share of nonzero elements that are subnormal in `format` when multiplied by `scale`.
+
+    These are not lost, but have fewer digits, down to one bit. As exact as `lost_share`; elements that round up to the
+    smallest normal number count as subnormal.
+
+    >>> subnormal_share(exponent_histogram(np.float32([1e-8, 1e-6, 1e-3])), FP16, scale=4.0)
+    0.6666666666666666
+    """
+    check_scale("scale", scale)
+    limits = get_format(format)
+    return _share(histogram, _below(limits.smallest_normal / scale) - _below(limits.smallest_subnormal / 2 / scale))
 
 
 def overflow_share(histogram: ExponentHistogram, format: Format | str = FP16, scale: float = 1.0) -> float:

@@ -1,5 +1,9 @@
 """Loss scaling for JAX: pure functions and pytrees, compiled with the step."""
 
+from gradscale._extras import require
+
+require(__name__, "jax", "optax", extra="jax")
+
 from gradscale.engine.culprits import Culprit
 from gradscale.engine.stuck import ScaleStuck
 from gradscale.jax.apply import apply
