@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from tests.jax.helpers import EXACT, INF, same
+from tests.jax.versions import enable_x64
 
 from gradscale.jax import Scaler, apply, init, scaled, value_and_grad
 
@@ -181,7 +182,7 @@ def test_lookahead_keeps_the_types_of_both_copies() -> None:
 
 @pytest.mark.parametrize("make", [optax.adam, optax.adamw, optax.sgd])
 def test_mixed_parameters_keep_their_types_with_injected_hyperparameters_in_float64(make: Any) -> None:
-    with jax.enable_x64(True):
+    with enable_x64():
         tx: Any = optax.inject_hyperparams(make)(learning_rate=0.5)
         params = {"narrow": jnp.ones(2, jnp.float32), "wide": jnp.ones(2, jnp.float64)}
         outside = scaled(tx, EXACT)

@@ -71,7 +71,8 @@ def _replacement(before: Any, policy: Policy | str | None) -> LossScaleOptimizer
         settings = {"initial_scale": before.initial_scale, "dynamic_growth_steps": before.dynamic_growth_steps}
     after = LossScaleOptimizer(before.inner_optimizer, name=before.name, **settings)
     if before.built:
-        after.build(before._trainable_variables)
+        # Those of the inner optimizer: Keras's own class keeps no list of them before Keras 3.12.
+        after.build(before.inner_optimizer._trainable_variables)
         (scale,), (clean_steps,) = (
             on_host(before.dynamic_scale.value, "float32"),
             on_host(before.step_counter.value, "int32"),

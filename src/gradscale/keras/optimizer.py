@@ -23,7 +23,8 @@ from gradscale.keras.checks import (
     note_if_bf16,
     with_policy,
 )
-from gradscale.keras.measure import BACKEND, Gradients
+from gradscale.keras.compat import check_inner_settings, check_overwritten
+from gradscale.keras.measure import BACKEND, Gradients, overwrites
 from gradscale.keras.remember import StepResult, metrics_on_host, result_of, result_without_gradients
 from gradscale.keras.step import run_step, unscaled
 from gradscale.keras.variables import FIRST, SCALE_INDEX, StateLayout, fitted, on_host
@@ -72,10 +73,12 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         Raises:
             TypeError: `inner_optimizer` is not an optimizer, or `policy` is not a policy.
             ValueError: `inner_optimizer` scales the loss itself, `policy` was given with Keras's arguments, one of
-                these is out of range, or `dynamic=False` was given.
+                these is out of range, `dynamic=False` was given, or a setting of the inner optimizer, such as
+                `clipnorm`.
         """
         check_inner(inner_optimizer)
         check_dynamic(kwargs.get("dynamic", True))
+        check_inner_settings(kwargs)
         rule = chosen_policy(initial_scale, dynamic_growth_steps, policy)
         layout = StateLayout(rule.start())
         super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, name=name, **kwargs)
@@ -271,8 +274,8 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
             self.load_state(fitted(self.state, self._policy))
 
     def get_config(self) -> dict[str, Any]:
-        """Returns Keras's four settings, or name, inner optimizer and policy where one was given."""
-        # Without a policy exactly Keras's four keys, which its own class accepts too.
+        """Returns what Keras's own class does, or name, inner optimizer and policy where one was given."""
+        # Without a policy exactly Keras's keys, four of them from Keras 3.12 on, which its own class accepts too.
         config = super().get_config()
         if not self._has_own_rule:
             return config
@@ -292,7 +295,9 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         self._check_passed_in("apply", "Call `stateless_apply_if_finite(optimizer_variables, grads, ...)`.")
         variables = self._trainable_variables if trainable_variables is None else trainable_variables
         check_pairs(grads, variables)
-        return Gradients(list(grads), list(variables))
+        gradients = Gradients(list(grads), list(variables))
+        check_overwritten([overwrites(variable) for _, variable in gradients.present])
+        return gradients
 
     def _check_passed_in(self, what: str, instead: str) -> None:
         check_passed_in(what, instead, BACKEND.is_constant(self.dynamic_scale.value))

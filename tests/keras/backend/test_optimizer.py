@@ -13,6 +13,7 @@ from gradscale.keras import LossScaleOptimizer
 from gradscale.keras.measure import BACKEND
 
 SGD = keras.optimizers.SGD
+KerasOwn = keras.optimizers.LossScaleOptimizer
 
 ODD = Dynamic(
     init_scale=96.0,
@@ -78,9 +79,11 @@ def test_what_is_excluded_from_decay_is_excluded_in_the_inner_optimizer() -> Non
     assert numbers(*(model.value for model in models)) == [[2.0], [2.25]]
 
 
-def test_without_a_policy_the_config_has_the_four_keys_of_keras() -> None:
-    config = LossScaleOptimizer(SGD(), 3.0, 2, name="mine").get_config()
-    assert {key: config[key] for key in config if key != "inner_optimizer"} == {
+def test_without_a_policy_the_config_is_that_of_keras_own_class() -> None:
+    inner = SGD()
+    mine, own = (kind(inner, 3.0, 2, name="mine").get_config() for kind in (LossScaleOptimizer, KerasOwn))
+    assert mine == own
+    assert {key: mine[key] for key in ("name", "initial_scale", "dynamic_growth_steps")} == {
         "name": "mine",
         "initial_scale": 3.0,
         "dynamic_growth_steps": 2,
