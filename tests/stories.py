@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from gradscale import ScaleState, Seen
-from gradscale.engine.host import EXACT, scalar, vector
+from gradscale.engine.host import scalar, vector
+from gradscale.policies.scalars import EXACT
 
 CLEAN = Seen(finite=np.bool_(True))
 OVERFLOW = Seen(finite=np.bool_(False))

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax  # noqa: TID253
 import numpy as np
@@ -94,7 +94,7 @@ class JaxAdapter:
         self._compiled = compiled
         self.sampled: frozenset[Table] = frozenset({"results"}) if compiled else NO_TABLES
 
-    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> JaxSession:
+    def open(self, policy: Policy | str, params: Mapping[str, Array], lr: float) -> JaxSession:
         return JaxSession(step_by_hand, (lr,), Scaler(policy), params, compiled=self._compiled)
 
     def default(self) -> Policy:

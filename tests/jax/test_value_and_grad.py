@@ -11,6 +11,7 @@ from tests.jax.helpers import EXACT, INF, NAN, POLICY, base_loss, batch, loss_of
 from tests.jax.versions import enable_x64
 
 from gradscale import BF16, Dynamic, NoScaling, Policy, Static, Status
+from gradscale.engine import bf16
 from gradscale.jax import Culprit, Scaler, value_and_grad
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.log_max import LogMax
@@ -327,3 +328,20 @@ def test_a_policy_of_another_kind_compiles_a_program_of_its_own() -> None:
     for policy in (POLICY, Dynamic(init_scale=2.0), POLICY):
         assert float(function(Scaler(policy), params(), batch())[3].scale) == policy.init_scale
     assert programs(function) == 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("dtype", "notes"), [("bfloat16", 1), ("float16", 0), ("float32", 0)])
+def test_a_loss_computed_in_bf16_is_noted_once_as_one_that_needs_no_scaler(
+    dtype: str, notes: int, compiled: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bf16, "_noted", [])
+
+    def loss(weight: Any, x: Any) -> Any:
+        return jnp.mean((x.astype(dtype) @ weight.astype(dtype)).astype(jnp.float32) ** 2)
+
+    for policy in ("dynamic", "dynamic", "none"):
+        step = value_and_grad(loss)
+        (jax.jit(step) if compiled else step)(Scaler(policy), jnp.ones((3, 2)), jnp.ones((2, 3)))
+    assert len(caplog.messages) == notes
+    assert all("`value_and_grad` scales a loss that was computed in BF16" in each for each in caplog.messages)

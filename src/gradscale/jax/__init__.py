@@ -1,6 +1,10 @@
 """Loss scaling for JAX: pure functions and pytrees, compiled with the step."""
 
-# First: it refuses a JAX that is too old, before other modules fail on it with an error that does not say so.
+from gradscale._extras import require
+
+require(__name__, "jax", "optax", extra="jax")
+
+# Before all others: it refuses a JAX that is too old, on which they fail with an error that does not say so.
 from gradscale.jax import compat  # noqa: F401
 
 # isort: split

@@ -10,6 +10,7 @@ from jax import Array
 from gradscale.engine.decide import check_clip
 from gradscale.engine.retries import check_retries
 from gradscale.jax.agree import AxisNames, mapped_axes
+from gradscale.jax.bf16 import note_if_bf16
 from gradscale.jax.forward import Forward, Signature, forward
 from gradscale.jax.remember import StepResult
 from gradscale.jax.retry import attempts
@@ -71,12 +72,17 @@ def value_and_grad(
     check_clip("clip_norm", clip_norm)
     check_retries(retries)
     signature = Signature.of(argnums, has_aux)
+    types_known = False
 
     def value_and_gradients(scaler: Scaler, *args: Any, **kwargs: Any) -> tuple[Any, Any, Scaler, StepResult]:
+        nonlocal types_known
         _check_scaler(scaler)
         means = mapped_axes(mean_axes)
         step = Step.of(scaler.policy, clip_norm, norm, axis_names, means)
         run = forward(fun, signature, scaler.policy, args, kwargs)
+        if not types_known:
+            types_known = True
+            note_if_bf16(run.pullback, scaler.policy)
         last, retried = _backward(step, scaler.state, run, retries, means)
         gradients, state, result = step.finish(scaler.state, last, run.params.names, retried)
         if gradients.overwrites and result.gated:

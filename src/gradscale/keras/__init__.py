@@ -1,5 +1,9 @@
 """Loss scaling for Keras 3, on its TensorFlow, JAX and torch backends."""
 
+from gradscale.keras._installed import check_installed
+
+check_installed()
+
 from gradscale.engine.culprits import Culprit
 from gradscale.engine.stuck import ScaleStuck
 from gradscale.explain import LayerRow

@@ -1,5 +1,9 @@
 """Loss scaling for PyTorch."""
 
+from gradscale._extras import require
+
+require(__name__, "torch", extra="torch")
+
 from gradscale.engine.stuck import ScaleStuck
 from gradscale.torch.casting import casts, float_function, half_function, promote_function
 from gradscale.torch.drop_in.grad_scaler import GradScaler
