@@ -161,7 +161,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "jax-0.7",
         "3.11",
-        ("jax==0.7.0", "optax==0.2.4", *JAX_LIBRARIES),
+        ("jax==0.7.0", "optax==0.2.5", *JAX_LIBRARIES),
         ("jax", "optax", "flax", "numpy"),
         (_jax("jax-0.7"),),
         extra="jax",
@@ -178,7 +178,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "keras-3.9",
         "3.11",
-        ("keras==3.9.0", "tensorflow-cpu==2.19.1", "jax==0.7.0", "optax==0.2.4", "torch==2.6.0", "scikit-learn"),
+        ("keras==3.9.0", "tensorflow-cpu==2.19.1", "jax==0.7.0", "optax==0.2.5", "torch==2.6.0", "scikit-learn"),
         ("keras", "tensorflow", "jax", "torch", "numpy"),
         _keras("keras-3.9"),
         extra="keras",
