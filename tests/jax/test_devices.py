@@ -165,7 +165,7 @@ def test_scales_of_devices_do_not_part_under_pmap(name: str | None) -> None:
     def local(scaler: Scaler, weights: Any, x: Any, spike: Any) -> Any:
         return value_and_grad(spiked, axis_names=PMAP_AXES if name else None)(scaler, weights, x, spike)[2]
 
-    step = jax.pmap(local, in_axes=(None, None, 0, 0), **({"axis_name": name} if name else {}))
+    step = jax.pmap(local, axis_name=name, in_axes=(None, None, 0, 0))
     after = step(Scaler(POLICY), params(), batch()[:, None], spikes(INF))
     assert after.loss_scale.tolist() == [512.0] * DEVICES
 
