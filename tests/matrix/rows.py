@@ -179,7 +179,7 @@ ROWS: tuple[Row, ...] = (
         "keras-3.9",
         "3.11",
         # JAX 0.5: `fit` of Keras 3.9 calls `jax.spmd_mode`, which later ones do not have.
-        ("keras==3.9.0", "tensorflow-cpu==2.19.1", "jax==0.5.3", "optax==0.2.4", "torch==2.6.0", "scikit-learn"),
+        ("keras==3.9.0", "tensorflow-cpu==2.19.1", "jax==0.5.3", "optax==0.2.5", "torch==2.6.0", "scikit-learn"),
         ("keras", "tensorflow", "jax", "torch", "numpy"),
         _keras("keras-3.9"),
         extra="keras",
