@@ -10,6 +10,8 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 NEEDS = {
+    "__main__.py": "typer",
+    "cli": "typer",
     "torch": "torch",
     "demo/torch": "torch",
     "bench/compare.py": "torch",

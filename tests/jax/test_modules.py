@@ -2,14 +2,19 @@
 
 from typing import Any
 
-import equinox as eqx
-import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+pytest.importorskip("equinox")
+pytest.importorskip("flax")
+pytest.importorskip("haiku")
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
 from flax import nnx
 from flax.errors import TraceContextError
 from tests.jax.helpers import INF, POLICY, batch

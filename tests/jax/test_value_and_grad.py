@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.jax.helpers import EXACT, INF, NAN, POLICY, base_loss, batch, loss_of, number, params, programs, same, spiked
+from tests.jax.versions import enable_x64
 
 from gradscale import BF16, Dynamic, NoScaling, Policy, Static, Status
 from gradscale.engine import bf16
@@ -110,7 +111,7 @@ def test_complex_gradients_are_those_of_jax() -> None:
 
 
 def test_float64_gradients_stay_float64() -> None:
-    with jax.enable_x64(True):
+    with enable_x64():
         grads, scaler = value_and_grad(lambda w: w * (1 + 2.0**-40))(Scaler(POLICY), jnp.float64(1))[1:3]
         assert float(grads) == 1 + 2.0**-40
         assert {leaf.dtype.name for leaf in jax.tree.leaves(scaler)} == {"float32", "int32", "bool"}
@@ -195,7 +196,7 @@ def test_largest_magnitude_and_norm_of_an_overflow_are_infinite(spike: float) ->
 
 
 def test_a_float64_gradient_too_large_for_float32_is_the_largest_float32_to_a_policy() -> None:
-    with jax.enable_x64(True):
+    with enable_x64():
         scaler = Scaler(Headroom())
         grads, after, result = jax.jit(lambda scaler, grad: scaler.step(grad))(scaler, jnp.array([1e300, 1.0]))
         assert float(grads[0]) == 1e300 / float(scaler.loss_scale)

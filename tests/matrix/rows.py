@@ -161,7 +161,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "jax-0.7",
         "3.11",
-        ("jax==0.7.0", "optax==0.2.4", *JAX_LIBRARIES),
+        ("jax==0.7.0", "optax==0.2.5", *JAX_LIBRARIES),
         ("jax", "optax", "flax", "numpy"),
         (_jax("jax-0.7"),),
         extra="jax",

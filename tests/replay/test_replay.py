@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.stories import next_of
 
 from gradscale import BF16, FP8_E4M3, FP16, Dynamic, Format, NoScaling, Policy, ScaleState, Seen, Static
 from gradscale.peers import preset
@@ -44,7 +45,7 @@ def stepped(
         shown = np.float32(peak if finite and peak < 2.0**128 else math.inf)
         share = np.float32(0 if upper_share is None else upper_share[step])
         seen = Seen(np.bool_(finite), np.bool_(whole_loss), amax=shown, upper_share=share)
-        after = policy.next(state, seen, np)
+        after = next_of(policy, state, seen)
         skips.append(bool(after.skipped != state.skipped))
         stucks.append(bool(after.stuck))
         state = after

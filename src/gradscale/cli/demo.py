@@ -119,7 +119,7 @@ def _is_installed(framework: str) -> bool:
 def _plot_path(out: Path) -> Path:
     """Returns the file to write. Its folder can be made, if it is not there, and written to."""
     is_file = out.suffix.lower() in ENDINGS and not out.is_dir()
-    if (out.suffix or out.is_file()) and not is_file and not out.is_dir():
+    if (out.suffix or out.exists()) and not is_file and not out.is_dir():
         raise ValueError(f"`--out` must be a folder, or a file that ends in .png or .svg. Received: {out}.")
     path = out if is_file else out / "demo.png"
     parent = next(folder for folder in path.absolute().parents if folder.exists())

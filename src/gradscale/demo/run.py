@@ -76,7 +76,7 @@ class Run:
         scales: the scale at each step.
         sampled: the steps that were applied and whose gradients were compared with FP32's.
         lost: share of the parameters' gradients lost to zero at those steps.
-        histogram: exponents of the unscaled FP32 gradients, of parameters and activations, at those steps.
+        histogram: exponents of the unscaled FP32 gradients, of parameters and activations, at all compared steps.
         skipped: the steps that were skipped.
         scores: the metrics after training, by name.
     """

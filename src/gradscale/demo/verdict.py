@@ -28,7 +28,10 @@ def verdict(comparison: Comparison) -> str:
     alike = [run for run in scaled if abs(run.scores[score] - end) <= noise]
     if alike:
         verb = "matches" if len(alike) == 1 else "match"
-        sentences.append(f"{_listed(alike)} {verb} FP32 within seed noise ({shown}).")
+        furthest = max(abs(run.scores[score] - end) for run in alike)
+        sentences.append(
+            f"{_listed(alike)} {verb} FP32 within seed noise (off by at most {furthest:{spec}}, where {shown})."
+        )
     else:
         sentences.append(f"{shown}.")
     sentences += [

@@ -18,13 +18,15 @@ def decide_on_host(
     """Returns what `decide` does, as numpy scalars."""
     # Vectors of one element: in numpy 1, a float32 scalar times a Python number is float64, but an array stays float32.
     divisors = None if divisor is None else np.atleast_1d(np.float32(divisor))
-    outcome = decide(policy, _vector(state), _vector(seen), np, clip_norm, divisors)
-    return Outcome(_scalar(outcome.state), outcome.applied[0], outcome.factor[0])
+    outcome = decide(policy, vector(state), vector(seen), np, clip_norm, divisors)
+    return Outcome(scalar(outcome.state), outcome.applied[0], outcome.factor[0])
 
 
-def _vector(record: R) -> R:
+def vector(record: R) -> R:
+    """Returns the record with a vector of one element for each scalar."""
     return with_values(record, {name: np.atleast_1d(value) for name, value in numbers(record).items()})
 
 
-def _scalar(record: R) -> R:
+def scalar(record: R) -> R:
+    """Returns the record with a scalar for each vector of one element."""
     return with_values(record, {name: np.reshape(value, ())[()] for name, value in numbers(record).items()})

@@ -25,7 +25,7 @@ def note_if_bf16(loss: Tensor, policy: Policy, scaler: str) -> None:
         return
     dtypes = _dtypes(loss)
     kind = loss.device.type
-    if torch.is_autocast_enabled(kind):
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtypes.add(torch.get_autocast_dtype(kind))
     if torch.bfloat16 in dtypes and not dtypes & NARROW:
         note_bf16(
