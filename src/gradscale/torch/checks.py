@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscale.engine.stuck import callers_level
+from gradscale.torch.compat import grad_dtype
 from gradscale.torch.step.gradients import Gradients, Names, keeps_masters, parameters_of
 
 if TYPE_CHECKING:
@@ -113,8 +114,7 @@ def refuse_narrow(call: str, optimizers: Sequence[Optimizer], names: Names) -> N
 
 def _grad_dtype(parameter: Tensor) -> torch.dtype:
     """Returns the type of the parameter's gradient, or of the one that a backward pass would make."""
-    made = getattr(parameter, "grad_dtype", parameter.dtype) or parameter.dtype  # None where any type is accepted
-    return made if parameter.grad is None else parameter.grad.dtype
+    return grad_dtype(parameter) if parameter.grad is None else parameter.grad.dtype
 
 
 def warn_of_half(gradients: Gradients, names: Names) -> bool:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from gradscale.formats import BF16, FP16, FP32
 from gradscale.torch.cast import map_tensors, tensors_in
 from gradscale.torch.casting.rules import autocast_devices, floating
+from gradscale.torch.compat import uncompiled
 from gradscale.torch.emulation.lists import (
     DECOMPOSED,
     EMBEDDINGS,
@@ -57,7 +58,7 @@ class EmulationMode(TorchFunctionMode):
         self._elementwise = values.format in ELEMENTWISE
         self._low_precision = LowPrecision()
 
-    @torch.compiler.disable(reason=UNCOMPILED)
+    @uncompiled(UNCOMPILED)
     def __torch_function__(
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
