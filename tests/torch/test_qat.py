@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.torch.helpers import all_finite, poison, same, weights
+from tests.torch.versions import needs_nan_ranges
 from torch import Tensor, nn
 from torch.ao import quantization as ao
 from torch.nn.utils.parametrize import register_parametrization
@@ -101,6 +102,7 @@ def test_an_applied_step_moves_protected_observers(kind: str) -> None:
     assert not same(run.buffers().values(), before.values())
 
 
+@pytest.mark.parametrize("kind", ["fused", pytest.param("plain", marks=needs_nan_ranges)])
 def test_without_protection_an_overflow_ruins_the_ranges_for_good(kind: str) -> None:
     run = Run(kind, protected=False)
     run.step(torch.randn(8, 4))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscale.engine.stuck import callers_level
-from gradscale.torch.compat import grad_dtype
+from gradscale.torch.compat import grad_dtype, grad_fp32_needs
 from gradscale.torch.step.gradients import Gradients, Names, keeps_masters, parameters_of
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def refuse_narrow(call: str, optimizers: Sequence[Optimizer], names: Names) -> N
         raise TypeError(
             f"{call} unscales `.grad` in place, and FP16 cannot hold small unscaled gradients. "
             f"Parameters with FP16 gradients: {some(names, half, masters)}. "
-            "Build the optimizer as `MasterWeights(optimizer, grad_fp32=True)`."
+            f"Build the optimizer as `MasterWeights(optimizer, grad_fp32=True)`{grad_fp32_needs()}."
         )
 
 

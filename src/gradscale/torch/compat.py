@@ -32,8 +32,17 @@ check_version(torch.__version__)
 
 def uncompiled(reason: str) -> Callable[[Any], Any]:
     """Returns a decorator that keeps a function out of `torch.compile`, and gives the reason where torch takes one."""
-    takes_reason = "reason" in inspect.signature(torch.compiler.disable).parameters  # since torch 2.7
-    return torch.compiler.disable(reason=reason) if takes_reason else torch.compiler.disable()
+    return torch.compiler.disable(reason=reason) if takes_reason() else torch.compiler.disable()
+
+
+def takes_reason() -> bool:
+    """Returns whether torch can say why a function is not compiled."""
+    return "reason" in inspect.signature(torch.compiler.disable).parameters
+
+
+def autocast_widens(operation: str) -> bool:
+    """Returns whether autocast on an accelerator has a rule for an operation that it can run in float32."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation}", "AutocastCUDA")
 
 
 def is_exporting() -> bool:
@@ -56,6 +65,11 @@ def check_grad_fp32(grad_fp32: bool) -> None:
             f"Found: torch {torch.__version__}. Install a newer one, or leave `grad_fp32` out; `clip_norm` works "
             "without it."
         )
+
+
+def grad_fp32_needs() -> str:
+    """Returns the end of a sentence that recommends `grad_fp32`: the version that it needs, where torch is older."""
+    return "" if has_grad_dtype() else ", which needs torch 2.10 or newer"
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 tensor_module = pytest.importorskip("torch.distributed.tensor")
 
+pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators may not have:UserWarning")  # of torch 2.6
+
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:

@@ -10,6 +10,8 @@ from tests.torch.fuzz.optimizers import FOR_COMPLEX, FOR_HALF, FOR_SPARSE, OPTIM
 from tests.torch.fuzz.policies import INEXACT, POLICIES
 from tests.torch.fuzz.setup import OptimizerSetup, Parameter, Setup, names_of
 
+from gradscale.torch.compat import has_grad_dtype
+
 INF, NAN = math.inf, math.nan
 
 ONLY_CLOSURE = ("lbfgs",)
@@ -101,7 +103,7 @@ def _optimizer(
     if not masters or kind in ("lbfgs", "sparse adam"):
         return OptimizerSetup(kind, groups)
     storage = rng.choice(["fp32", "remainder", "kahan", "stochastic"])
-    return OptimizerSetup(kind, groups, storage, grad_fp32=rng.random() < 0.5)  # type: ignore[arg-type]
+    return OptimizerSetup(kind, groups, storage, grad_fp32=rng.random() < 0.5 and has_grad_dtype())  # type: ignore[arg-type]
 
 
 def _fits(kind: str, held: Sequence[Parameter], later: Sequence[Parameter], *, exact: bool, masters: bool) -> bool:
