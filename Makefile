@@ -20,7 +20,7 @@ DEVICE ?= sim # where the tests of PyTorch run besides the CPU
 
 # What each stage adds. pip resolves every stage against the same pins, so the stages can come in any order.
 DEMO := -e '.[demo,torch]'
-TEST := -e '.[demo,torch,jax,keras,onnx]' --group test --group torch --group jax --group keras
+TEST := -e '.[demo,torch,jax,keras,onnx]' --group test --group docs --group torch --group jax --group keras
 LINT := $(TEST) --group lint
 DOCS := -e . --group docs
 ONLY_MXNET := -e '.[demo,mxnet]' --group test

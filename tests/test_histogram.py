@@ -17,6 +17,7 @@ from gradscale.histogram import (
     exponent_histogram,
     lost_share,
     overflow_share,
+    subnormal_share,
 )
 
 floats32 = hnp.arrays(
@@ -102,6 +103,17 @@ def test_lost_share_is_what_rounding_to_the_format_loses(format: Format, values:
 def test_a_scale_between_powers_of_two_loses_part_of_a_bin() -> None:
     evenly = np.linspace(2.0**-25, 2.0**-24, 1000, endpoint=False, dtype=np.float32)
     assert lost_share(exponent_histogram(evenly), FP16, 0.75) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("format", [FP16, BF16, FP8_E4M3, FP8_E5M2])
+@given(values=floats32, scale=powers)
+def test_subnormal_share_is_what_the_format_keeps_with_fewer_digits(
+    format: Format, values: np.ndarray, scale: float
+) -> None:
+    magnitudes = np.abs(values[values != 0].astype(np.float64) * scale)
+    subnormal = np.count_nonzero((magnitudes >= format.smallest_subnormal / 2) & (magnitudes < format.smallest_normal))
+    share = subnormal_share(exponent_histogram(values), format, scale)
+    assert share == pytest.approx(subnormal / max(1, magnitudes.size), abs=1e-12)
 
 
 def test_nothing_is_lost_of_an_array_of_zeros() -> None:

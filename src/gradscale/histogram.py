@@ -94,6 +94,20 @@ def lost_share(histogram: ExponentHistogram, format: Format | str = FP16, scale:
     return _share(histogram, _below(get_format(format).smallest_subnormal / 2 / scale))
 
 
+def subnormal_share(histogram: ExponentHistogram, format: Format | str = FP16, scale: float = 1.0) -> float:
+    """Returns the share of nonzero elements that are subnormal in `format` when multiplied by `scale`.
+
+    These are not lost, but have fewer digits, down to one bit. As exact as `lost_share`; elements that round up to the
+    smallest normal number count as subnormal.
+
+    >>> subnormal_share(exponent_histogram(np.float32([1e-8, 1e-6, 1e-3])), FP16, scale=4.0)
+    0.6666666666666666
+    """
+    check_scale("scale", scale)
+    limits = get_format(format)
+    return _share(histogram, _below(limits.smallest_normal / scale) - _below(limits.smallest_subnormal / 2 / scale))
+
+
 def overflow_share(histogram: ExponentHistogram, format: Format | str = FP16, scale: float = 1.0) -> float:
     """Returns the share of nonzero elements that `format` cannot hold when multiplied by `scale`.
 

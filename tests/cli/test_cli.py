@@ -117,7 +117,7 @@ def test_a_bug_still_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_documentation_has_a_section_for_every_command_and_its_commands_parse() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text()
     assert all(f"## {command}\n" in page for command in COMMANDS)
     shown = [re.sub(r"^.*?gradscale ", "", block) for block in re.findall(r"```sh\n(.*)\n```", page)]
     assert len(shown) == 10

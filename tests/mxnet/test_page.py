@@ -1,7 +1,9 @@
-"""The code on the page about MXNet runs as it stands, from top to bottom."""
+"""The code on the pages about MXNet runs as it stands, from top to bottom."""
 
-from tests.pages import run_page
+import pytest
+from tests.pages.pages import pages_with, run_page
 
 
-def test_the_code_on_the_page_runs() -> None:
-    run_page("mxnet.md", least=6)
+@pytest.mark.parametrize("page", pages_with("mxnet"))
+def test_the_code_on_the_page_runs(page: str) -> None:
+    run_page(page)

@@ -1,6 +1,5 @@
-"""The examples of the page about other systems, and that it leaves nothing out."""
+"""The page about other systems leaves nothing out."""
 
-import doctest
 import inspect
 import re
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from gradscale.peers import PEERS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "peers.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "peers.md").read_text()
 ELIDED = {
     "auto_cast",
     "fp16_master_weights_and_grads",
@@ -20,14 +19,6 @@ ELIDED = {
     "drop_overflow_update",
 }
 """Keywords that make no difference to the rule, or hardly ever; the page has dots for them."""
-
-
-def test_the_examples_give_what_the_page_says() -> None:
-    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL))
-    assert code.count(">>>") > 20
-    examples = doctest.DocTestParser().get_doctest(code, {}, "peers.md", "docs/peers.md", 0)
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    assert doctest.DocTestRunner(optionflags=flags).run(examples).failed == 0
 
 
 @pytest.mark.parametrize("system", PEERS)

@@ -1,8 +1,6 @@
 """What `Headroom`, `LogMax` and `Histogram` all promise, whatever they are fed and however they are set."""
 
-import doctest
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -247,8 +245,3 @@ def test_in_a_wide_format_the_squares_of_many_gradients_do_not_overflow(kind: ty
     squares = np.float32(2.0**30) * np.square(np.float32(steps[-1].scale))
     assert np.isfinite(squares)
     assert steps[-1].scale > 2.0**40
-
-
-def test_the_examples_of_the_policies_page_run() -> None:
-    page = Path(__file__).parents[2] / "docs" / "policies.md"
-    assert doctest.testfile(str(page), module_relative=False).failed == 0

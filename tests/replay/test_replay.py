@@ -1,6 +1,5 @@
 """`replay`: the same scales as stepping each policy alone, whatever runs beside it."""
 
-import doctest
 import json
 import math
 from collections.abc import Sequence
@@ -357,10 +356,3 @@ def test_the_presets_of_all_systems_replay_together_as_each_does_alone() -> None
     amax = np.exp(random.normal(size=120)).tolist()
     shares = random.choice([0.0, 1e-8, 1e-5], 120).tolist()
     assert_equals_stepping(presets, (random.random(120) < 0.2).tolist(), amax, [True] * 120, FP16, shares)
-
-
-def test_the_examples_of_the_documentation_run() -> None:
-    page = Path(__file__).parents[2] / "docs" / "replay.md"
-    results = doctest.testfile(str(page), module_relative=False)
-    assert results.attempted > 10
-    assert results.failed == 0

@@ -1,4 +1,4 @@
-"""The code on the page about Keras runs as it stands, from top to bottom; that of another backend is left out."""
+"""The code on the pages about Keras runs as it stands, from top to bottom; that of another backend is left out."""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import keras
 import pytest
 from tests.keras.backend.helpers import BACKEND
-from tests.pages import run_page
+from tests.pages.pages import pages_with, run_page
 
 IMPORTED = re.compile(r"^import (tensorflow|jax|torch)\b", re.MULTILINE)
 
@@ -18,5 +18,6 @@ def _policy_as_before() -> Iterator[None]:
     keras.config.set_dtype_policy(before)
 
 
-def test_the_code_on_the_page_runs() -> None:
-    run_page("keras.md", least=9, wanted=lambda code: set(IMPORTED.findall(code)) <= {BACKEND})
+@pytest.mark.parametrize("page", pages_with("keras"))
+def test_the_code_on_the_page_runs(page: str) -> None:
+    run_page(page, wanted=lambda code: set(IMPORTED.findall(code)) <= {BACKEND})

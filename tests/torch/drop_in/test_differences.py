@@ -1,4 +1,4 @@
-"""What the drop-in does otherwise than torch, one test per row of the table in `docs/torch_drop_in.md`.
+"""What the drop-in does otherwise than torch, one test per row of the table in `docs/use/torch_drop_in.md`.
 
 Each test runs on both scalers and must fail on torch's: the marks are strict, so a row goes when torch mends it.
 """

@@ -3,7 +3,7 @@
 A program is a list of operations drawn from a seed: losses scaled and differentiated, gradients damaged, unscaled and
 clipped, optimizers stepped in any order, groups added, settings changed, states saved, loaded and copied, and misuse.
 After each, weights, gradients, optimizer states, the saved state and the type of an error are compared, bit-exact: both
-scalers call the same kernels. Left out is what the table of differences in `docs/torch_drop_in.md` lists.
+scalers call the same kernels. Left out is what the table of differences in `docs/use/torch_drop_in.md` lists.
 """
 
 import copy

@@ -1,20 +1,21 @@
-"""The code on the PyTorch pages runs as it stands, from top to bottom."""
+"""The code of README and of every page runs as it stands; that of Keras and MXNet in their own tests."""
 
 import re
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
+from tests.pages.pages import ROOT, blocks, pages_with, run_page
 
-DOCS = Path(__file__).parents[2] / "docs"
-
-BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+FRAMEWORK = re.compile(
+    r"^[> ]*(?:import|from) (?:gradscale\.)?(torch|jax|optax|flax|jmp|lightning|accelerate)\b", re.MULTILINE
+)
 
 
 def a_training_script(folder: Path) -> dict[str, Any]:
     """Returns the names that the pages take for granted."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     nn = torch.nn
     torch.manual_seed(0)
     names: dict[str, Any] = {"torch": torch, "device": "cpu", "path": folder / "run.pt"}
@@ -45,14 +46,11 @@ def a_training_script(folder: Path) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize(
-    "page", ["torch.md", "troubleshooting.md", "precision.md", "masters.md", "casts.md", "emulate.md", "qat.md"]
-)
-def test_the_code_on_the_page_runs(page: str, tmp_path: Path) -> None:
-    names = a_training_script(tmp_path)
-    text = (DOCS / page).read_text()
-    blocks = list(BLOCK.finditer(text))
-    assert blocks
-    for block in blocks:
-        line = text[: block.start()].count("\n") + 1
-        exec(compile("\n" * line + dedent(block[2]), str(DOCS / page), "exec"), names)
+@pytest.mark.filterwarnings("ignore:.*tensorboard:UserWarning")  # Lightning, of a logger that is not installed
+@pytest.mark.parametrize("page", pages_with(None))
+def test_the_code_on_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frameworks = set(FRAMEWORK.findall("\n".join(block.code for block in blocks(ROOT / page))))
+    for framework in frameworks:
+        pytest.importorskip(framework)
+    monkeypatch.chdir(tmp_path)
+    run_page(page, a_training_script(tmp_path) if "torch" in frameworks else None)

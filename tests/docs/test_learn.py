@@ -1,0 +1,56 @@
+"""The pages under Learn: their code prints what they show, and their figures are those of the recorded runs."""
+
+import io
+import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docs.data.recorded import load, recorded_histograms
+
+from gradscale.histogram import best_static_scale, lost_share, overflow_share
+
+ROOT = Path(__file__).parents[2]
+
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
+"""A block of code, and what it prints, if the page shows it."""
+
+
+@pytest.mark.parametrize(("name", "least"), [("what_is_loss_scaling", 8), ("slider", 1)])
+def test_the_code_of_a_page_prints_what_the_page_shows(name: str, least: int) -> None:
+    blocks = BLOCK.findall((ROOT / f"docs/learn/{name}.md").read_text())
+    assert len(blocks) >= least
+    names: dict[str, Any] = {}
+    for code, shown in blocks:
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            exec(code, names)
+        assert printed.getvalue() == shown
+
+
+def test_the_picture_is_described_with_the_shares_of_the_recorded_histogram() -> None:
+    histogram = recorded_histograms()["CNN of 13 layers: all layers, first step"]
+    text = (ROOT / "docs/learn/what_is_loss_scaling.md").read_text()
+    assert f"{lost_share(histogram):.0%} of the gradients are below the range" in text
+    assert f"{overflow_share(histogram, scale=2.0**32):.0%} are above the range" in text
+    assert best_static_scale(histogram) == 2.0**17
+
+
+def test_the_run_with_overflows_is_described_as_it_was_recorded() -> None:
+    run = load("dynamic_run")
+    assert run["skipped"][:4] == [0, 1, 2, 3]
+    assert f"skips {len(run['skipped'])} of {len(run['scales'])} steps" in (
+        ROOT / "docs/learn/what_is_loss_scaling.md"
+    ).read_text().replace("\n", " ")
+    assert run["policy"] in (ROOT / "docs/learn/what_is_loss_scaling.md").read_text()
+
+
+def test_the_pictures_are_drawn_from_the_recorded_runs(tmp_path: Path) -> None:
+    script = ROOT / "docs/data/draw.py"
+    subprocess.run([sys.executable, str(script), "--out", str(tmp_path)], check=True, capture_output=True)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"loss_scaling.svg", "loss_scaling-dark.svg"} <= names
+    assert names <= {path.name for path in (ROOT / "docs/images").iterdir()}

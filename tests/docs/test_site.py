@@ -1,0 +1,69 @@
+"""The built site, opened from the disk in a real browser: search, navigation, dark mode, and no network."""
+
+from pathlib import Path
+
+import pytest
+from tests.docs.browser import Page
+
+
+@pytest.fixture
+def learn(page: Page, site: Path) -> Page:
+    page.requested.clear()
+    page.open(site / "learn" / "what_is_loss_scaling.html")
+    return page
+
+
+def test_search_finds_a_word_without_a_server(learn: Page) -> None:
+    query = "document.querySelector('.md-search__input')"
+    learn.run(f"{query}.focus()")
+    learn.run(f"{query}.value = 'hysteresis'; {query}.dispatchEvent(new Event('keyup', {{ bubbles: true }}))")
+    learn.wait("document.querySelectorAll('.md-search-result__link').length > 0")
+    found = learn.run("[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)")
+    assert any("glossary.html" in address or "policies.html" in address for address in found)
+
+
+def test_a_page_links_to_the_previous_and_the_next(learn: Page) -> None:
+    assert learn.run("document.querySelector('.md-footer__link--prev').href").startswith("file:")
+    assert learn.run("document.querySelector('.md-footer__link--next').href").endswith("slider.html")
+
+
+def test_dark_mode_changes_the_colours_and_the_pictures(learn: Page) -> None:
+    visible = "[...document.images].filter(each => each.offsetParent).map(each => each.src).join()"
+    learn.run("document.querySelector('#__palette_0').click()")
+    learn.wait("document.body.dataset.mdColorScheme === 'default'")
+    assert "loss_scaling.svg" in learn.run(visible)
+    assert "-dark.svg" not in learn.run(visible)
+    learn.run("document.querySelector('#__palette_1').click()")
+    learn.wait("document.body.dataset.mdColorScheme === 'slate'")
+    assert "loss_scaling-dark.svg" in learn.run(visible)
+    assert "loss_scaling.svg" not in learn.run(visible)
+    learn.run("document.querySelector('#__palette_0').click()")
+
+
+@pytest.mark.parametrize("name", ["index", "learn/what_is_loss_scaling", "learn/slider", "notebooks/learn"])
+def test_pages_fetch_nothing_from_the_network_and_have_all_their_pictures(page: Page, site: Path, name: str) -> None:
+    page.requested.clear()
+    page.open(site / f"{name}.html")
+    page.run("document.querySelectorAll('img').forEach(image => { image.loading = 'eager'; })")
+    page.wait("[...document.images].every(image => image.complete)")
+    assert [url for url in page.requested if not url.startswith(("file:", "data:", "blob:"))] == []
+    broken = "[...document.images].filter(image => image.offsetParent && !image.naturalWidth).map(image => image.src)"
+    assert page.run(broken) == []
+
+
+@pytest.mark.parametrize("name", ["index", "learn/what_is_loss_scaling", "learn/demo", "notebooks/learn"])
+def test_every_picture_has_an_alternative_text(page: Page, site: Path, name: str) -> None:
+    page.open(site / f"{name}.html")
+    assert page.run("[...document.images].filter(image => !image.alt).map(image => image.src)") == []
+
+
+@pytest.mark.parametrize(
+    "name", ["learn/what_is_loss_scaling", "learn/slider", "learn/glossary", "understand/research", "notebooks/learn"]
+)
+def test_pages_do_not_scroll_sideways_on_a_phone(page: Page, site: Path, name: str) -> None:
+    page.resize(390, 844)
+    try:
+        page.open(site / f"{name}.html")
+        assert page.run("document.documentElement.scrollWidth") <= 390
+    finally:
+        page.resize(1280, 900)
