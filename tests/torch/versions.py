@@ -41,3 +41,27 @@ def _takes_nan_ranges() -> bool:
 
 
 needs_nan_ranges = pytest.mark.skipif(not _takes_nan_ranges(), reason="here the observer itself raises for a NaN range")
+
+needs_batched_view = pytest.mark.skipif(
+    not torch._C._dispatch_has_kernel_for_dispatch_key("aten::view.dtype", "FuncTorchBatched"),
+    reason="`vmap` of `grad` has no rule for `view(dtype)` here, and torch raises",
+)
+
+# No feature to look for: the fused kernel of 2.6 divides a copy of a sharded gradient, and that of 2.10 the gradient.
+WRITES_SHARDS_BACK = torch.__version__ >= (2, 10)
+
+
+def _takes_groups() -> bool:
+    first, second = (torch.zeros(1, device="cpu", requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.Adagrad([first])
+    optimizer.add_param_group({"params": [second]})
+    second.grad = torch.zeros(1, device="cpu")
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
+
+
+ADAGRAD_TAKES_GROUPS = _takes_groups()
+"""Whether Adagrad can be stepped once a group was added to it: in torch 2.6 it has no state for it, and raises."""

@@ -9,6 +9,7 @@ from tests.torch.fuzz import operations as ops
 from tests.torch.fuzz.optimizers import FOR_COMPLEX, FOR_HALF, FOR_SPARSE, OPTIMIZERS
 from tests.torch.fuzz.policies import INEXACT, POLICIES
 from tests.torch.fuzz.setup import OptimizerSetup, Parameter, Setup, names_of
+from tests.torch.versions import ADAGRAD_TAKES_GROUPS
 
 from gradscale.torch.compat import has_grad_dtype
 
@@ -119,6 +120,7 @@ def _fits(kind: str, held: Sequence[Parameter], later: Sequence[Parameter], *, e
         and (not any(each.is_complex for each in parameters) or kind in FOR_COMPLEX)
         and (masters or not any(each.is_half for each in parameters) or kind in FOR_HALF)
         and (exact or kind in FOR_INEXACT)
+        and (ADAGRAD_TAKES_GROUPS or not kind.startswith("adagrad"))
     )
 
 

@@ -38,7 +38,8 @@ def by_autograd(model: nn.Module, x: Tensor, y: Tensor, scale: Tensor, *, norm: 
 
 
 def by_transform(model: nn.Module, x: Tensor, y: Tensor, scale: Tensor, *, norm: bool) -> Found:
-    def scaled(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    # As strings: the compiler of torch 2.6 traces annotations, and not these.
+    def scaled(parameters: "dict[str, Tensor]") -> "tuple[Tensor, Tensor]":
         loss = nn.functional.mse_loss(functional_call(model, parameters, (x,)), y)
         return loss * scale, loss
 

@@ -84,8 +84,7 @@ class Rounding:
 def round_result(tensor: Tensor, values: Rounding, grads: Rounding) -> Tensor:
     """Rounds a new result, which nothing else may refer to, in place, and its gradient in the backward pass."""
     inner = tensor
-    # Inside `vmap` and `grad`: what they wrap has no `data`, or lacks rules for some of the functions.
-    while functorch.is_batchedtensor(inner) or functorch.is_gradtrackingtensor(inner):
+    while functorch.is_batchedtensor(inner):  # inside `vmap`, which has no `data`
         inner = functorch.get_unwrapped(inner)
     # Through `data`: autograd neither records the rounding nor raises for a result that a function has saved.
     values.round_(inner.data)
