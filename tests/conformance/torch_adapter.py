@@ -11,11 +11,12 @@ from tests.conformance.reported import reported
 
 from gradscale import Policy
 from gradscale.torch import LossScaler
+from gradscale.torch.compat import has_grad_dtype
 
 # Not float16: what is unscaled stays in `.grad`, which holds no smaller numbers than its type does.
-PLAIN_TYPES = frozenset({"bfloat16", "float64", "complex64"})
-# Only the plain loop takes gradients of another type than their parameters.
-FOREACH_TYPES = PLAIN_TYPES - {"bfloat16"}
+# Only the plain loop takes gradients of another type than their parameters, and only where torch can have them.
+FOREACH_TYPES = frozenset({"float64", "complex64"})
+PLAIN_TYPES = FOREACH_TYPES | ({"bfloat16"} if has_grad_dtype() else set())
 FUSED_TYPES = FOREACH_TYPES - {"complex64"}
 
 
@@ -45,7 +46,8 @@ class Model:
         for name, grad in grads.items():
             if grad is not None:
                 tensor = as_tensor(grad)
-                self.params[name].grad_dtype = tensor.dtype
+                if has_grad_dtype():
+                    self.params[name].grad_dtype = tensor.dtype
                 self.params[name].grad = tensor
 
     def after(self, result: Any) -> Step:

@@ -7,9 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.torch.sim import device as simulated
+from tests.torch.sim.kernels import NAME as SIMULATED
+from torch.utils import backend_registration
 
 from gradscale.torch.step import host_copy
+
+# What the simulated device is made of.
+SIMULATES = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+collect_ignore = [] if SIMULATES else ["sim/device.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,16 +26,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     device = _device(item.config)
     for marker in item.iter_markers("cpu_only") if device.type != "cpu" else ():
         pytest.skip(f"CPU only: {marker.args[0]}")
-    for marker in item.iter_markers("not_simulated") if device.type == simulated.NAME else ():
+    for marker in item.iter_markers("not_simulated") if device.type == SIMULATED else ():
         pytest.skip(f"not simulated: {marker.args[0]}")
-    if item.get_closest_marker("simulated_only") and device.type != simulated.NAME:
+    if item.get_closest_marker("simulated_only") and device.type != SIMULATED:
         pytest.skip("for the simulated device: make test-device")
 
 
 def _device(config: pytest.Config) -> torch.device:
     name = str(config.getoption("--device"))
-    if name.startswith(simulated.NAME):
-        simulated.install()
+    if name.startswith(SIMULATED):
+        if not SIMULATES:
+            raise pytest.UsageError(f"`--device {name}` needs torch 2.10 or newer. Found: torch {torch.__version__}.")
+        from tests.torch.sim import device
+
+        device.install()
     return torch.device(name)
 
 

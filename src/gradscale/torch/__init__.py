@@ -4,6 +4,9 @@ from gradscale._extras import require
 
 require(__name__, "torch", extra="torch")
 
+from gradscale.torch import compat as compat  # first: it raises where torch is too old for what follows
+
+# isort: split
 from gradscale.engine.stuck import ScaleStuck
 from gradscale.torch.casting import casts, float_function, half_function, promote_function
 from gradscale.torch.drop_in.grad_scaler import GradScaler

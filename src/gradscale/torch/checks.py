@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gradscale._shown import short
 from gradscale.engine.stuck import callers_level
+from gradscale.torch.compat import grad_dtype, grad_fp32_needs
 from gradscale.torch.step.gradients import Gradients, Names, keeps_masters, parameters_of
 
 if TYPE_CHECKING:
@@ -126,14 +127,13 @@ def refuse_narrow(call: str, optimizers: Sequence[Optimizer], names: Names) -> N
         raise TypeError(
             f"{call} unscales `.grad` in place, and FP16 cannot hold small unscaled gradients. "
             f"Parameters with FP16 gradients: {some(names, half, masters)}. "
-            "Build the optimizer as `MasterWeights(optimizer, grad_fp32=True)`."
+            f"Build the optimizer as `MasterWeights(optimizer, grad_fp32=True)`{grad_fp32_needs()}."
         )
 
 
 def _grad_dtype(parameter: Tensor) -> torch.dtype:
     """Returns the type of the parameter's gradient, or of the one that a backward pass would make."""
-    made = getattr(parameter, "grad_dtype", parameter.dtype) or parameter.dtype  # None where any type is accepted
-    return made if parameter.grad is None else parameter.grad.dtype
+    return grad_dtype(parameter) if parameter.grad is None else parameter.grad.dtype
 
 
 def warn_of_half(gradients: Gradients, names: Names) -> bool:

@@ -353,6 +353,6 @@ def test_buffers_of_a_compiled_model_are_protected() -> None:
 def test_a_protected_model_can_be_exported() -> None:
     model, _, _ = setup()
     batch = torch.randn(8, 4)
-    exported = torch.export.export(model.eval(), (batch,)).run_decompositions()
+    exported = torch.export.export(model.eval(), (batch,), strict=False).run_decompositions()
     assert "copy" not in exported.graph_module.code
     assert same([exported.module()(batch)], [model(batch)])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.torch.accumulation.test_retry import narrow
 from tests.torch.helpers import NAN, loss_of, same, small_model, weights
+from tests.torch.versions import needs_grad_dtype
 from torch import Tensor, nn
 
 from gradscale import Dynamic, NoScaling, Policy, Static
@@ -150,6 +151,7 @@ def test_a_closure_for_masters_with_half_gradients_is_refused() -> None:
         LossScaler(policy=Static(2.0**15)).closure(lambda: torch.zeros(()), optimizer)
 
 
+@needs_grad_dtype
 def test_a_closure_for_masters_with_float32_gradients_loses_none() -> None:
     model = half_model()
     optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=1.0), grad_fp32=True)
@@ -159,6 +161,7 @@ def test_a_closure_for_masters_with_float32_gradients_loses_none() -> None:
     assert value.item() == -(2.0**-26)
 
 
+@needs_grad_dtype
 def test_a_closure_leaves_zeros_of_the_gradients_own_type_where_no_scale_helps() -> None:
     model = half_model()
     optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=1.0), grad_fp32=True)

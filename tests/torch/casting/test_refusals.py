@@ -64,7 +64,7 @@ def test_a_refusal_changes_nothing() -> None:
     assert library.types_of is before
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_script_with_a_listed_function_is_refused_and_others_are_run() -> None:
     script = torch.jit.script(scaled_square)
     x = torch.full((2,), 300.0, dtype=torch.float16)
@@ -79,7 +79,7 @@ def test_a_script_with_a_listed_function_is_refused_and_others_are_run() -> None
     assert script(x).isinf().all()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_scripts_are_refused_by_whichever_of_two_contexts_of_different_kinds_lists_them() -> None:
     call = torch._C.ScriptFunction.__call__
     script, x = torch.jit.script(scaled_square), torch.ones(2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradscale.formats import FP16
 from gradscale.torch import emulate
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
 
 
 def halved(x: Tensor) -> Tensor:

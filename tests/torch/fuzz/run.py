@@ -1,5 +1,6 @@
 """Runs programs, and makes failing ones shorter."""
 
+import warnings
 from dataclasses import replace
 
 import torch
@@ -20,7 +21,9 @@ def failure(program: Program) -> str | None:
     A program ends where what should happen is not defined.
     """
     # Off explicitly: where nobody has chosen, torch warns once of a process that the checks are off.
-    with torch.sparse.check_sparse_tensor_invariants(enable=False):
+    with torch.sparse.check_sparse_tensor_invariants(enable=False), warnings.catch_warnings():
+        # `torch.load` of torch 2.15 checks them all the same, and warns that this takes time.
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
         return _failure(program)
 
 

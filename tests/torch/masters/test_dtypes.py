@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.torch.helpers import loss_of, same, small_model, weights
 from tests.torch.masters.helpers import HALF_DTYPES, STORAGES, everything, give, gradients_of, half_model, wrapped
+from tests.torch.versions import needs_grad_dtype
 from torch import nn
 
 from gradscale import Static
@@ -40,6 +41,7 @@ def test_small_gradients_reach_masters_of_a_model_that_was_cast_late(fused: bool
     assert [value.tolist() for _, value in optimizer.masters()] == [[-(2.0**-28)] * 3]
 
 
+@needs_grad_dtype
 def test_float32_gradients_are_asked_for_as_soon_as_a_late_cast_is_seen() -> None:
     model = small_model()
     optimizer = wrapped(model, grad_fp32=True)

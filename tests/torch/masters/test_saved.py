@@ -21,6 +21,7 @@ from tests.torch.masters.helpers import (
     values_of,
     wrapped,
 )
+from tests.torch.versions import needs_grad_dtype
 from torch import nn
 
 from gradscale.torch import MasterWeights
@@ -276,6 +277,7 @@ def test_a_copy_knows_of_weights_that_were_written_before(storage: Storage) -> N
     assert values_of(other)[0].unique().tolist() == [0.25]
 
 
+@needs_grad_dtype
 def test_a_copy_accumulates_in_float32_if_the_original_did() -> None:
     model = half_model()
     twin, other = copy.deepcopy((model, wrapped(model, grad_fp32=True)))

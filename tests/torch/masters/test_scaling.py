@@ -20,6 +20,7 @@ from tests.torch.masters.helpers import (
     values_of,
     wrapped,
 )
+from tests.torch.versions import needs_grad_dtype
 from torch import Tensor, nn
 
 from gradscale import Dynamic, NoScaling, Static
@@ -133,7 +134,7 @@ def test_a_first_step_that_is_skipped_leaves_the_optimizer_as_good_as_new(scaler
 
 
 @pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("grad_fp32", [False, True])
+@pytest.mark.parametrize("grad_fp32", [False, pytest.param(True, marks=needs_grad_dtype)])
 @pytest.mark.parametrize("inner", ["adamw fused", "sgd fused", "adamw foreach"])
 @pytest.mark.parametrize("storage", EXACT)
 def test_clipping_is_what_it_is_for_float32_parameters(storage: Storage, inner: str, grad_fp32: bool) -> None:
@@ -188,6 +189,7 @@ def test_small_gradients_that_fp16_cannot_hold_unscaled_reach_the_masters(fused:
     assert values_of(optimizer)[0].tolist() == [-(2.0**-28)] * 3
 
 
+@needs_grad_dtype
 def test_gradients_are_left_as_they_are_in_16_bits_and_divided_in_float32() -> None:
     for grad_fp32, expected in ((False, 2.0), (True, 2.0 / SCALE)):
         parameter = nn.Parameter(torch.zeros(1).half())
@@ -278,6 +280,7 @@ def test_a_frozen_parameter_in_fp16_is_not_refused() -> None:
     assert not scaler.step(optimizer, clip_value=1.0).skipped()
 
 
+@needs_grad_dtype
 @pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
 def test_the_order_of_torch_works_with_float32_gradients(scaler_class: type[torch.amp.GradScaler]) -> None:
     model = half_model()
@@ -305,6 +308,7 @@ def test_unscale_refuses_fp16_gradients_and_names_the_way_out() -> None:
     assert "`gradscale.torch.MasterWeights(optimizer, grad_fp32=True)`" in caught.value.__notes__[0]
 
 
+@needs_grad_dtype
 def test_clipping_by_value_and_edits_work_with_float32_gradients() -> None:
     parameter = nn.Parameter(torch.zeros(2).half())
     optimizer = MasterWeights(torch.optim.SGD([parameter], lr=1.0), grad_fp32=True)

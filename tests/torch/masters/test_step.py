@@ -18,6 +18,7 @@ from tests.torch.masters.helpers import (
     values_of,
     wrapped,
 )
+from tests.torch.versions import needs_grad_dtype
 from torch import Tensor, nn
 
 from gradscale.torch import MasterWeights
@@ -241,6 +242,7 @@ def test_hooks_run_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(calls) == ["inner", "outer"]
 
 
+@needs_grad_dtype
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_gradients_are_accumulated_in_float32_if_asked(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.ones(1, dtype=dtype))
@@ -254,6 +256,7 @@ def test_gradients_are_accumulated_in_float32_if_asked(dtype: torch.dtype) -> No
     assert values_of(optimizer)[0].item() == -(2.0**-8)
 
 
+@needs_grad_dtype
 def test_float32_gradients_are_used_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     model = half_model()
     optimizer = wrapped(model, grad_fp32=True)
@@ -265,6 +268,7 @@ def test_float32_gradients_are_used_without_a_copy(monkeypatch: pytest.MonkeyPat
     assert optimizer._grad_buffer._blocks == {}
 
 
+@needs_grad_dtype
 def test_float32_gradients_in_another_layout_are_used_as_they_should_be() -> None:
     model, twin = half_model(), half_model()
     optimizers = [wrapped(each, grad_fp32=True) for each in (model, twin)]
@@ -368,6 +372,7 @@ def test_an_optimizer_that_takes_no_more_groups_can_be_wrapped_and_a_group_it_re
     assert len(list(optimizer.masters())) == 4
 
 
+@needs_grad_dtype
 def test_gradients_that_are_there_become_float32_where_that_is_asked_for() -> None:
     model = half_model()
     give(model)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.torch.helpers import autocast
 from tests.torch.precision.models import Net, loss_of
+from tests.torch.versions import needs_grad_dtype
 from torch import Tensor, nn
 
 from gradscale import NoScaling, Static
@@ -118,7 +119,7 @@ def test_autocast_has_rules_of_its_own_on_accelerators(operation: str) -> None:
     def has_rule(key: str) -> bool:
         return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation}", key)
 
-    assert has_rule("AutocastCUDA")
+    assert has_rule("AutocastCUDA") or operation == "rms_norm"  # newer than the others: `explain` asks torch for it
     assert not has_rule("AutocastCPU")
 
 
@@ -147,6 +148,7 @@ def test_bytes_are_counted_for_each_storage_of_masters(storage: Any, master: flo
     assert after.state_bytes == pytest.approx(8, abs=0.2)  # two step counts for 72 elements
 
 
+@needs_grad_dtype
 def test_float32_gradients_of_half_weights_are_counted_as_such() -> None:
     model = nn.Linear(4, 4).half()
     optimizer = MasterWeights(torch.optim.SGD(model.parameters()), grad_fp32=True)

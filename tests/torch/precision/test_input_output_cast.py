@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.torch.helpers import autocast
 from tests.torch.test_cast import NO_CASTS, one
+from tests.torch.versions import recompile_limit
 from torch import Tensor, nn
 
 from gradscale.torch.precision.input_output_cast import (
@@ -166,8 +167,7 @@ def test_a_module_with_a_cast_compiles_to_one_graph(how: InputOutputCast) -> Non
 
 def test_modules_of_many_classes_compile_without_using_up_each_others_limit() -> None:
     torch._dynamo.reset()
-    limit = torch._dynamo.config.recompile_limit
-    for index in range(limit + 2):
+    for index in range(recompile_limit() + 2):
         kind = type(f"Scaler{index}", (Scaler,), {})
         module = kind()
         set_input_output_cast(module, InputOutputCast(None, HALF, torch.float32))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.torch.helpers import small_model, weights
 from tests.torch.precision.refusals import refused
+from tests.torch.versions import needs_sharding_on_cpu
 from torch import Tensor, nn
 
 from gradscale.torch import O2, MasterWeights, prepare
@@ -61,6 +62,7 @@ def test_a_model_that_is_prepared_can_be_wrapped_in_ddp_and_trained() -> None:
 
 
 @pytest.mark.cpu_only("gloo, which has no other device")
+@needs_sharding_on_cpu
 @pytest.mark.usefixtures("_ranks")
 def test_a_model_that_is_prepared_can_be_sharded_and_its_optimizer_built_then() -> None:
     from torch.distributed.device_mesh import init_device_mesh

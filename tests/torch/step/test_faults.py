@@ -23,9 +23,7 @@ TOLERANCE = 1.5
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import load_digits
-
-    data: Any = load_digits()
+    data: Any = pytest.importorskip("sklearn.datasets").load_digits()
     return torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
 
 

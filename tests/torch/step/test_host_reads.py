@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.torch.accumulation.test_retry import narrow
 from tests.torch.helpers import INF, OPTIMIZERS, loss_of, poison, small_model
+from tests.torch.versions import needs_gated_adagrad
 from torch import Tensor, nn
 
 from gradscale import Dynamic, NoScaling, Policy, Static
@@ -22,6 +23,10 @@ from gradscale.torch.step import host_copy
 from gradscale.torch.step.agree import Agreement
 
 pytestmark = [pytest.mark.usefixtures("on_a_device"), pytest.mark.cpu_only("test_waits.py counts reads on a device")]
+
+FUSED = [
+    pytest.param(name, marks=needs_gated_adagrad if "adagrad" in name else ()) for name in OPTIMIZERS if "fused" in name
+]
 
 ESCAPES = ("tolist", "numpy", "cpu", "__array__")
 """Reads by the host that no dispatcher sees. On the CPU a `HostCopy` may use the first, which does not synchronize."""
@@ -95,7 +100,7 @@ def test_the_counter_sees_every_way_to_read_a_tensor(monkeypatch: pytest.MonkeyP
         assert name in reads
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "fused" in name])
+@pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("arguments", [{}, {"clip_norm": 1.0}, {"clip_value": 1.0}], ids=str)
 def test_a_step_with_a_fused_optimizer_reads_nothing(
     monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, float]

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from tests.peers.rows import assert_scales, assert_scales_within_error, correctly_rounded, rows
 
 from gradscale import Dynamic, NoScaling, Policy, Seen, Static, preset
-from gradscale.engine.decide import decide
+from gradscale.engine.host import decide_on_host
 from gradscale.policies.contract import backed_off
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
 from gradscale.policies.log_max import LogMax
+from gradscale.record import place
 from gradscale.torch.step.decide import Rule
 
 pytestmark = [pytest.mark.usefixtures("either_way"), pytest.mark.cpu_only("the rule alone, on numbers of the CPU")]
@@ -73,7 +74,7 @@ def test_states_and_gates_are_the_same_to_the_last_bit(name: str, events: list[t
     rule, state = Rule(policy, device=torch.device("cpu")), policy.start()
     for event in events:
         found = rule.decide(rule.leaves(seen_by(event, in_torch)), rule.scale, 1.0)
-        expected = decide(policy, state, seen_by(event, in_numpy), np, 1.0)  # type: ignore[arg-type]
+        expected = decide_on_host(policy, state, seen_by(event, in_numpy), 1.0)
         rule.state, state = found.state, expected.state
         assert rule.state.to_dict() == state.to_dict()
         assert bool(found.applied) == bool(expected.applied)
@@ -111,8 +112,9 @@ def test_log_max_gives_the_scales_of_its_peer_within_the_error_of_the_functions_
 @pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("Static", "NoScaling")])
 def test_a_forced_backoff_is_the_same_to_the_last_bit(name: str) -> None:
     policy = POLICIES[name]
-    rule, state = Rule(policy, device=torch.device("cpu")), policy.start()
+    # Vectors of one element: numpy 1 makes float64 of a float32 scalar times a Python number.
+    rule, state = Rule(policy, device=torch.device("cpu")), place(policy.start(), np.atleast_1d)
     for _ in range(4):
         rule.state = rule.lowered()
-        state = backed_off(policy, state, Seen(finite=np.bool_(False)), np)  # type: ignore[arg-type]
-        assert rule.state.to_dict() == state.to_dict()
+        state = backed_off(policy, state, Seen(finite=np.zeros(1, bool)), np)  # type: ignore[arg-type]
+        assert rule.state.to_dict() == place(state, lambda value: value[0]).to_dict()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.torch.versions import needs_grad_dtype
 from torch import Tensor, nn
 
 from gradscale import NoScaling, Policy, Static
@@ -127,6 +128,7 @@ def test_masters_that_share_a_parameter_with_half_gradients_are_refused_by_name(
     assert half.grad.tolist() == [2.0**-11] * 2
 
 
+@needs_grad_dtype
 @pytest.mark.parametrize("order", [1, -1], ids=["masters first", "masters last"])
 def test_masters_with_float32_gradients_may_share_a_parameter(order: int) -> None:
     half = parameter(torch.float16)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradscale.torch.compat import is_exporting
 from gradscale.torch.step.host_copy import host_value, moved
 
 
@@ -69,7 +70,7 @@ class BufferGuard:
         """Copies all buffers before the first forward pass since the last step that can be part of the next one."""
         # Without gradients it is an evaluation, or `update_bn`, and what it writes is to stay. An exported graph is no
         # part of the training, and must not hold the copies.
-        if self._forward_begun or not torch.is_grad_enabled() or torch.compiler.is_exporting():
+        if self._forward_begun or not torch.is_grad_enabled() or is_exporting():
             return
         self._forward_begun = True
         if torch.compiler.is_compiling():

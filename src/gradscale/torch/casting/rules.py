@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal, Protocol
@@ -50,12 +49,10 @@ class Cast:
         if not tensors:
             return function(*args, **kwargs)
         args, inputs = cast((args, inputs), self._target(tensors), AUTOCAST_DTYPES)
-        with ExitStack() as stack:
-            # Autocast would cast the inputs of an operation once more. A Python function keeps it, since autocast casts
-            # the weights that the function uses beside its arguments, unless it is to run in float32 altogether.
-            for device in autocast_devices(tensors) if op or self.to == "float" else ():
-                stack.enter_context(torch.autocast(device, enabled=False))
-            return function(*args, **{**kwargs, **inputs})
+        # Autocast would cast the inputs of an operation once more. A Python function keeps it, since autocast casts the
+        # weights that the function uses beside its arguments, unless it is to run in float32 altogether.
+        devices = autocast_devices(tensors) if op or self.to == "float" else []
+        return without_autocast(devices, function, args, {**kwargs, **inputs})
 
     def _target(self, tensors: list[Tensor]) -> torch.dtype:
         if self.to == "promote":
@@ -75,6 +72,15 @@ def floating(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
 def autocast_devices(tensors: Iterable[Tensor]) -> list[str]:
     """Returns the device types of the tensors for which autocast is enabled."""
     return [device for device in {tensor.device.type for tensor in tensors} if torch.is_autocast_enabled(device)]
+
+
+def without_autocast(devices: Sequence[str], function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the result of a call with autocast disabled on some device types."""
+    # One block in the other, and no `ExitStack`, which the compiler of torch 2.6 does not trace.
+    if not devices:
+        return function(*args, **kwargs)
+    with torch.autocast(devices[0], enabled=False):
+        return without_autocast(devices[1:], function, args, kwargs)
 
 
 class _Active(threading.local):

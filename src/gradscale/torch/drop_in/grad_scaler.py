@@ -127,7 +127,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if policy is not None:
             policy = as_policy(policy)
             refuse_second_rule(numbers | {"min_scale": min_scale, "max_scale": max_scale, "hysteresis": hysteresis})
-        super().__init__(device, **numbers, enabled=enabled and (policy is None or bool(policy.needs)))
+        # Without the numbers: torch's own checks, which differ between its versions, are among those below.
+        super().__init__(device, enabled=enabled and (policy is None or bool(policy.needs)))
         self.last: StepResult | None = None
         self._bounds = Bounds()
         self._rule: Rule | None = None

@@ -5,7 +5,6 @@ block, and not by `gradscale.torch`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from functools import cache, partial
 from types import FunctionType
 from typing import Any
@@ -16,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from gradscale.formats import BF16, FP16, FP32
 from gradscale.torch.cast import map_tensors, tensors_in
-from gradscale.torch.casting.rules import autocast_devices, floating
+from gradscale.torch.casting.rules import autocast_devices, floating, without_autocast
+from gradscale.torch.compat import uncompiled
 from gradscale.torch.emulation.lists import (
     DECOMPOSED,
     EMBEDDINGS,
@@ -57,7 +57,7 @@ class EmulationMode(TorchFunctionMode):
         self._elementwise = values.format in ELEMENTWISE
         self._low_precision = LowPrecision()
 
-    @torch.compiler.disable(reason=UNCOMPILED)
+    @uncompiled(UNCOMPILED)
     def __torch_function__(
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -68,10 +68,8 @@ class EmulationMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.rounds and torch._C._is_any_autocast_enabled():
             # Autocast would cast what is emulated: FP16 tensors are not.
-            with ExitStack() as stack:
-                for device in autocast_devices(floating(args, kwargs)):
-                    stack.enter_context(torch.autocast(device, enabled=False))
-                return self._run(name, func, args, kwargs)
+            devices = autocast_devices(floating(args, kwargs))
+            return without_autocast(devices, self._run, (name, func, args, kwargs), {})
         return self._run(name, func, args, kwargs)
 
     def _run(self, name: str, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

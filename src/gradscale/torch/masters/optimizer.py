@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradscale.torch.cast import HALF_DTYPES, cast
+from gradscale.torch.compat import check_grad_fp32
 from gradscale.torch.masters import saved
 from gradscale.torch.masters.chunks import chunks
 from gradscale.torch.masters.inner_optimizer import Gate, can_be_split, check_inner_optimizer, copy_settings, only
@@ -58,6 +59,7 @@ class MasterWeights(Optimizer):
     def __init__(
         self, optimizer: Optimizer, storage: Storage = "fp32", *, grad_fp32: bool = False, seed: int | None = None
     ) -> None:
+        check_grad_fp32(grad_fp32)
         check_inner_optimizer(optimizer)
         self._storage = make_storage(storage, seed)
         self.optimizer = optimizer
@@ -267,6 +269,7 @@ class MasterWeights(Optimizer):
         return {name: self.__dict__[name] for name in _FIELDS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        check_grad_fp32(state["grad_fp32"])
         super().__setstate__(state)
         # Copies of weights have lost their `grad_dtype`.
         self._set_grad_dtypes(self._masters())

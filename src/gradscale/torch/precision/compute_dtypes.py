@@ -7,6 +7,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from gradscale.torch.compat import autocast_widens
 from gradscale.torch.precision.input_output_cast import device_type, input_output_cast_of
 from gradscale.torch.wrappers import own_module, own_name
 
@@ -17,7 +18,8 @@ HALF = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.PReLU, nn.
 their products are half."""
 
 FLOAT32_ON_ACCELERATORS = (
-    *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softplus),
+    *(nn.LayerNorm, nn.GroupNorm, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softplus),
+    *((nn.RMSNorm,) if autocast_widens("rms_norm") else ()),
     nn.modules.loss._Loss,
 )
 """Modules that autocast runs in float32 on an accelerator. On a CPU their kernels sum in float32 instead."""

@@ -75,8 +75,9 @@ def original_class(kind: type[nn.Module]) -> type[nn.Module]:
 def device_type(module: nn.Module) -> str:
     """Returns the type of the device that a module is on."""
     # Not stored: the module may move between calls.
-    first = next(module.parameters(), None)
-    return "cpu" if first is None else first.device.type
+    for parameter in module.parameters():
+        return parameter.device.type
+    return "cpu"
 
 
 @cache

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gradscale._table import text_table
 from gradscale.torch.cast import HALF_DTYPES
+from gradscale.torch.compat import grad_dtype
 from gradscale.torch.masters import MasterWeights, master_bytes
 from gradscale.torch.precision.compute_dtypes import dtype_names
 from gradscale.torch.step.gradients import parameters_of
@@ -94,4 +95,4 @@ def _bytes(tensor: Tensor) -> int:
 def _grad_bytes(parameter: Tensor) -> int:
     if not parameter.requires_grad:
         return 0
-    return parameter.numel() * (parameter.grad_dtype or parameter.dtype).itemsize
+    return parameter.numel() * grad_dtype(parameter).itemsize
