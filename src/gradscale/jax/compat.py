@@ -30,7 +30,8 @@ def varying_axes(kind: Any) -> frozenset[str]:
 def vary(array: Array, axes: tuple[str, ...]) -> Array:
     """Returns `array` as one that varies over `axes`, over which it does not yet."""
     # `pvary` is the older name, up to JAX 0.9. Asking for it where both are gives a warning.
-    return lax.pcast(array, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, axes)
+    operations: Any = lax
+    return lax.pcast(array, axes, to="varying") if hasattr(lax, "pcast") else operations.pvary(array, axes)
 
 
 def device_axes(averaged: tuple[str, ...] = ()) -> tuple[Any, ...]:
