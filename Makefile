@@ -3,6 +3,7 @@
 #
 #   make PYTHON=/path/to/python3.12 demo     chooses the interpreter of a new .venv
 #   make test ARGS='-k headroom'             chooses among the tests, those of MXNet left out; for them: make test-mxnet
+#   make test-matrix ROWS='torch-2.6'        chooses among the environments that are made, tested and deleted
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -17,13 +18,16 @@ MXNET_PY := $(MXNET)/bin/python
 PYTHON ?=
 WORKERS ?= 2 # of the tests; each takes up to 5 GB of memory
 DEVICE ?= sim # where the tests of PyTorch run besides the CPU
+ROWS ?= # of the matrix: all
 
 # What each stage adds. pip resolves every stage against the same pins, so the stages can come in any order.
-DEMO := -e '.[demo,torch]'
-TEST := -e '.[demo,torch,jax,keras,onnx]' --group test --group docs --group torch --group jax --group keras
+DEMO := -e '.[cli,demo,torch]'
+TEST := -e '.[cli,demo,torch,jax,keras,onnx]' --group test --group docs --group torch --group jax --group keras
 LINT := $(TEST) --group lint
 DOCS := -e . --group docs
-ONLY_MXNET := -e '.[demo,mxnet]' --group test
+MATRIX := --group matrix
+DIST := --group dist
+ONLY_MXNET := -e '.[cli,demo,mxnet]' --group test
 
 # What is tested in the environment of MXNet. A requested adapter that does not load fails the run.
 MXNET_TESTS := tests/mxnet tests/conformance tests/numpy tests/peers/test_mxnet.py tests/demo/test_mxnet_demo.py src/gradscale/mxnet
@@ -62,10 +66,27 @@ test-slow: $(VENV)/.stage-test $(MXNET)/.stage-test-mxnet ## run the slow tests
 	@$(PY) -m pytest -q -m slow $(ARGS) || { code=$$?; [ $$code -eq 5 ] || exit $$code; } # 5: there are none
 	@$(if $(ARGS),,$(MXNET_PYTEST) -m slow)
 
+.PHONY: test-other-cpu
+test-other-cpu: $(VENV)/.stage-test ## run the tests as on a CPU without vector instructions beyond the baseline
+	@$(PY) -m tests.other_cpu -q -m 'not slow' -n $(WORKERS) $(ARGS)
+
+.PHONY: test-matrix
+test-matrix: $(VENV)/.stage-matrix ## run the adapters' tests on the lowest and newest versions; write docs/reference/versions.md
+	@$(PY) -m tests.matrix --workers $(WORKERS) $(if $(ALLOW_MISSING),--allow-missing) $(ROWS) $(if $(ARGS),-- $(ARGS))
+
+.PHONY: matrix-pins
+matrix-pins: $(VENV)/.stage-matrix ## resolve the versions of the matrix anew, into constraints/matrix/
+	@$(PY) -m tests.matrix --pin $(ROWS)
+
+.PHONY: dist
+dist: $(VENV)/.stage-dist ## build wheel and source distribution into dist/, check and install them, run a smoke test
+	@$(PY) -m tests.package
+
 .PHONY: lint
-lint: $(VENV)/.stage-lint ## check style (ruff), formatting (ruff format), imports (import-linter) and types (pyright)
+lint: $(VENV)/.stage-lint ## check style and format (ruff), spelling (codespell), imports (import-linter) and types (pyright)
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
+	@$(VENV)/bin/codespell
 	@$(VENV)/bin/lint-imports
 	@$(PY) -m pyright
 
@@ -89,7 +110,7 @@ bench-quick: $(VENV)/.stage-test ## run the benchmarks in under a minute, roughl
 	@$(PY) benchmarks/run.py --quick $(ARGS)
 
 .PHONY: pins
-pins: $(VENV)/.stage-lint $(VENV)/.stage-docs $(MXNET)/.stage-test-mxnet ## write the installed versions to constraints/
+pins: $(VENV)/.stage-lint $(VENV)/.stage-docs $(VENV)/.stage-dist $(MXNET)/.stage-test-mxnet ## write the installed versions to constraints/
 	@for pair in $(VENV):main $(MXNET):mxnet; do \
 	  pins=constraints/$${pair#*:}.txt; \
 	  { sed -n '/^#/p' $$pins; $${pair%:*}/bin/python -m pip freeze --all --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//'; } > $$pins.new; \
@@ -103,17 +124,19 @@ clean: ## remove what the other targets made, except the environments
 
 .PHONY: distclean
 distclean: clean ## remove the environments as well
-	@rm -rf $(VENV) $(MXNET)
+	@rm -rf $(VENV) $(MXNET) .venv-matrix
 
 $(VENV)/.stage-demo: EXTRA = $(DEMO)
 $(VENV)/.stage-test: EXTRA = $(TEST)
 $(VENV)/.stage-lint: EXTRA = $(LINT)
 $(VENV)/.stage-docs: EXTRA = $(DOCS)
+$(VENV)/.stage-matrix: EXTRA = $(MATRIX)
+$(VENV)/.stage-dist: EXTRA = $(DIST)
 $(MXNET)/.stage-test-mxnet: EXTRA = $(ONLY_MXNET)
 
 # What the recipes below need to know of an environment. For MXNet no newer Python will do: it needs numpy 1.23.
 $(VENV)/.stage-%: PINS = constraints/main.txt
-$(VENV)/.stage-venv: CANDIDATES = $(if $(PYTHON),'$(PYTHON)',python3.11 python3 python3.12 python3.13)
+$(VENV)/.stage-venv: CANDIDATES = $(if $(PYTHON),'$(PYTHON)',python3.11 python3 python3.12 python3.13 python3.14)
 $(VENV)/.stage-venv: SUITS = sys.version_info >= (3, 11)
 $(VENV)/.stage-venv: NEEDS = gradscale needs Python 3.11 or newer
 $(MXNET)/.stage-%: PINS = constraints/mxnet.txt

@@ -10,6 +10,8 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 NEEDS = {
+    "__main__.py": "typer",
+    "cli": "typer",
     "torch": "torch",
     "demo/torch": "torch",
     "bench/compare.py": "torch",
@@ -22,6 +24,9 @@ NEEDS = {
     "jax/flax.py": "flax",
     "demo/jax": "jax",
     "keras": "keras",
+    "keras/backends/tensorflow.py": "tensorflow",
+    "keras/backends/jax.py": "jax",
+    "keras/backends/torch.py": "torch",
     "demo/keras": "keras",
     "mxnet": "mxnet",
     "demo/mxnet": "mxnet",

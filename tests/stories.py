@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 
 from gradscale import ScaleState, Seen
+from gradscale.engine.host import scalar, vector
+from gradscale.policies.scalars import EXACT
 
 CLEAN = Seen(finite=np.bool_(True))
 OVERFLOW = Seen(finite=np.bool_(False))
@@ -14,11 +16,21 @@ BAD_LOSS_ALONE = Seen(finite=np.bool_(True), loss_finite=np.bool_(False))
 BY_LETTER = {"c": CLEAN, "o": OVERFLOW, "b": BAD_LOSS, "l": BAD_LOSS_ALONE}
 
 
+def next_of(policy: Any, state: Any, seen: Any) -> Any:
+    """Returns `policy.next` of numpy scalars or vectors, in the types of the state.
+
+    In numpy 1 a float32 scalar times a Python number is float64, and so scalars are run as vectors of one element.
+    """
+    if EXACT or np.ndim(state.scale):
+        return policy.next(state, seen, np)
+    return scalar(policy.next(vector(state), vector(seen), np))
+
+
 def after(policy: Any, story: str, state: ScaleState | None = None) -> ScaleState:
     """Returns the state after a story: c for a clean step, o for an overflow, b and l for a non-finite loss."""
     reached: ScaleState = policy.start() if state is None else state
     for step in story:
-        reached = policy.next(reached, BY_LETTER[step], np)
+        reached = next_of(policy, reached, BY_LETTER[step])
     return reached
 
 

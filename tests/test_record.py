@@ -225,7 +225,7 @@ def test_a_value_of_the_wrong_type_is_refused(record: Record, key: str, value: A
         (STATE, "scale", 10**400, "`ScaleState.scale` must fit float64. Received an integer of 1329 bits"),
         (SAMPLE, "count", 2**63, "`Sample.count` must fit int64"),
         (SAMPLE, "choice", "c", r"`Sample.choice` must be one of \['a', 'b'\]. Received: 'c'"),
-        (SAMPLE, "format", "float77", "Received: 'float77'. Known names"),
+        (SAMPLE, "format", "float77", r"Received: 'float77'. Did you mean 'float'\? Known names"),
         (DYNAMIC, "refill", "never", r"`Dynamic.refill` must be one of \['growth', 'clean'\]. Received: 'never'"),
         (DYNAMIC, "growth_factor", 1.0, "`growth_factor` must be greater than 1"),
     ],

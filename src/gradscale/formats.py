@@ -7,6 +7,7 @@ from typing import Any, cast
 import ml_dtypes
 import numpy as np
 
+from gradscale._nearest import did_you_mean
 from gradscale._shown import short
 
 FloatArray = np.ndarray[Any, Any]
@@ -181,7 +182,10 @@ def get_format(spec: Any) -> Format:
     found = _ALIASES.get(name.rsplit(".", 1)[-1].lower())
     if found is None:
         known = ", ".join(sorted(_ALIASES))
-        raise ValueError(f"A format is given by name or by dtype. Received: {short(spec)}. Known names: {known}.")
+        raise ValueError(
+            f"A format is given by name or by dtype. Received: {short(spec)}.{did_you_mean(name, _ALIASES)} "
+            f"Known names: {known}."
+        )
     return found
 
 

@@ -12,6 +12,16 @@ from gradscale.formats import FP16, FP32, FloatArray, Format, get_format
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_number, check_scale
 from gradscale.record import Array, Record, leaf
 
+__all__ = [
+    "EXPONENTS",
+    "ExponentHistogram",
+    "best_static_scale",
+    "exponent_histogram",
+    "lost_share",
+    "overflow_share",
+    "subnormal_share",
+]
+
 LOWEST_EXPONENT = math.frexp(FP32.smallest_subnormal)[1] - 1
 HIGHEST_EXPONENT = math.frexp(FP32.max)[1] - 1
 """Range of the bins: the exponents of float32. Float64 values beyond are counted in the first and the last bin."""

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
 
 from gradscale import __version__
+from gradscale.__main__ import main
 from gradscale.cli import app
 
 COMMANDS = ("demo", "formats", "policies", "replay", "bench", "precisions", "doctor")
@@ -44,13 +46,90 @@ def test_the_version_is_the_packages() -> None:
     assert (shown.exit_code, shown.output) == (0, f"gradscale {__version__}\n")
 
 
-@pytest.mark.parametrize("arguments", [["nope"], ["formats", "--nope"], ["replay", "-p"]])
-def test_wrong_usage_exits_with_2_and_no_traceback(arguments: Sequence[str]) -> None:
-    shown = run(*arguments)
-    assert shown.returncode == 2
-    assert "Traceback" not in shown.stderr
-    assert shown.stderr
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_no_command_shows_the_help_and_exits_with_0(arguments: Sequence[str]) -> None:
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0
+    assert "Usage: gradscale" in shown.stdout
+    assert not shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nope"], "No such command 'nope'. See: gradscale --help"),
+        (["replya"], "No such command 'replya'. Did you mean 'replay'?. See: gradscale --help"),
+        (["--nope"], "No such option: --nope"),
+        (["formats", "--nope"], "No such option: --nope. See: gradscale formats --help"),
+        (["formats", "extra"], "Got unexpected extra argument"),
+        (["replay", "-p"], "Option '-p' requires an argument."),
+        (["replay", "a", "b"], "Got unexpected extra argument"),
+        (["bench", "--repeats", "1"], "Invalid value for '--repeats': "),
+        (["bench", "--tensors", "x"], "Invalid value for '--tensors': "),
+        (["bench", "--clip", "x"], "Invalid value for '--clip': "),
+        (["precisions", "--seeds", "1"], "Invalid value for '--seeds': "),
+        (["demo", "--steps", "1.5"], "Invalid value for '--steps': "),
+        (["demo", "--seed", "-1"], "Invalid value for '--seed': "),
+    ],
+)
+def test_wrong_usage_is_reported_in_one_line_and_exits_with_2(arguments: Sequence[str], text: str) -> None:
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 2
     assert not shown.stdout
+    assert len(shown.stderr.splitlines()) == 1
+    assert shown.stderr.startswith(f"Error: {text}")
+
+
+def test_wrong_usage_is_one_line_in_a_process_of_its_own() -> None:
+    shown = run("nope")
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr == "Error: No such command 'nope'. See: gradscale --help\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "code"),
+    [
+        (OSError(28, "No space left on device", "plot.png"), "Error: plot.png: No space left on device\n", 1),
+        (MemoryError("Unable to allocate 9 GiB"), "Error: There is not enough memory. Unable to allocate 9 GiB\n", 1),
+        (KeyboardInterrupt(), "", 130),
+    ],
+)
+def test_a_failure_is_at_most_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, line: str, code: int
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(sys.modules["gradscale.cli.formats"], "table", fails)
+    shown = CliRunner().invoke(app, ["formats"])
+    assert (shown.exit_code, shown.stderr) == (code, line)
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich", "packaging"])
+def test_without_the_packages_of_the_extra_one_line_names_it(missing: str) -> None:
+    code = f"import runpy, sys; sys.modules[{missing!r}] = None; runpy.run_module('gradscale', run_name='__main__')"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (shown.returncode, shown.stdout) == (1, "")
+    assert shown.stderr == (
+        f'Error: The command line needs {missing}, which is not installed. Run: pip install "gradscale[cli]"\n'
+    )
+
+
+def test_ctrl_c_while_modules_are_imported_shows_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "gradscale.cli", Interrupted("gradscale.cli"))
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 130
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    asked = {"_GRADSCALE_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    assert run(**asked, COMP_WORDS="gradscale re").stdout.split() == ["replay"]
+    assert "--json" in run(**{**asked, "COMP_CWORD": "2"}, COMP_WORDS="gradscale formats --").stdout.split()
 
 
 @pytest.mark.parametrize(

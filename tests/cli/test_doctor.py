@@ -1,7 +1,11 @@
 """`gradscale doctor`: what it finds, and that it does not fail on what is broken."""
 
+import importlib.metadata
+import json
 import platform
 import sys
+from dataclasses import replace
+from email.message import Message
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +14,20 @@ from typer.testing import CliRunner, Result
 
 from gradscale import __version__
 from gradscale.cli import app
-from gradscale.cli.doctor import Finding, devices, examine, installed
+from gradscale.cli._requirements import CORE, Package, installed, packages_by_extra
+from gradscale.cli.doctor import Finding, devices, examine
 
 DOCTOR = sys.modules["gradscale.cli.doctor"]
+HERE, OLD, ABSENT = (
+    Package("there", ">=1", "2.0", True),
+    Package("old", ">=2.6", "2.5.1", False),
+    Package("no", "", None, False),
+)
 
 
-def doctor(monkeypatch: pytest.MonkeyPatch, **adapters: str) -> Result:
-    monkeypatch.setattr(DOCTOR, "ADAPTERS", adapters)
-    return CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "120"})
+def doctor(monkeypatch: pytest.MonkeyPatch, *arguments: str, **extras: list[Package]) -> Result:
+    monkeypatch.setattr(DOCTOR, "packages_by_extra", lambda: extras)
+    return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "120"})
 
 
 def raising(error: Exception) -> Any:
@@ -28,38 +38,94 @@ def raising(error: Exception) -> Any:
 
 
 def test_it_shows_versions_adapters_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = doctor(monkeypatch, numpy="gradscale.numpy")
+    shown = doctor(monkeypatch, core=[HERE], demo=[HERE, ABSENT])
     assert shown.exit_code == 0, shown.output
     for text in (
         f"gradscale {__version__}",
         platform.python_version(),
         "gradscale.numpy loads",
         "Devices: CPU",
-        "rich",
+        "there 2.0",
+        'incomplete, without no; pip install "gradscale[demo]"',
     ):
         assert text in shown.output
 
 
+def test_json_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    found = json.loads(doctor(monkeypatch, "--json", core=[HERE]).stdout)
+    package = {"name": "there", "needs": ">=1", "version": "2.0", "supported": True, "shared": False}
+    assert found["extras"] == [
+        {"extra": "core", "packages": [package], "status": "gradscale.numpy loads", "broken": False}
+    ]
+    assert (found["gradscale"], found["python"]) == (__version__, platform.python_version())
+    assert found["devices"] == ["CPU"]
+
+
+def test_a_version_that_is_not_supported_makes_it_exit_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = doctor(monkeypatch, torch=[OLD])
+    assert shown.exit_code == 1
+    assert 'not supported: old 2.5.1 is not >=2.6; pip install "gradscale[torch]"' in shown.output
+
+
 def test_an_adapter_that_is_broken_makes_it_exit_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DOCTOR.importlib, "import_module", raising(OSError("libcudart.so.12 [missing]")))
-    shown = doctor(monkeypatch, numpy="gradscale.numpy")
+    shown = doctor(monkeypatch, core=[HERE])
     assert shown.exit_code == 1
     assert "fails to load: OSError: libcudart.so.12 [missing]" in shown.output
 
 
-def test_a_framework_that_is_not_installed_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = doctor(monkeypatch, nothing_of_the_kind="gradscale.numpy")
+def test_an_extra_that_is_not_installed_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Package("numpy", "<1.24", "2.0", False, shared=True)
+    shown = doctor(monkeypatch, mxnet=[ABSENT, shared])
     assert shown.exit_code == 0
-    assert 'not installed; pip install "gradscale[nothing_of_the_kind]"' in shown.output
+    assert 'not installed; pip install "gradscale[mxnet]"' in shown.output
 
 
-@pytest.mark.parametrize("adapter", ["gradscale.nothing", "gradscale.nothing.deeper"])
-def test_an_adapter_that_does_not_exist_yet_is_no_failure(adapter: str) -> None:
-    assert examine("numpy", adapter) == Finding("numpy", installed("numpy"), "not in this version of gradscale")
+def test_an_adapter_without_a_package_that_no_extra_installs_is_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DOCTOR.importlib, "import_module", raising(DOCTOR.MissingExtra("Keras needs a backend")))
+    assert examine("keras", [HERE], "gradscale.keras") == Finding("keras", [HERE], "incomplete: Keras needs a backend")
 
 
-def test_an_adapter_that_loads_is_found_with_its_version() -> None:
-    assert examine("numpy", "gradscale.numpy") == Finding("numpy", installed("numpy"), "gradscale.numpy loads")
+def test_it_runs_where_gradscale_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DOCTOR, "ADAPTERS", {CORE: "gradscale.numpy"})
+    shown = doctor(monkeypatch)
+    assert (shown.exit_code, "gradscale.numpy loads" in shown.output) == (0, True)
+
+
+def test_packages_and_bounds_are_those_of_the_installed_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = Message()
+    for extra in ("both", "cli"):
+        metadata["Provides-Extra"] = extra
+    for line in (
+        "numpy>=1.0",
+        "no-such-package>=3; extra == 'both'",
+        "gradscale[cli]; extra == 'both'",
+        "rich>=1000; extra == 'cli'",
+        "numpy<1.0; extra == 'cli'",
+        "windows-only; extra == 'cli' and python_version < '3'",
+    ):
+        metadata["Requires-Dist"] = line
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda name: metadata)
+    versions = {"numpy": "1.5.0a0+git", "rich": "13.0"}
+    monkeypatch.setattr(sys.modules["gradscale.cli._requirements"], "installed", versions.get)
+    rich = Package("rich", ">=1000", "13.0", False)
+    included = replace(rich, shared=True)
+    numpy = Package("numpy", "<1.0", "1.5.0a0+git", False, shared=True)
+    assert packages_by_extra() == {
+        CORE: [Package("numpy", ">=1.0", "1.5.0a0+git", True, shared=True)],
+        "both": [included, numpy, Package("no-such-package", ">=3", None, False)],
+        "cli": [rich, numpy],
+    }
+
+
+def test_every_extra_of_this_installation_has_packages() -> None:
+    found = packages_by_extra()
+    if not found:
+        pytest.skip("gradscale can be imported here but is not installed")
+    assert {"torch", "jax", "keras", "mxnet", "demo"} <= found.keys()
+    assert all(found.values())
 
 
 def test_what_is_not_installed_has_no_version() -> None:

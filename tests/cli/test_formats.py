@@ -1,5 +1,7 @@
 """`gradscale formats`."""
 
+import json
+
 from typer.testing import CliRunner
 
 from gradscale import FORMATS
@@ -26,3 +28,20 @@ def test_every_format_says_what_it_is_for() -> None:
     text = " ".join(lines())
     assert "RL fine-tuning" in text
     assert "one scale, for the loss" in text
+
+
+def test_json_has_every_format_with_its_numbers() -> None:
+    listed = json.loads(CliRunner().invoke(app, ["formats", "--json"]).stdout)
+    assert [one["name"] for one in listed] == [known.name for known in FORMATS]
+    fp16 = next(one for one in listed if one["name"] == "FP16")
+    assert fp16 == {
+        "name": "FP16",
+        "bits": 16,
+        "max": 65504.0,
+        "smallest_normal": 2.0**-14,
+        "smallest_subnormal": 2.0**-24,
+        "binades": 40,
+        "overflow": "inf",
+        "used_for": NOTES["FP16"][0],
+        "loss_scaling": NOTES["FP16"][1],
+    }

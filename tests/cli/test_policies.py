@@ -1,14 +1,15 @@
 """`gradscale policies`."""
 
 import dataclasses
+import json
 
 import pytest
 from typer.testing import CliRunner
 
 from gradscale.cli import app
-from gradscale.cli._specs import POLICIES
 from gradscale.cli.policies import _meanings
 from gradscale.peers import PEERS
+from gradscale.peers.specs import POLICIES
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +45,19 @@ def test_each_system_is_listed_with_its_rules(output: str, system: str) -> None:
 
 def test_a_preset_is_listed_with_the_settings_of_its_system(output: str) -> None:
     assert "scale_window=1000, min_scale=1, delayed_shift=2" in output
+
+
+def test_json_has_every_policy_and_preset_with_its_settings() -> None:
+    listed = json.loads(CliRunner().invoke(app, ["policies", "--json"]).stdout)
+    assert list(listed["policies"]) == list(POLICIES)
+    (scale,) = listed["policies"]["static"]["settings"]
+    assert scale.keys() == {"name", "meaning"}  # it must be given
+    interval = next(one for one in listed["policies"]["dynamic"]["settings"] if one["name"] == "growth_interval")
+    assert interval == {
+        "name": "growth_interval",
+        "default": 2000,
+        "meaning": "clean steps in a row before the scale grows.",
+    }
+    assert list(listed["presets"]) == list(PEERS)
+    rules = [name for rule in listed["presets"]["torch"] for name in rule["rules"]]
+    assert rules == list(PEERS["torch"].variants)

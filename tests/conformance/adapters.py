@@ -86,7 +86,7 @@ class Adapter(Protocol):
     sampled: frozenset[Table]
     """Tables of which it runs only the first case of each kind of policy, as it compiles every case."""
 
-    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> Session:
+    def open(self, policy: Policy | str, params: Mapping[str, Array], lr: float) -> Session:
         """Returns a new session."""
         ...
 

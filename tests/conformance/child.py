@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 from tests.conformance.adapters import NO_TABLES, Array, Difference, Session, Step
 
@@ -53,7 +53,7 @@ class ChildAdapter:
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> ChildSession:
+    def open(self, policy: Policy | str, params: Mapping[str, Array], lr: float) -> ChildSession:
         return ChildSession(self, self.ask("open", policy, dict(params), lr))
 
     def default(self) -> Policy:

@@ -3,13 +3,14 @@
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax  # noqa: TID253
 import numpy as np
 import optax  # noqa: TID253
 from tests.conformance.adapters import NO_TABLES, Array, Difference, Step, Table
 from tests.conformance.reported import reported
+from tests.jax.versions import enable_x64
 
 from gradscale import Policy
 from gradscale.jax import Scaler, StepResult, apply
@@ -70,7 +71,7 @@ class JaxSession:
         applied_before = int(self._scaler.state.applied)
         # JAX makes float32 of float64 unless `jax_enable_x64` is set.
         wide = any(param.dtype == np.float64 for param in self._params.values())
-        with jax.enable_x64(True) if wide else contextlib.nullcontext():
+        with enable_x64() if wide else contextlib.nullcontext():
             stepped = self._step(self._carry, params, present, np.float32(loss), clip_norm)
         after, unscaled, self._carry, self._last = stepped
         self._params |= {name: np.asarray(param) for name, param in after.items()}
@@ -93,7 +94,7 @@ class JaxAdapter:
         self._compiled = compiled
         self.sampled: frozenset[Table] = frozenset({"results"}) if compiled else NO_TABLES
 
-    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> JaxSession:
+    def open(self, policy: Policy | str, params: Mapping[str, Array], lr: float) -> JaxSession:
         return JaxSession(step_by_hand, (lr,), Scaler(policy), params, compiled=self._compiled)
 
     def default(self) -> Policy:

@@ -1,7 +1,7 @@
 """`gradscale.jax.scaled`, the optax transformation, in the conformance table."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax  # noqa: TID253
 import optax  # noqa: TID253
@@ -28,7 +28,7 @@ class ScaledAdapter:
         self._compiled = compiled
         self.sampled = TABLES if compiled else NO_TABLES
 
-    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> JaxSession:
+    def open(self, policy: Policy | str, params: Mapping[str, Array], lr: float) -> JaxSession:
         opt_state = scaled(optax.sgd(lr), policy).init(dict(params))
         return JaxSession(step_by_scaled, (policy, lr), opt_state, params, compiled=self._compiled)
 

@@ -1,7 +1,7 @@
 """`gradscale.jax.value_and_grad` and `apply` in the conformance table."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax  # noqa: TID253
 import optax  # noqa: TID253
@@ -50,7 +50,7 @@ class ValueAndGradAdapter:
         self._compiled = compiled
         self.sampled = TABLES if compiled else NO_TABLES
 
-    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> JaxSession:
+    def open(self, policy: Policy | str, params: Mapping[str, Array], lr: float) -> JaxSession:
         return JaxSession(step_by_value_and_grad, (lr,), Scaler(policy), params, compiled=self._compiled)
 
     def default(self) -> Policy:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import keras  # noqa: TID253
 import numpy as np
@@ -14,7 +14,7 @@ from gradscale.keras import LossScaleOptimizer, StepResult
 
 
 class KerasSession:
-    def __init__(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> None:
+    def __init__(self, policy: Policy | str, params: Mapping[str, Array], lr: float) -> None:
         self._lr = lr
         self._optimizer = LossScaleOptimizer(keras.optimizers.SGD(lr), policy=policy)
         self._variables = {
@@ -55,7 +55,7 @@ class KerasAdapter:
     sampled = NO_TABLES
     differs: Mapping[Difference, str] = {}
 
-    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> KerasSession:
+    def open(self, policy: Policy | str, params: Mapping[str, Array], lr: float) -> KerasSession:
         return KerasSession(policy, params, lr)
 
     def default(self) -> Policy:

@@ -1,7 +1,7 @@
 """The MXNet adapter in the conformance table."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import mxnet as mx  # noqa: TID253
 from mxnet import autograd, gluon, nd  # noqa: TID253
@@ -10,14 +10,14 @@ from tests.conformance.reported import reported
 
 from gradscale import Policy
 from gradscale.mxnet import LossScaler, init_trainer, scale_loss
-from gradscale.policies.auto import as_policy
+from gradscale.peers.specs import as_policy
 
 
 class MxnetSession:
     """Makes its parameters at the first step: a gradient of MXNet has the type of its parameter."""
 
-    def __init__(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> None:
-        self._policy: Policy | Literal["auto"] = policy
+    def __init__(self, policy: Policy | str, params: Mapping[str, Array], lr: float) -> None:
+        self._policy: Policy | str = policy
         self._lr = lr
         # MXNet has no parameters without elements, so these take no part.
         self._empty = {name: param for name, param in params.items() if not param.size}
@@ -78,7 +78,7 @@ class MxnetAdapter:
     differs: Mapping[Difference, str] = {}
     dtypes = frozenset({"float16", "float64"})
 
-    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> MxnetSession:
+    def open(self, policy: Policy | str, params: Mapping[str, Array], lr: float) -> MxnetSession:
         return MxnetSession(policy, params, lr)
 
     def default(self) -> Policy:

@@ -1,7 +1,7 @@
 """The numpy adapter in the conformance table."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from tests.conformance.adapters import NO_TABLES, Array, Difference, Step
@@ -12,7 +12,7 @@ from gradscale.numpy import LossScaler
 
 
 class NumpySession:
-    def __init__(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> None:
+    def __init__(self, policy: Policy | str, params: Mapping[str, Array], lr: float) -> None:
         self._scaler = LossScaler(policy)
         self._params = {name: param.copy() for name, param in params.items()}
         self._lr = np.float32(lr)
@@ -38,7 +38,7 @@ class NumpyAdapter:
     dtypes = frozenset({"float16", "bfloat16", "float64", "complex64"})
     differs: Mapping[Difference, str] = {}
 
-    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> NumpySession:
+    def open(self, policy: Policy | str, params: Mapping[str, Array], lr: float) -> NumpySession:
         return NumpySession(policy, params, lr)
 
     def default(self) -> Policy:

@@ -1,7 +1,7 @@
 """The PyTorch adapter in the conformance table, with each way that torch runs an optimizer."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -63,9 +63,7 @@ class Model:
 
 
 class TorchSession:
-    def __init__(
-        self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float, kind: Mapping[str, bool]
-    ) -> None:
+    def __init__(self, policy: Policy | str, params: Mapping[str, Array], lr: float, kind: Mapping[str, bool]) -> None:
         self._model = Model(params, lr, kind)
         self._scaler = LossScaler(torch.nn.ParameterDict(self._model.params), policy)
 
@@ -89,7 +87,7 @@ class TorchAdapter:
         self.dtypes = dtypes
         self._kind = kind
 
-    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> TorchSession:
+    def open(self, policy: Policy | str, params: Mapping[str, Array], lr: float) -> TorchSession:
         return TorchSession(policy, params, lr, self._kind)
 
     def default(self) -> Policy:

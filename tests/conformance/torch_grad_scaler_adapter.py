@@ -1,7 +1,7 @@
 """The drop-in for torch's GradScaler in the conformance table, in the loop that torch's documentation shows."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch  # noqa: TID253
 from tests.conformance.adapters import NO_TABLES, Array, Difference, Step
@@ -12,9 +12,7 @@ from gradscale.torch import GradScaler
 
 
 class GradScalerSession:
-    def __init__(
-        self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float, kind: Mapping[str, bool]
-    ) -> None:
+    def __init__(self, policy: Policy | str, params: Mapping[str, Array], lr: float, kind: Mapping[str, bool]) -> None:
         self._model = Model(params, lr, kind)
         self._scaler = GradScaler("cpu", policy=policy)
 
@@ -51,7 +49,7 @@ class GradScalerAdapter:
         self.dtypes = dtypes
         self._kind = kind
 
-    def open(self, policy: Policy | Literal["auto"], params: Mapping[str, Array], lr: float) -> GradScalerSession:
+    def open(self, policy: Policy | str, params: Mapping[str, Array], lr: float) -> GradScalerSession:
         return GradScalerSession(policy, params, lr, self._kind)
 
     def default(self) -> Policy:

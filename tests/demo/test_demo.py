@@ -1,6 +1,8 @@
 """The demo as a whole: the comparison, the table, the plot, and the subcommand."""
 
 import io
+import json
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,18 @@ import numpy as np
 import pytest
 import typer
 from rich.console import Console
-from tests.demo.four_recipes import RECIPES, compared
+from tests.demo.five_recipes import RECIPES, compared
 from typer.testing import CliRunner
 
+from gradscale._extras import MissingExtra
 from gradscale.cli.demo import demo
 from gradscale.demo import FRAMEWORKS, Comparison, Run, compare, extra, load_demo
 from gradscale.demo.digits import AUTOENCODER, TEST_SIZE, Digits, load_digits
-from gradscale.demo.extra import MissingExtra, check_extra
+from gradscale.demo.extra import check_extra
 from gradscale.demo.plot import save_plot, smoothed
+from gradscale.demo.run import Gradients, Step
 from gradscale.demo.table import make_table
+from gradscale.demo.train import SEEDS
 from gradscale.histogram import best_static_scale, overflow_share
 
 STEPS = 12
@@ -42,15 +47,15 @@ def test_the_digits_are_split_and_none_is_in_both_parts(digits: Digits) -> None:
     assert sorted(map(bytes, together)) == sorted(map(bytes, shuffled))
 
 
-def test_the_four_recipes_are_run_in_order(runs: list[Run]) -> None:
+def test_the_five_recipes_are_run_in_order(runs: list[Run]) -> None:
     assert tuple(run.recipe for run in runs) == RECIPES
     assert all(len(run.losses) == len(run.scales) == STEPS for run in runs)
 
 
 def test_every_recipe_starts_from_the_same_weights_and_batches(runs: list[Run]) -> None:
     first = [run.losses[0] for run in runs]
-    assert first == pytest.approx([first[0]] * 4, rel=1e-3)
-    assert first[1] == first[2] == first[3]
+    assert first == pytest.approx([first[0]] * 5, rel=1e-3)
+    assert first[1] == first[2] == first[3] == first[4]
 
 
 def test_a_seed_gives_the_same_runs_again(runs: list[Run]) -> None:
@@ -68,7 +73,7 @@ def test_another_seed_gives_other_runs(runs: list[Run]) -> None:
 
 
 def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: list[Run]) -> None:
-    full, _, static, _ = runs
+    full, _, static, *_ = runs
     assert set(static.scales) == {best_static_scale(full.histogram)}
     assert overflow_share(full.histogram, scale=static.scales[0]) == 0.0
 
@@ -76,19 +81,37 @@ def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: list[Ru
 def test_every_step_is_reported() -> None:
     reported: list[str] = []
     compare(load_demo("numpy"), {"autoencoder": 3}, 0, lambda model, recipe: reported.append(recipe))
-    assert reported == [recipe for recipe in RECIPES for _ in range(3)]
+    assert reported == [*(recipe for recipe in RECIPES for _ in range(3)), *[SEEDS] * 6]
+    assert dict(Counter(reported)) == {run: n for (_, run), n in load_demo("numpy").runs({"autoencoder": 3}).items()}
+
+
+def test_the_initial_scores_and_those_of_fp32_with_other_seeds_are_kept() -> None:
+    (comparison,) = compare(load_demo("numpy"), {"autoencoder": 1}, 5, lambda model, recipe: None)
+    assert list(comparison.other_seeds) == [6, 7]
+    assert comparison.other_seeds[6] == compared("numpy", 1, seed=6)[0].scores
+    assert comparison.untrained["pixel error"] > comparison.runs[0].scores["pixel error"]
 
 
 def test_fp32_loses_nothing_and_unscaled_fp16_loses_half(runs: list[Run]) -> None:
-    full, unscaled, static, _ = runs
+    full, unscaled, static, *_ = runs
     assert set(full.lost) == {0.0}
     assert min(unscaled.lost) > 0.4
     assert max(static.lost) < 0.01
 
 
+def test_a_skipped_step_is_not_counted_as_lost() -> None:
+    zeros, ones = [np.zeros(3, np.float32)], [np.ones(3, np.float32)]
+    run = Run("FP16 Dynamic")
+    run.add(Step(1.0, 2.0**32, True, Gradients(zeros, ones, [])))
+    assert (run.sampled, run.lost, run.histogram.nonzero) == ([], [], 3)
+    assert np.isnan(run.share_lost())
+    run.add(Step(1.0, 2.0**16, False, Gradients(zeros, ones, [])))
+    assert (run.sampled, run.lost, run.share_lost()) == ([1], [1.0], 1.0)
+
+
 def test_the_table_has_a_row_for_each_run_and_fits_a_terminal(runs: list[Run]) -> None:
     written = io.StringIO()
-    Console(width=80, file=written).print(make_table(Comparison(AUTOENCODER, runs)))
+    Console(width=80, file=written).print(make_table(Comparison(AUTOENCODER, runs, {}, {})))
     text = written.getvalue()
     for run in runs:
         assert run.recipe in text
@@ -98,9 +121,9 @@ def test_the_table_has_a_row_for_each_run_and_fits_a_terminal(runs: list[Run]) -
 @pytest.mark.parametrize("name", ["plot.png", "plot.svg"])
 def test_the_same_runs_draw_the_same_plot(runs: list[Run], tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    save_plot([Comparison(AUTOENCODER, runs)], path)
+    save_plot([Comparison(AUTOENCODER, runs, {}, {})], path)
     first = path.read_bytes()
-    save_plot([Comparison(AUTOENCODER, runs)], path)
+    save_plot([Comparison(AUTOENCODER, runs, {}, {})], path)
     assert path.read_bytes() == first
     assert first.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
 
@@ -124,6 +147,26 @@ def test_the_command_trains_and_writes_the_plot(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "plot.svg").stat().st_size > 1000
 
 
+def test_the_command_announces_the_time_and_ends_with_a_verdict(tmp_path: Path) -> None:
+    shown = invoke("--steps", 80, "--out", tmp_path).stdout
+    assert shown.startswith("Training autoencoder (80 steps) 5 ways, and in FP32 with 2 more seeds: about ")
+    assert "autoencoder: " in shown
+
+
+def test_json_has_the_ends_of_the_runs_and_nothing_else_is_printed(tmp_path: Path) -> None:
+    printed = json.loads(invoke("--steps", 2, "--out", tmp_path / "plot.svg", "--json").stdout)
+    (model,) = printed["models"]
+    assert [run["run"] for run in model["runs"]] == list(RECIPES)
+    assert model["runs"][4]["skipped"] == [0, 1]
+    assert model["other_seeds"].keys() == {"1", "2"}
+    assert model["verdict"]
+
+
+def test_the_folder_of_the_plot_is_not_made_for_a_command_that_is_refused(tmp_path: Path) -> None:
+    assert invoke("--model", "gpt", "--out", tmp_path / "new" / "plot.png").exit_code == 2
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_folder_gets_a_plot_of_its_own(tmp_path: Path) -> None:
     assert invoke("--steps", 1, "--out", tmp_path / "v1.2").exit_code == 2
     (tmp_path / "v1.2").mkdir()
@@ -138,7 +181,8 @@ def test_a_folder_gets_a_plot_of_its_own(tmp_path: Path) -> None:
             ("--out", "plot.gif"),
             "`--out` must be a folder, or a file that ends in .png or .svg. Received: plot.gif.",
         ),
-        (("--out", "/dev/null/plot.png"), "Error: "),
+        (("--out", "/dev/null/plot.png"), "`--out` must be in a folder, and /dev/null is a file. Received: /dev/null/"),
+        (("--out", "/dev/null"), "`--out` must be a folder, or a file that ends in .png or .svg. Received: /dev/null."),
         (("--steps", 0), "--steps"),
         (("--seed", -1), "--seed"),
         (("--model", "gpt"), "`--model` must be one of all, autoencoder. Received: gpt."),
@@ -160,25 +204,25 @@ def test_without_torch_keras_and_all_of_jax_the_command_takes_numpy(
     shown = CliRunner().invoke(app, ["--steps", "1", "--out", str(tmp_path)])
     assert (shown.exit_code, "autoencoder" in shown.output) == (0, True)
     asked_for = CliRunner().invoke(app, ["--framework", "torch", "--out", str(tmp_path)])
-    assert asked_for.exit_code == 2
-    assert 'must be installed: pip install "gradscale[torch]". Received: torch.' in asked_for.stderr
+    assert asked_for.exit_code == 1
+    assert asked_for.stderr.startswith("Error: `--framework torch` needs torch, which is not installed. Run: pip ")
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extra, "PACKAGES", ("numpy", "no_such_package"))
-    with pytest.raises(MissingExtra, match=r'not installed: no_such_package\. Run: pip install "gradscale\[demo\]"'):
+    with pytest.raises(MissingExtra, match=r'The demo needs no_such_package, .* pip install "gradscale\[demo\]"'):
         check_extra()
     shown = invoke()
-    assert (shown.exit_code, "gradscale[demo]" in shown.stderr) == (2, True)
+    assert (shown.exit_code, "gradscale[demo]" in shown.stderr) == (1, True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_unscaled_fp16_fails_where_fp32_and_scaled_fp16_learn(seed: int) -> None:
-    full, unscaled, static, dynamic = compared("numpy", steps=800, seed=seed)
+    full, unscaled, static, headroom, dynamic = compared("numpy", steps=800, seed=seed)
     assert full.scores["accuracy"] > 0.95
     assert unscaled.scores["accuracy"] < 0.2
-    for scaled in (static, dynamic):
+    for scaled in (static, headroom, dynamic):
         assert scaled.scores["accuracy"] > full.scores["accuracy"] - 0.02
         assert np.mean(scaled.losses[-20:]) < 0.1
         assert np.mean(scaled.lost) < 0.05
@@ -186,5 +230,5 @@ def test_unscaled_fp16_fails_where_fp32_and_scaled_fp16_learn(seed: int) -> None
     assert (
         unscaled.scores["pixel error"] < 2 * full.scores["pixel error"]
     )  # nothing but the classifier shows that something is wrong
-    assert len(dynamic.skipped) > 0
-    assert len(static.skipped) == 0
+    assert len(dynamic.skipped) > 10
+    assert len(static.skipped) == len(headroom.skipped) == 0

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tests.demo.four_recipes import FourRecipes, compared
+from tests.demo.five_recipes import FiveRecipes, compared
 
 from gradscale.demo import Run, load_demo, text
 from gradscale.demo.text import VOCABULARY
@@ -14,7 +14,7 @@ from gradscale.demo.jax import language  # noqa: E402
 from gradscale.demo.jax.gpt import gpt, init_gpt, init_taps  # noqa: E402
 
 
-class TestJax(FourRecipes):
+class TestJax(FiveRecipes):
     framework, model, score, lost = "jax", "gpt", "perplexity", 0.08
 
     def test_the_histogram_holds_activations_too(self, runs: list[Run]) -> None:

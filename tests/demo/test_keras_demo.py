@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.demo.four_recipes import FourRecipes, compared
+from tests.demo.five_recipes import FiveRecipes, compared
 
 from gradscale.demo import FRAMEWORKS, load_demo
 
@@ -25,7 +25,7 @@ keras: Any = sys.modules["keras"]
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 
 
-class TestKeras(FourRecipes):
+class TestKeras(FiveRecipes):
     framework, model, score, lost = "keras", "autoencoder", "accuracy", 0.4
 
 

@@ -1,6 +1,7 @@
 """The demo in PyTorch: its data, its models, its runs, and the subcommand."""
 
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from tests.demo.four_recipes import RECIPES
+from tests.demo.five_recipes import RECIPES
 from typer.testing import CliRunner
 
 from gradscale.cli.demo import demo
@@ -20,7 +21,6 @@ from gradscale.demo.run import Comparison
 from gradscale.demo.text import AHEAD_WEIGHT, LENGTH, SEQUENCES, VOCABULARY, Text, load_text
 from gradscale.demo.train import Tick
 from gradscale.demo.workers import Stopped, Workers
-from gradscale.histogram import best_static_scale, overflow_share
 
 torch = pytest.importorskip("torch")
 
@@ -99,7 +99,8 @@ def test_the_second_heads_gradient_is_too_small_for_fp16() -> None:
 def test_the_six_recipes_are_run_in_order(runs: dict[str, list[Run]]) -> None:
     assert tuple(runs) == tuple(load_demo("torch").steps) == MODELS
     for model in MODELS:
-        assert tuple(run.recipe for run in runs[model]) == (*RECIPES, "FP8 unscaled", "FP8 dynamic")
+        expected = (*(name for name in RECIPES if name != "FP16 Static"), "FP8 unscaled", "FP8 Headroom")
+        assert tuple(run.recipe for run in runs[model]) == expected
         assert all(len(run.losses) == len(run.scales) == STEPS for run in runs[model])
 
 
@@ -138,11 +139,11 @@ def test_training_leaves_torchs_random_numbers_and_threads_alone(runs: dict[str,
     assert torch.get_num_threads() == threads
 
 
-def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(runs: dict[str, list[Run]]) -> None:
+def test_a_scale_that_starts_too_high_overflows_and_halves(runs: dict[str, list[Run]]) -> None:
     for model in MODELS:
-        full, _, static, *_ = runs[model]
-        assert set(static.scales) == {best_static_scale(full.histogram)}
-        assert overflow_share(full.histogram, scale=static.scales[0]) == 0.0
+        dynamic = runs[model][3]
+        assert dynamic.skipped == list(range(STEPS))
+        assert dynamic.scales == [2.0 ** (32 - step) for step in range(STEPS)]
 
 
 def test_the_histogram_holds_activations_too(runs: dict[str, list[Run]]) -> None:
@@ -153,19 +154,19 @@ def test_the_histogram_holds_activations_too(runs: dict[str, list[Run]]) -> None
 
 def test_only_unscaled_runs_lose_gradients(runs: dict[str, list[Run]]) -> None:
     for model, at_least in (("cnn", 0.4), ("gpt", 0.08)):
-        full, unscaled, static, dynamic, fp8_unscaled, fp8_dynamic = runs[model]
+        full, unscaled, headroom, dynamic, fp8_unscaled, fp8_headroom = runs[model]
         assert set(full.lost) == {0.0}
         assert min(unscaled.lost) > at_least
-        assert max(static.lost + dynamic.lost) < 0.01
+        assert max(headroom.lost + dynamic.lost) < 0.01
         assert min(fp8_unscaled.lost) > min(unscaled.lost)
-        assert max(fp8_dynamic.lost) < 0.1 * min(fp8_unscaled.lost)
+        assert max(fp8_headroom.lost) < 0.1 * min(fp8_unscaled.lost)
 
 
 def test_every_step_is_reported() -> None:
     reported: list[tuple[str, str]] = []
-    names = [recipe.name for recipe in load_demo("torch").recipes]
-    compare({"cnn": 2, "gpt": 1}, 0, lambda model, recipe: reported.append((model, recipe)))
-    assert sorted(reported) == sorted([("cnn", name) for name in names] * 2 + [("gpt", name) for name in names])
+    plan = {"cnn": 2, "gpt": 1}
+    compare(plan, 0, lambda model, recipe: reported.append((model, recipe)))
+    assert dict(Counter(reported)) == load_demo("torch").runs(plan)
 
 
 def test_an_error_stops_the_other_runs() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.stories import next_of
 
 from gradscale import Dynamic, NoScaling, ScaleState, Seen, Static, decide
 from gradscale.engine.decide import CLIP_EPSILON
@@ -43,7 +44,7 @@ def test_a_step_with_anything_non_finite_is_skipped_and_its_factor_is_zero(finit
 def test_the_next_state_is_the_policys() -> None:
     policy = Dynamic(init_scale=8)
     outcome = decide(policy, policy.start(), seen(finite=False), np)
-    expected = policy.next(policy.start(), seen(finite=False), np)
+    expected = next_of(policy, policy.start(), seen(finite=False))
     assert outcome.state.to_dict() == expected.to_dict()
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from gradscale import Dynamic, Headroom, Histogram, NoScaling, Policy, Seen
-from gradscale.engine.host import SCALARS
 from gradscale.engine.measurement import AMAX_EVERY, Measurement, reads_amax, with_amax
 from gradscale.engine.plan import Plan
+from gradscale.policies.scalars import SCALARS
 
 SCALE = np.float32(8)
 YES, NO = np.bool_(True), np.bool_(False)

@@ -38,3 +38,15 @@ def test_non_finite_parameters_are_named_with_their_kind_and_count() -> None:
 def test_counts_are_none_where_nobody_counted() -> None:
     result = StepResult(applied=False, scale=8.0, next_scale=4.0, sizes=np.array([np.inf]), names=("a",))
     assert result.culprits() == [Culprit("a", "inf", None)]
+
+
+def test_a_result_is_shown_with_its_status_and_scales() -> None:
+    result = StepResult(applied=np.bool_(False), scale=np.float32(8), next_scale=4.0, grad_norm=np.inf, retries=2)
+    assert repr(result) == "StepResult(status=overflow, scale=8.0, next_scale=4.0, grad_norm=inf, retries=2)"
+    nothing = StepResult(applied=False, scale=8.0, next_scale=8.0, attempted=False)
+    assert repr(nothing) == "StepResult(status=no_grads, scale=8.0, next_scale=8.0)"
+
+
+def test_a_result_has_no_truth_value() -> None:
+    with pytest.raises(TypeError, match=r"neither true nor false\. Use `result\.skipped\(\)`, or `result\.applied`"):
+        bool(StepResult(applied=True, scale=8.0, next_scale=8.0))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.stories import next_of
 
 from gradscale import Dynamic, NoScaling, Seen, preset
 from gradscale.engine.saved import check_state, read_saved, write_saved
@@ -22,7 +23,7 @@ FLAGS = (False, False, True, False, False, True, False)
 def walked(policy: Any, state: Any, flags: tuple[bool, ...]) -> list[Any]:
     states = []
     for overflow in flags:
-        state = policy.next(state, Seen(finite=np.bool_(not overflow)), np)
+        state = next_of(policy, state, Seen(finite=np.bool_(not overflow)))
         states.append(state)
     return states
 

@@ -11,12 +11,16 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tests.jax.helpers import INF, NAN, POLICY, base_loss, batch, loss_of, number, params, same, spiked
+from tests.jax.versions import set_mesh
 
 from gradscale import Dynamic, Histogram, Status
 from gradscale.jax import Culprit, Scaler, StepResult, apply, loss_scale, scaled, value_and_grad
 from gradscale.policies.headroom import Headroom
 
 DEVICES = 8
+
+PMAP_AXES = None if getattr(jax.config, "jax_pmap_shmap_merge", True) else "devices"
+"""What `axis_names` must be under `pmap(axis_name="devices")`: None where its axis is found."""
 
 
 @pytest.fixture(scope="module")
@@ -156,13 +160,47 @@ def test_pmap_agrees_and_averages() -> None:
     assert scaler.state.scale.tolist() == [512.0] * DEVICES
 
 
+@pytest.mark.parametrize("name", ["devices", None])
+def test_scales_of_devices_do_not_part_under_pmap(name: str | None) -> None:
+    def local(scaler: Scaler, weights: Any, x: Any, spike: Any) -> Any:
+        return value_and_grad(spiked, axis_names=PMAP_AXES if name else None)(scaler, weights, x, spike)[2]
+
+    step = jax.pmap(local, axis_name=name, in_axes=(None, None, 0, 0))
+    after = step(Scaler(POLICY), params(), batch()[:, None], spikes(INF))
+    assert after.loss_scale.tolist() == [512.0] * DEVICES
+
+
+@pytest.mark.skipif(PMAP_AXES is None, reason="this JAX tells an axis of pmap from one of vmap")
+@pytest.mark.parametrize("mapped", [jax.pmap, jax.vmap])
+def test_an_axis_that_may_be_one_of_pmap_must_be_named(mapped: Any) -> None:
+    step = mapped(lambda grad: Scaler(POLICY).step(grad)[1].loss_scale, axis_name="devices")
+    with pytest.raises(ValueError, match=r"`axis_names` must be given under `pmap`.*where \['devices'\] is mapped"):
+        step(jnp.ones((2, 3)))
+
+
 def test_an_axis_of_vmap_agrees_when_it_is_named() -> None:
     def local(spike: Any, axis_names: Any) -> Any:
         return value_and_grad(spiked, axis_names=axis_names)(Scaler(POLICY), params(), batch(), spike)[2].loss_scale
 
-    alone = jax.jit(jax.vmap(partial(local, axis_names=None), axis_name="member"))(jnp.array([0.0, INF]))
+    alone = jax.jit(jax.vmap(partial(local, axis_names=None)))(jnp.array([0.0, INF]))
+    apart = jax.jit(jax.vmap(partial(local, axis_names=()), axis_name="member"))(jnp.array([0.0, INF]))
     together = jax.jit(jax.vmap(partial(local, axis_names="member"), axis_name="member"))(jnp.array([0.0, INF]))
     assert (alone.tolist(), together.tolist()) == ([1024.0, 512.0], [512.0, 512.0])
+    assert apart.tolist() == alone.tolist()
+
+
+@pytest.mark.skipif(PMAP_AXES is not None, reason="this JAX does not tell an axis of vmap from one of pmap")
+def test_an_axis_of_vmap_is_not_agreed_over_by_default() -> None:
+    step = jax.vmap(lambda grad: Scaler(POLICY).step(grad)[1].loss_scale, axis_name="member")
+    assert step(jnp.array([0.0, INF])).tolist() == [1024.0, 512.0]
+
+
+def test_rows_that_average_their_gradients_skip_together() -> None:
+    def local(spike: Any) -> Any:
+        gradient = value_and_grad(lambda w: jnp.sum(w) + spike, mean_axes="member")
+        return gradient(Scaler(POLICY), jnp.ones(2))[3].applied
+
+    assert jax.vmap(local, axis_name="member")(jnp.array([0.0, INF])).tolist() == [False, False]
 
 
 @pytest.mark.parametrize("retries", [0, 2])
@@ -188,7 +226,7 @@ def test_sharded_arrays_under_plain_jit_need_no_help(mesh: Any, retries: int) ->
 
 def test_retries_take_arrays_whose_spread_is_part_of_their_type() -> None:
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         weights = jax.device_put(jnp.ones(DEVICES), NamedSharding(mesh, P("data")))
         _, grads, _, result = jax.jit(value_and_grad(lambda w: jnp.sum(w**2), retries=1))(Scaler(POLICY), weights)
     assert result.status() is Status.APPLIED

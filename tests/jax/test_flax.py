@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+pytest.importorskip("flax")
+
 from flax import serialization
 from flax.training import dynamic_scale as flax
 

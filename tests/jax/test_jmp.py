@@ -8,9 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jmp as theirs
 import numpy as np
 import pytest
+
+pytest.importorskip("jmp")
+
+import jmp as theirs
 
 from gradscale.jax import jmp
 from gradscale.peers import import_state

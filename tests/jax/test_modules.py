@@ -2,14 +2,19 @@
 
 from typing import Any
 
-import equinox as eqx
-import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+pytest.importorskip("equinox")
+pytest.importorskip("flax")
+pytest.importorskip("haiku")
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
 from flax import nnx
 from flax.errors import TraceContextError
 from tests.jax.helpers import INF, POLICY, batch
@@ -93,11 +98,14 @@ def test_a_change_of_an_nnx_module_that_is_not_differentiated_is_not_lost_withou
     def cost(weight: Any, model: Any, x: Any, rngs: nnx.Rngs) -> Any:
         return jnp.mean(weight * model(x)) + jax.random.normal(rngs())
 
-    for model, changed in ((Norm(nnx.Rngs(0)), "BatchStat"), (nnx.Linear(4, 1, rngs=nnx.Rngs(0)), "RngCount")):
+    # Before flax 0.12 it is the stream that counts, and not a variable in it.
+    counts = "Rng(Count|Stream)"
+    for model, changed in ((Norm(nnx.Rngs(0)), "BatchStat"), (nnx.Linear(4, 1, rngs=nnx.Rngs(0)), counts)):
         with pytest.raises(TraceContextError, match=f"Cannot mutate {changed}"):
             value_and_grad(cost)(Scaler(), jnp.float32(1), model, batch(), rngs=nnx.Rngs(0))
 
 
+@pytest.mark.skipif(not hasattr(nnx, "view"), reason="flax before 0.12 has no nnx.view")
 def test_an_nnx_module_that_is_not_differentiated_can_be_called() -> None:
     teacher = nnx.view(Norm(nnx.Rngs(0)), use_running_average=True)
     loss, grads, _, _ = value_and_grad(lambda w, m, x: jnp.mean(w * m(x)))(Scaler(), jnp.float32(2), teacher, batch())

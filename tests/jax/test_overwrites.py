@@ -3,12 +3,15 @@
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+pytest.importorskip("flax")
+
+import flax.linen as nn
 from flax.core import FrozenDict
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp, fm32
 from flax.training.train_state import TrainState

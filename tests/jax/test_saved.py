@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from tests.jax.helpers import params, same
 
@@ -44,6 +42,12 @@ STATE = ScaleState(
 
 
 @pytest.fixture
+def serialization() -> Any:
+    """Returns flax's module, for tests that have it loaded before they make a scaler."""
+    return pytest.importorskip("flax.serialization")
+
+
+@pytest.fixture
 def scaler() -> Scaler:
     return Scaler(POLICY, STATE)
 
@@ -58,33 +62,34 @@ def test_a_scaler_goes_through_json(scaler: Scaler) -> None:
     assert Scaler.from_dict(scaler.to_dict()).policy == POLICY
 
 
-def test_a_scaler_goes_through_flax_with_its_settings(scaler: Scaler) -> None:
-    read: Any = flax.serialization.from_bytes(Scaler(), flax.serialization.to_bytes(scaler))
+def test_a_scaler_goes_through_flax_with_its_settings(serialization: Any, scaler: Scaler) -> None:
+    read: Any = serialization.from_bytes(Scaler(), serialization.to_bytes(scaler))
     assert read.policy == POLICY
     assert same(read, scaler)
 
 
-def test_scales_that_were_mapped_over_go_through_flax(scaler: Scaler) -> None:
+def test_scales_that_were_mapped_over_go_through_flax(serialization: Any, scaler: Scaler) -> None:
     many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), scaler)
-    assert same(flax.serialization.from_bytes(Scaler(), flax.serialization.to_bytes(many)), many)
+    assert same(serialization.from_bytes(Scaler(), serialization.to_bytes(many)), many)
 
 
-def test_an_optimizer_state_goes_through_flax(scaler: Scaler) -> None:
+def test_an_optimizer_state_goes_through_flax(serialization: Any, scaler: Scaler) -> None:
     tx = scaled(optax.adam(1e-2), POLICY)
     fresh: Any = tx.init(params())
     opt_state = fresh._replace(scaler=scaler)
-    read = flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(opt_state))
+    read = serialization.from_bytes(fresh, serialization.to_bytes(opt_state))
     assert same(read, opt_state)
 
 
-def test_a_flax_file_of_another_policys_state_is_refused(scaler: Scaler) -> None:
-    saved: Any = flax.serialization.to_state_dict(scaler)
+def test_a_flax_file_of_another_policys_state_is_refused(serialization: Any, scaler: Scaler) -> None:
+    saved: Any = serialization.to_state_dict(scaler)
     saved["state"]["wait"] = np.int32(1)
     with pytest.raises(ValueError, match=r"A state of Dynamic has the fields .*Received: .*'wait'"):
-        flax.serialization.from_state_dict(Scaler(), saved)
+        serialization.from_state_dict(Scaler(), saved)
 
 
 def test_a_scaler_goes_through_orbax_beside_its_settings(scaler: Scaler, tmp_path: Path) -> None:
+    ocp = pytest.importorskip("orbax.checkpoint")
     saved = ocp.args.Composite(
         state=ocp.args.StandardSave(scaler), policy=ocp.args.JsonSave(scaler.to_dict()["policy"])
     )

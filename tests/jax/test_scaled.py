@@ -156,8 +156,8 @@ def test_a_bad_bound_is_refused_at_once() -> None:
 
 
 def test_what_is_no_policy_is_refused_at_once() -> None:
-    with pytest.raises(TypeError, match=r"`policy` must be 'auto' or a policy.*Received: policy='dynamic'"):
-        scaled(optax.sgd(0.1), "dynamic")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"`policy` must be a policy.*Received: policy='fast'"):
+        scaled(optax.sgd(0.1), "fast")
 
 
 def test_the_state_is_a_named_tuple() -> None:

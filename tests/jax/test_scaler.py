@@ -10,10 +10,12 @@ import numpy as np
 import optax
 import pytest
 from tests.jax.helpers import INF, NAN, POLICY, programs, same
+from tests.other_names import check_answers
 
 from gradscale import Dynamic, Histogram, NoScaling, Policy, ScaleState, Static, Status, import_state, preset
 from gradscale.engine.metrics import METRICS
 from gradscale.jax import Scaler, ScaleStuck, StepResult, scaled
+from gradscale.kernels import jax_text
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.log_max import LogMax
 from gradscale.record import Record
@@ -257,7 +259,52 @@ def test_a_dead_run_of_scaled_is_noticed_without_a_result(loss: Any) -> None:
         state.scaler.check(max_consecutive_skips=6)
 
 
-def test_auto_is_headroom() -> None:
+def test_a_policy_can_be_named_as_on_the_command_line() -> None:
     assert Scaler("auto").policy == Scaler().policy == Headroom()
-    with pytest.raises(TypeError, match="`policy` must be 'auto' or a policy"):
-        Scaler("headroom")  # pyright: ignore[reportArgumentType]
+    assert Scaler("dynamic:growth_interval=100").policy == Dynamic(growth_interval=100)
+    with pytest.raises(ValueError, match=r"`policy` must be a policy, .* or name one"):
+        Scaler("headrom")
+
+
+def test_names_of_other_scalers_are_answered_with_what_to_use() -> None:
+    check_answers(Scaler(), "jax")
+
+
+def test_settings_of_other_scalers_are_answered_with_a_policy() -> None:
+    with pytest.raises(TypeError, match=r"Use `Scaler\(Dynamic\(init_scale=8\.0\)\)`"):
+        Scaler(init_scale=8.0)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"Use `scaled\(tx, policy=Dynamic\(growth_interval=7\)\)`"):
+        scaled(optax.sgd(0.1), growth_interval=7)  # pyright: ignore[reportCallIssue]
+
+
+def test_scaler_and_result_are_shown_with_scale_status_and_counts() -> None:
+    scaler = Scaler(Dynamic(init_scale=8.0))
+    _, scaler, result = jax.block_until_ready(scaler.step({"w": jnp.array([INF])}, norm=True))
+    assert repr(scaler) == "Scaler(Dynamic(init_scale=8.0), scale=4.0, applied=0, skipped=1)"
+    assert repr(result) == "StepResult(status=overflow, scale=8.0, next_scale=4.0, grad_norm=inf)"
+
+
+def test_what_is_no_number_is_shown_by_what_it_is() -> None:
+    scaler = Scaler("dynamic")
+    texts: list[str] = []
+    jax.jit(lambda traced: texts.append(repr(traced)) or traced.loss_scale)(scaler)
+    assert texts == ["Scaler(Dynamic(), scale=<traced>, applied=<traced>, skipped=<traced>)"]
+    assert repr(jax.tree.map(lambda _: None, scaler)).startswith("Scaler(Dynamic(), scale=<NoneType>")
+    results = jax.vmap(lambda grad: scaler.step({"w": grad})[2])(jnp.ones((3, 2)))
+    assert repr(jax.block_until_ready(results)).startswith("StepResult(status=<shape (3,)>, scale=<shape (3,)>")
+    donated = jax.device_put(scaler, may_alias=False)
+    jax.tree.map(lambda leaf: leaf.delete(), donated)
+    assert repr(donated) == "Scaler(Dynamic(), scale=<donated>, applied=<donated>, skipped=<donated>)"
+
+
+def test_an_array_on_a_device_is_not_read_to_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler = Scaler("dynamic")
+    monkeypatch.setattr(jax_text, "place", lambda _: "<on cuda:0>")
+    assert repr(scaler) == "Scaler(Dynamic(), scale=<on cuda:0>, applied=<on cuda:0>, skipped=<on cuda:0>)"
+
+
+def test_a_result_has_no_truth_value_but_its_flags_have() -> None:
+    result = Scaler("dynamic").step({"w": jnp.ones(2)})[2]
+    with pytest.raises(TypeError, match="A StepResult is neither true nor false"):
+        bool(result)
+    assert result.applied

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.jax.helpers import EXACT, INF, NAN, POLICY, base_loss, batch, loss_of, number, params, programs, same, spiked
+from tests.jax.versions import enable_x64
 
 from gradscale import BF16, Dynamic, NoScaling, Policy, Static, Status
+from gradscale.engine import bf16
 from gradscale.jax import Culprit, Scaler, value_and_grad
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.log_max import LogMax
@@ -109,7 +111,7 @@ def test_complex_gradients_are_those_of_jax() -> None:
 
 
 def test_float64_gradients_stay_float64() -> None:
-    with jax.enable_x64(True):
+    with enable_x64():
         grads, scaler = value_and_grad(lambda w: w * (1 + 2.0**-40))(Scaler(POLICY), jnp.float64(1))[1:3]
         assert float(grads) == 1 + 2.0**-40
         assert {leaf.dtype.name for leaf in jax.tree.leaves(scaler)} == {"float32", "int32", "bool"}
@@ -194,7 +196,7 @@ def test_largest_magnitude_and_norm_of_an_overflow_are_infinite(spike: float) ->
 
 
 def test_a_float64_gradient_too_large_for_float32_is_the_largest_float32_to_a_policy() -> None:
-    with jax.enable_x64(True):
+    with enable_x64():
         scaler = Scaler(Headroom())
         grads, after, result = jax.jit(lambda scaler, grad: scaler.step(grad))(scaler, jnp.array([1e300, 1.0]))
         assert float(grads[0]) == 1e300 / float(scaler.loss_scale)
@@ -326,3 +328,20 @@ def test_a_policy_of_another_kind_compiles_a_program_of_its_own() -> None:
     for policy in (POLICY, Dynamic(init_scale=2.0), POLICY):
         assert float(function(Scaler(policy), params(), batch())[3].scale) == policy.init_scale
     assert programs(function) == 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("dtype", "notes"), [("bfloat16", 1), ("float16", 0), ("float32", 0)])
+def test_a_loss_computed_in_bf16_is_noted_once_as_one_that_needs_no_scaler(
+    dtype: str, notes: int, compiled: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bf16, "_noted", [])
+
+    def loss(weight: Any, x: Any) -> Any:
+        return jnp.mean((x.astype(dtype) @ weight.astype(dtype)).astype(jnp.float32) ** 2)
+
+    for policy in ("dynamic", "dynamic", "none"):
+        step = value_and_grad(loss)
+        (jax.jit(step) if compiled else step)(Scaler(policy), jnp.ones((3, 2)), jnp.ones((2, 3)))
+    assert len(caplog.messages) == notes
+    assert all("`value_and_grad` scales a loss that was computed in BF16" in each for each in caplog.messages)

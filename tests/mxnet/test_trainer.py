@@ -10,10 +10,11 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.contrib import amp
 from tests.mxnet.helpers import backward, losses, make_parameter, make_trainer, use_mxnets_amp, weights
+from tests.other_names import check_answers
 
 from gradscale import Dynamic, Headroom, NoScaling, Seen, Static, Status, preset
-from gradscale.engine.host import SCALARS
 from gradscale.mxnet import Culprit, init_trainer, scale_loss, unscale
+from gradscale.policies.scalars import SCALARS
 
 CLEAN = (0.5, -0.25, 0.0)
 INF = (0.5, math.inf, 0.0)
@@ -111,8 +112,9 @@ def test_the_default_grows_as_mxnets_own_does() -> None:
 
 def test_auto_follows_the_largest_gradient() -> None:
     assert init_trainer(make_trainer(make_parameter()), "auto").policy == Headroom()
-    with pytest.raises(TypeError, match=r"must be 'auto' or a policy, such as `Dynamic\(\)`\. Received: policy='o1'"):
-        init_trainer(make_trainer(make_parameter()), "o1")  # pyright: ignore[reportArgumentType]
+    assert init_trainer(make_trainer(make_parameter()), "static:1024").policy == Static(1024)
+    with pytest.raises(ValueError, match=r"must be a policy, .* or name one\. Received: policy='o1'"):
+        init_trainer(make_trainer(make_parameter()), "o1")
 
 
 def test_the_floor_and_the_ceiling_hold() -> None:
@@ -388,3 +390,24 @@ def test_a_norm_whose_square_float32_does_not_hold_cannot_be_clipped() -> None:
     trainer.step(1)
     assert scaler.last.applied
     assert weights(trainer) == [[1.0 - 2.0**64, 1.0, 1.0]]
+
+
+def test_names_of_other_scalers_are_answered_with_what_to_use() -> None:
+    check_answers(init_trainer(make_trainer(make_parameter())), "mxnet")
+
+
+def test_settings_of_other_scalers_are_answered_with_a_policy() -> None:
+    with pytest.raises(TypeError, match=r"Use `init_trainer\(trainer, policy=Dynamic\(init_scale=8\.0\)\)`"):
+        init_trainer(make_trainer(make_parameter()), init_scale=8.0)  # pyright: ignore[reportCallIssue]
+
+
+def test_scaler_and_result_are_shown_with_scale_status_and_counts() -> None:
+    trainer = make_trainer(make_parameter())
+    scaler = init_trainer(trainer, Dynamic(init_scale=8.0))
+    assert repr(scaler) == "LossScaler(Dynamic(init_scale=8.0), scale=8.0, applied=0, skipped=0)"
+    backward(trainer, CLEAN)
+    trainer.step(1)
+    assert repr(scaler) == "LossScaler(Dynamic(init_scale=8.0), scale=8.0, applied=1, skipped=0, last=applied)"
+    assert repr(scaler.last).startswith("StepResult(status=applied, scale=8.0, next_scale=8.0, grad_norm=0.55")
+    with pytest.raises(TypeError, match="A StepResult is neither true nor false"):
+        bool(scaler.last)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.other_names import check_answers
 
 from gradscale import Dynamic, NoScaling, ScaleState, Static, Status
 from gradscale.numpy import Culprit, LossScaler, ScaleStuck
@@ -451,10 +452,31 @@ def test_a_refused_step_keeps_the_losses_seen_before_it() -> None:
     assert scaler.step([f32(1)]).status() is Status.NONFINITE_LOSS
 
 
-@pytest.mark.parametrize("policy", [Dynamic, "dynamic", None, 1024.0])
+@pytest.mark.parametrize("policy", [Dynamic, None, 1024.0])
 def test_what_is_not_a_policy_is_refused(policy: Any) -> None:
-    with pytest.raises(TypeError, match=r"`policy` must be ('auto' or )?a policy, such as `Dynamic\(\)`"):
+    with pytest.raises(TypeError, match=r"`policy` must be a policy, such as `Dynamic\(\)`"):
         LossScaler(policy)
+
+
+def test_a_policy_can_be_named_as_on_the_command_line() -> None:
+    assert LossScaler("dynamic:growth_interval=100").policy == Dynamic(growth_interval=100)
+
+
+def test_names_of_other_scalers_are_answered_with_what_to_use() -> None:
+    check_answers(LossScaler(), "numpy")
+
+
+def test_settings_of_other_scalers_are_answered_with_a_policy() -> None:
+    with pytest.raises(TypeError, match=r"Use `LossScaler\(policy=Dynamic\(init_scale=8\.0\)\)`"):
+        LossScaler(init_scale=8.0)  # pyright: ignore[reportCallIssue]
+
+
+def test_scaler_and_result_are_shown_with_scale_status_and_counts() -> None:
+    scaler = LossScaler(Dynamic(init_scale=8.0))
+    assert repr(scaler) == "LossScaler(Dynamic(init_scale=8.0), scale=8.0, applied=0, skipped=0)"
+    result = scaler.step({"w": np.array([np.inf], np.float32)})
+    assert repr(result) == "StepResult(status=overflow, scale=8.0, next_scale=4.0)"
+    assert repr(scaler) == "LossScaler(Dynamic(init_scale=8.0), scale=4.0, applied=0, skipped=1, last=overflow)"
 
 
 def test_a_state_of_several_scales_is_refused() -> None:

@@ -15,7 +15,6 @@ from tests.peers.damage import damaged_file
 from tests.peers.limits import limit_this_process
 
 from gradscale import Dynamic, replay
-from gradscale.cli._sequences import read_sequences
 from gradscale.engine.saved_file import read_file
 from gradscale.peers import import_state
 from gradscale.policies.contract import ScaleState
@@ -31,6 +30,8 @@ def read(reader: str, data: bytes, folder: str) -> Any:
     path.write_bytes(data)
     if reader == "saved":
         return read_file(path).state
+    from gradscale.cli._sequences import read_sequences  # here, as only the files to replay need the command line
+
     try:
         sequences: dict[str, Any] = {**read_sequences(str(path), None)}
         return replay([Dynamic(growth_interval=2)], **sequences).states()[0]

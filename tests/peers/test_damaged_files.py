@@ -18,6 +18,7 @@ BACKOFF = {"iteration": 3, "last_overflow_iteration": 1, "scale": 8.0}
 
 def counts_of(folder: Path, seed: int, count: int) -> dict[str, int]:
     """Returns how many damaged files were read, refused, or neither."""
+    pytest.importorskip("typer", reason="files to replay are read by the command line")
     for name, data in real_files().items():
         (folder / name).write_bytes(data)
     ended = run_in_child("tests.peers.read_damaged_files", str(folder), str(seed), str(count))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.stories import next_of
 
 from gradscale.peers import export_state, import_state, preset
 from gradscale.policies.contract import Policy, ScaleState, Seen
@@ -19,7 +20,7 @@ FLAGS = st.lists(st.booleans(), max_size=60)
 def run(policy: Policy, flags: list[bool], state: Any = None) -> Any:
     state = policy.start() if state is None else state
     for overflow in flags:
-        state = policy.next(state, Seen(finite=np.bool_(not overflow)), np)
+        state = next_of(policy, state, Seen(finite=np.bool_(not overflow)))
     return state
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.peers import oracles
+from tests.stories import next_of
 
 from gradscale.peers import import_state, preset
 from gradscale.peers.fairseq import FairseqScaler
@@ -32,7 +33,7 @@ MEGATRON = {"scale": np.asarray([8.0], np.float32), "growth_tracker": 3, "hyster
 
 def run(policy: Any, state: Any, flags: list[bool]) -> Any:
     for overflow in flags:
-        state = policy.next(state, Seen(finite=np.bool_(not overflow)), np)
+        state = next_of(policy, state, Seen(finite=np.bool_(not overflow)))
     return state
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.stories import next_of
 
 from gradscale.peers import preset
 from gradscale.policies.contract import Seen
@@ -26,5 +27,5 @@ def test_policy_and_state_come_back_from_json(system: str, variant: str | None, 
     assert type(policy).from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
     state = policy.start()
     for finite in (True, True, True, True, False, False, False, True):
-        state = policy.next(state, Seen(finite=np.bool_(finite)), np)
+        state = next_of(policy, state, Seen(finite=np.bool_(finite)))
         assert type(state).from_dict(json.loads(json.dumps(state.to_dict()))) == state

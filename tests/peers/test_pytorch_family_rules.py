@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.peers import oracles
+from tests.stories import next_of
 
 from gradscale.peers import preset
 from gradscale.policies.contract import Policy, Seen
@@ -22,7 +23,7 @@ BACKOFFS = st.sampled_from([0.5, 0.8, 0.3, 0.25])
 
 
 def advanced(policy: Policy, state: Any, overflow: bool) -> Any:
-    return policy.next(state, Seen(finite=np.bool_(not overflow)), np)
+    return next_of(policy, state, Seen(finite=np.bool_(not overflow)))
 
 
 def assert_same_run(policy: Policy, oracle: Any, flags: list[bool]) -> None:

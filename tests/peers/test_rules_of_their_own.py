@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.stories import next_of
 
 from gradscale.engine.saved import policy_from_dict
 from gradscale.peers import preset
@@ -44,9 +45,9 @@ def test_policy_and_state_are_the_same_after_a_dict(
     assert policy_from_dict(policy.to_dict()) == policy
     state = policy.start()
     for step in stream:
-        state = policy.next(state, seen_at(step), np)
+        state = next_of(policy, state, seen_at(step))
     again = type(state).from_dict(state.to_dict())
-    assert plain(policy.next(again, seen_at(stream[0]), np)) == plain(policy.next(state, seen_at(stream[0]), np))
+    assert plain(next_of(policy, again, seen_at(stream[0]))) == plain(next_of(policy, state, seen_at(stream[0])))
 
 
 @pytest.mark.parametrize("kind", [None, ["Dynamic"], "ScaleState"])
@@ -70,8 +71,8 @@ def test_vector_of_states_changes_as_each_does_alone(
     for steps in zip(*streams, strict=False):
         seen = [seen_at(step) for step in steps]
         stacked = Seen(**{f: np.stack([getattr(one, f) for one in seen]) for f in ("finite", "amax", "upper_share")})
-        together = policy.next(together, stacked, np)
-        alone = [policy.next(state, one, np) for state, one in zip(alone, seen, strict=True)]
+        together = next_of(policy, together, stacked)
+        alone = [next_of(policy, state, one) for state, one in zip(alone, seen, strict=True)]
     assert np.asarray(together.scale).tolist() == [float(state.scale) for state in alone]
 
 
@@ -81,7 +82,7 @@ def test_replay_gives_the_scales_of_stepping(system: str, variant: str | None, c
     policy: Any = preset(system, variant, **config)
     state, stepped = policy.start(), []
     for flag in found_inf:
-        state = policy.next(state, Seen(finite=np.bool_(not flag)), np)
+        state = next_of(policy, state, Seen(finite=np.bool_(not flag)))
         stepped.append(float(state.scale))
     replayed = replay(policy, found_inf=found_inf, upper_share=found_inf.astype(np.float32))
     assert np.ravel(replayed.scales).tolist() == stepped
@@ -95,6 +96,6 @@ def test_torch_changes_the_scale_as_numpy_does(system: str, variant: str | None,
     state = policy.start()
     for flag in np.random.default_rng(2).random(60) < 0.3:
         seen = seen_at((not flag, 3.0))
-        state = policy.next(state, seen, np)
+        state = next_of(policy, state, seen)
         theirs = there.next(theirs, place(seen, torch.from_numpy), torch)
         assert float(theirs.scale) == pytest.approx(float(state.scale), rel=2e-6 if system == "openseq2seq" else 1e-7)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.peers.rows import assert_scales, assert_scales_within_error, correctly_rounded, rows
+from tests.stories import next_of
 
 from gradscale.peers import PEERS, preset
 from gradscale.policies.contract import Seen
@@ -24,7 +25,7 @@ def states_of(row: dict[str, Any]) -> list[Any]:
     amaxes = map(float, row.get("amax") or [0.0] * len(row["found_inf"]))
     for found_inf, amax in zip(row["found_inf"], amaxes, strict=True):
         seen = Seen(finite=np.bool_(not found_inf), amax=np.float32(amax), upper_share=np.float32(found_inf))
-        state = policy.next(state, seen, np)
+        state = next_of(policy, state, seen)
         states.append(state)
     return states
 
@@ -83,9 +84,9 @@ def test_no_magnitude_of_a_step_that_overflowed_is_read(row: dict[str, Any]) -> 
     state = policy.start()
     for magnitude in (1.0, 1e-3, 1e-3):
         found = np.float32(magnitude)
-        state = policy.next(state, Seen(amax=found, norm=found), np)
+        state = next_of(policy, state, Seen(amax=found, norm=found))
     steps = [
-        policy.next(state, Seen(finite=np.bool_(False), amax=np.float32(size), norm=np.float32(size)), np)
+        next_of(policy, state, Seen(finite=np.bool_(False), amax=np.float32(size), norm=np.float32(size)))
         for size in (np.inf, 1.0, 0.0, np.nan)
     ]
     assert len({str(step.to_dict()) for step in steps}) == 1

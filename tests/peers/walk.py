@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from tests.stories import next_of
 
 from gradscale.peers import export_state, import_state
 from gradscale.policies.contract import Policy, Seen
@@ -12,7 +13,7 @@ from gradscale.policies.contract import Policy, Seen
 def advanced(policy: Policy, state: Any, overflow: bool, **seen: Any) -> Any:
     """Returns the state after one step."""
     facts = {name: np.float32(value) for name, value in seen.items()}
-    return policy.next(state, Seen(finite=np.bool_(not overflow), **facts), np)
+    return next_of(policy, state, Seen(finite=np.bool_(not overflow), **facts))
 
 
 def walked(policy: Policy, overflows: Iterable[bool]) -> Any:

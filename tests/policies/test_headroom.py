@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks.streams import CHANGES, Stream, named, side_by_side, simulate
+from tests.stories import next_of
 
 from gradscale import FP8_E4M3, FP16, Dynamic, Seen
 from gradscale.policies.headroom import Headroom, HeadroomState
@@ -25,7 +26,7 @@ def after(policy: Headroom, *steps: Seen, start: HeadroomState | None = None) ->
     """Returns the state after the steps."""
     state = policy.start() if start is None else start
     for step in steps:
-        state = policy.next(state, step, np)
+        state = next_of(policy, state, step)
     return state
 
 
@@ -33,7 +34,7 @@ def scales(policy: Headroom, *steps: Seen) -> list[float]:
     """Returns the exponents of the scales after each step."""
     state, exponents = policy.start(), []
     for step in steps:
-        state = policy.next(state, step, np)
+        state = next_of(policy, state, step)
         exponents.append(math.log2(state.scale))
     return exponents
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks.streams import named, simulate
+from tests.stories import next_of
 
 from gradscale import FP8_E5M2, FP16, Seen
 from gradscale.policies.histogram import Histogram, HistogramState
@@ -19,7 +20,7 @@ OVERFLOW = Seen(finite=np.bool_(False))
 def after(policy: Histogram, *steps: Seen, start: HistogramState | None = None) -> HistogramState:
     state = policy.start() if start is None else start
     for step in steps:
-        state = policy.next(state, step, np)
+        state = next_of(policy, state, step)
     return state
 
 

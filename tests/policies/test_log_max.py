@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks.streams import Stream, named, simulate
+from tests.stories import next_of
 
 from gradscale import FP16, Seen
 from gradscale.policies.arithmetic import log2_linear
@@ -21,7 +22,7 @@ def clean(amax: float) -> Seen:
 def after(policy: LogMax, *steps: Seen) -> LogMaxState:
     state = policy.start()
     for step in steps:
-        state = policy.next(state, step, np)
+        state = next_of(policy, state, step)
     return state
 
 
@@ -45,7 +46,7 @@ def test_the_variance_of_few_steps_is_their_plain_variance_with_the_one_it_start
 def test_the_mean_forgets_by_beta1_and_the_variance_by_beta2_once_there_are_many_steps() -> None:
     policy = LogMax(beta1=0.5, beta2=0.75)
     before = after(policy, *[clean(1.0)] * 50)
-    state = policy.next(before, clean(16.0), np)
+    state = next_of(policy, before, clean(16.0))
     assert before.mean == 0
     assert state.mean == 2
     assert state.variance == pytest.approx(0.75 * before.variance + 0.25 * 4 * 2, rel=1e-6)
@@ -72,7 +73,7 @@ def test_more_deviations_lower_the_scale() -> None:
 
 def test_an_overflow_backs_off_and_leaves_the_model_alone() -> None:
     before = after(LogMax(), clean(1.0), clean(0.5))
-    state = LogMax().next(before, OVERFLOW, np)
+    state = next_of(LogMax(), before, OVERFLOW)
     assert state.scale == before.scale / 2
     assert (state.mean, state.variance, state.observations) == (before.mean, before.variance, before.observations)
 
@@ -81,7 +82,7 @@ def test_an_overflow_that_the_model_does_not_explain_is_learnt_from() -> None:
     before = after(LogMax(), *[clean(1.0)] * 100)
     state = before
     for step in (OVERFLOW, *[clean(1.0)] * 50):
-        state = LogMax().next(state, step, np)
+        state = next_of(LogMax(), state, step)
     assert state.scale == before.scale / 2
     assert state.ceiling < before.ceiling
 

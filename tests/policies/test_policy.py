@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.stories import BAD_LOSS, BAD_LOSS_ALONE, CLEAN, OVERFLOW, after
+from tests.stories import BAD_LOSS, BAD_LOSS_ALONE, CLEAN, OVERFLOW, after, next_of
 
 from gradscale import Dynamic, Headroom, Histogram, LogMax, NoScaling, ScaleState, Seen, Static, preset
+from gradscale.engine.host import scalar, vector
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE
 from gradscale.policies.contract import backed_off, counted, verdict
 from gradscale.record import numbers
@@ -231,7 +232,8 @@ def test_a_non_finite_loss_is_neither_clean_nor_an_overflow() -> None:
 
 
 def test_counting_changes_the_counters_and_the_given_fields() -> None:
-    state = counted(after(Dynamic(init_scale=8), "oc"), np.bool_(False), np, scale=np.float32(1))
+    before = vector(after(Dynamic(init_scale=8), "oc"))
+    state = scalar(counted(before, np.bool_(False), np, scale=np.float32(1)))
     assert_state(state, scale=1.0, credits=0, clean_steps=1, applied=1, skipped=2, consecutive_skips=1)
 
 
@@ -259,7 +261,7 @@ def test_counters_stop_at_the_largest_int32_and_the_state_still_loads(policy: An
     full = {"clean_steps": LAST, "applied": LAST, "skipped": LAST, "consecutive_skips": LAST}
     before = replace(policy.start(), **full)
     for finite in (True, False):
-        state = policy.next(before, Seen(finite=np.bool_(finite), amax=np.float32(1)), np)
+        state = next_of(policy, before, Seen(finite=np.bool_(finite), amax=np.float32(1)))
         assert (int(state.applied), int(state.skipped)) == (LAST, LAST)
         assert int(state.consecutive_skips) in (0, LAST)
         assert int(state.clean_steps) in (0, LAST)
@@ -268,14 +270,14 @@ def test_counters_stop_at_the_largest_int32_and_the_state_still_loads(policy: An
 
 def test_credits_without_a_limit_stop_at_the_lowest_that_loads() -> None:
     policy = preset("megatron")
-    state = policy.next(replace(policy.start(), credits=-LAST), Seen(finite=np.bool_(False)), np)
+    state = next_of(policy, replace(policy.start(), credits=-LAST), Seen(finite=np.bool_(False)))
     assert int(state.credits) == -LAST
     assert type(state).from_dict(state.to_dict()) == state
 
 
 def test_backing_off_for_a_retry_lowers_the_scale_whatever_the_credits_and_counts_nothing() -> None:
     policy = Dynamic(init_scale=8, hysteresis=3, growth_interval=5)
-    state = backed_off(policy, after(policy, "oc"), OVERFLOW, np)
+    state = scalar(backed_off(policy, vector(after(policy, "oc")), vector(OVERFLOW), np))
     assert_state(state, scale=4.0, credits=2, clean_steps=0, applied=1, skipped=1)
 
 

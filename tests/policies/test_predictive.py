@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.stories import next_of
 
 from gradscale import BF16, FORMATS, FP16, FP32, Dynamic, Format, Seen
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE
@@ -59,7 +60,7 @@ def walk(policy: Any, story: list[Any], start: Any = None) -> list[Any]:
     state = policy.start() if start is None else start
     states = []
     for event in story:
-        state = policy.next(state, seen(event), np)
+        state = next_of(policy, state, seen(event))
         states.append(state)
     return states
 
@@ -159,7 +160,7 @@ def test_a_non_finite_loss_changes_nothing_but_the_counters(
 ) -> None:
     policy = data.draw(policies(kind))
     state = walk(policy, story)[-1]
-    after = policy.next(state, seen((finite, 0, amax, share)), np)
+    after = next_of(policy, state, seen((finite, 0, amax, share)))
     counters = {"applied", "skipped", "consecutive_skips", "stuck"}
     for name, value in leaves(state).items():
         assert name in counters or value == getattr(after, name)
@@ -177,8 +178,8 @@ def test_no_magnitude_of_a_step_that_overflowed_is_read(
     policy = data.draw(policies(kind))
     state = walk(policy, story)[-1]
     flags = np.bool_(False), np.bool_(loss_finite)
-    overflowed = policy.next(state, Seen(*flags, amax=np.float32(np.inf), norm=np.float32(np.inf)), np)
-    assert_same(overflowed, policy.next(state, Seen(*flags, amax=np.float32(amax), norm=np.float32(amax)), np))
+    overflowed = next_of(policy, state, Seen(*flags, amax=np.float32(np.inf), norm=np.float32(np.inf)))
+    assert_same(overflowed, next_of(policy, state, Seen(*flags, amax=np.float32(amax), norm=np.float32(amax))))
 
 
 @pytest.mark.parametrize("kind", [*KINDS, Dynamic])
@@ -211,7 +212,7 @@ def test_a_retry_backs_off_in_torch_without_a_look_at_the_gradients(kind: type) 
 @pytest.mark.parametrize(
     ("setting", "error", "message"),
     [
-        ({"format": "fp16"}, TypeError, r"`format` must be a Format.*Received: format='fp16'.*get_format"),
+        ({"format": "fp61"}, ValueError, r"A format is given by name.*Received: 'fp61'\. Did you mean 'fp16'"),
         ({"init_scale": 0}, ValueError, r"`init_scale` must lie between 2\*\*-126 and 2\*\*126"),
         ({"min_scale": 2.0**17}, ValueError, r"`init_scale` must lie between `min_scale` and `max_scale`"),
         ({"max_scale": True}, TypeError, r"`max_scale` must be a number. Received: max_scale=True"),

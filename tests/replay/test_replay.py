@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.stories import next_of
 
 from gradscale import BF16, FP8_E4M3, FP16, Dynamic, Format, NoScaling, Policy, ScaleState, Seen, Static
 from gradscale.peers import preset
@@ -44,7 +45,7 @@ def stepped(
         shown = np.float32(peak if finite and peak < 2.0**128 else math.inf)
         share = np.float32(0 if upper_share is None else upper_share[step])
         seen = Seen(np.bool_(finite), np.bool_(whole_loss), amax=shown, upper_share=share)
-        after = policy.next(state, seen, np)
+        after = next_of(policy, state, seen)
         skips.append(bool(after.skipped != state.skipped))
         stucks.append(bool(after.stuck))
         state = after
@@ -138,8 +139,8 @@ predictives = st.one_of(
         **bounds,
     ),
 )
-statics = st.floats(2.0**-20, 2.0**40).map(Static)
-policy_lists = st.lists(dynamics() | ladders() | statics | st.just(NoScaling()), min_size=1, max_size=8)
+static_scales = st.floats(2.0**-20, 2.0**40).map(Static)
+policy_lists = st.lists(dynamics() | ladders() | static_scales | st.just(NoScaling()), min_size=1, max_size=8)
 peaks = st.floats(0, 1e6) | st.sampled_from([0.0, 1.0, 65504.0, 65520.0, 1e-30, 1e39, math.inf, math.nan])
 steps = st.lists(st.tuples(st.booleans(), peaks, st.sampled_from([True, True, True, False])), min_size=1, max_size=40)
 
@@ -177,6 +178,12 @@ def test_one_policy_of_many_is_the_policy_alone(policies: list[Policy], known: l
         alone = replay(policy, found_inf)
         np.testing.assert_array_equal(together.scales[:, column], alone.scales)
         assert together.summaries()[column] == alone.summaries()[0]
+
+
+def test_policies_can_be_named_as_on_the_command_line() -> None:
+    named = replay(["dynamic:growth_interval=2", Static(1024), "none"], found_inf=[0, 0, 1])
+    assert named.policies == (Dynamic(growth_interval=2), Static(1024), NoScaling())
+    assert replay("static:1024", found_inf=[0, 1]).scales.tolist() == [1024, 1024]
 
 
 def test_one_policy_gives_arrays_of_one_dimension() -> None:

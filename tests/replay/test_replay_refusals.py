@@ -41,10 +41,10 @@ def test_wrong_sequences_are_refused(arguments: dict[str, Any], error: type[Exce
 @pytest.mark.parametrize(
     ("policies", "error", "text"),
     [
-        ("dynamic", TypeError, "must be a policy or a list of them. Received: 'dynamic'"),
+        ("dynamc", ValueError, "or name one. Received: policy='dynamc': there is no policy of that name"),
         (7, TypeError, "must be a policy or a list of them. Received: 7"),
         (Dynamic, TypeError, "must be a policy or a list of them"),
-        ([Dynamic(), "static"], TypeError, "must hold policies.* Received: 'static' at 1"),
+        ([Dynamic(), 7], TypeError, "must hold policies.* Received: 7 at 1"),
         ([], ValueError, "at least one policy"),
         ({"policy": Dynamic()}, TypeError, "must be a policy or a list of them"),
     ],

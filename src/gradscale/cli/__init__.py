@@ -1,10 +1,15 @@
 """The command line: one module for each subcommand."""
 
+from gradscale._extras import require
+
+require("The command line", "typer", "rich", "packaging", extra="cli")
+
 from typing import Annotated
 
 import typer
 
 from gradscale import __version__
+from gradscale.cli._group import OneLineErrors
 from gradscale.cli.bench import bench
 from gradscale.cli.demo import demo
 from gradscale.cli.doctor import doctor
@@ -15,9 +20,8 @@ from gradscale.cli.replay import replay
 
 app = typer.Typer(
     name="gradscale",
+    cls=OneLineErrors,
     help="Loss scaling for mixed-precision training.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for command in (demo, formats, policies, replay, bench, precisions, doctor):
@@ -40,5 +44,5 @@ def options(
 
 
 def main() -> None:
-    """Runs the command line. Exits with 0, with 1 if `doctor` finds a broken adapter, or with 2 for a usage error."""
+    """Runs the command line and exits, with the codes of `OneLineErrors.main`."""
     app(prog_name="gradscale")

@@ -11,6 +11,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+FAILURE = 1
+"""Exit code where the command was right and could not be carried out, such as a package that is not installed."""
+
 USAGE_ERROR = 2
 """Exit code for invalid input, as for an unknown option."""
 
@@ -43,14 +46,16 @@ def number(value: float) -> str:
 
 @contextmanager
 def usage_errors() -> Generator[None]:
-    """Ends the program with a line on standard error when the user's input is invalid.
+    """Ends the program with a line on standard error when the user's input is invalid, or a package is missing for it.
 
     Only for the calls that take the user's input: elsewhere such an error is a bug, and must show its traceback.
     """
     try:
         yield
     except OSError as error:
-        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        fail(described(error))
+    except ImportError as error:
+        fail(str(error), FAILURE)
     except (ValueError, TypeError) as error:
         fail(str(error))
 
@@ -64,7 +69,17 @@ def chosen_models(model: str, known: Iterable[str]) -> list[str]:
     return [model]
 
 
-def fail(message: str) -> NoReturn:
+def fail(message: str, code: int = USAGE_ERROR) -> NoReturn:
     """Ends the program with `message` on standard error."""
-    print(f"Error: {message}", file=sys.stderr)
-    raise typer.Exit(USAGE_ERROR)
+    show_error(message)
+    raise typer.Exit(code)
+
+
+def show_error(message: str) -> None:
+    """Prints `message` as one line on standard error."""
+    print(f"Error: {' '.join(message.split())}", file=sys.stderr)
+
+
+def described(error: OSError) -> str:
+    """Returns what went wrong with which file."""
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)

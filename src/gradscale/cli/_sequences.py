@@ -30,7 +30,7 @@ def read_sequences(flags: str | None, amax: str | None) -> dict[str, list[Any]]:
         raise ValueError("only one of the flags and --amax can come from standard input.")
     found: dict[str, list[Any]] = {}
     if flags is not None or amax is None:
-        found = _sequences(*_text(flags or STDIN))
+        found = _sequences(*_text(STDIN if flags is None else flags))
     if amax is not None:
         if "amax" in found:
             raise ValueError(f"amax is given twice: by --amax and in {flags}.")

@@ -6,15 +6,15 @@ import platform
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from gradscale._extras import require
 from gradscale.cli._console import console, fail, table, usage_errors
-from gradscale.cli._specs import parse_policy
+from gradscale.peers.specs import parse_policy
 
 if TYPE_CHECKING:
     from gradscale.bench.compare import Measured
@@ -72,9 +72,8 @@ def bench(
 
     Example: gradscale bench --parameters 25M --tensors 160 --optimizer sgd --clip 1.0
     """
-    if find_spec("torch") is None:
-        fail('The benchmark needs torch, which is not installed. Run: pip install "gradscale[torch]"')
     with usage_errors():
+        require("The benchmark", "torch", extra="torch")
         rule, clips, size = parse_policy(policy), _clips(clip, no_clip), _size(model, parameters, tensors)
     from gradscale.bench.compare import compare
     from gradscale.bench.targets import BadTarget, use_threads

@@ -1,19 +1,24 @@
 """`gradscale demo`: trains small networks in FP16 and FP8, with and without loss scaling."""
 
+import json
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from gradscale.cli._console import chosen_models, console, fail, usage_errors
+from gradscale._extras import require
+from gradscale.cli._console import chosen_models, console, usage_errors
 from gradscale.demo import FRAMEWORKS, Comparison, Demo, compare, load_demo
-from gradscale.demo.extra import MissingExtra, check_extra
+from gradscale.demo.extra import check_extra
 from gradscale.demo.plot import save_plot
-from gradscale.demo.table import make_table
+from gradscale.demo.table import final_loss, make_table
+from gradscale.demo.train import OTHER_SEEDS
+from gradscale.demo.verdict import verdict
+from gradscale.record import plain
 
 ENDINGS = (".png", ".svg")
 
@@ -31,8 +36,9 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where the plot goes: a .png or .svg file, or a folder.")] = Path(
         "gradscale-demo.png"
     ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the ends of the runs as JSON.")] = False,
 ) -> None:
-    """Train networks in FP16 and FP8 with and without loss scaling; show a table and draw a plot.
+    """Train networks in FP16 and FP8 with and without loss scaling; show a table, a verdict and a plot.
 
     With torch, a deep CNN reads digits, and a small GPT learns the next
     character of Python's own source code and, at a small weight, the one after.
@@ -40,22 +46,59 @@ def demo(
     digits and, at a small weight, names them; KERAS_BACKEND chooses the
     backend of keras.
     Small gradients become zero without any error. A scale brings them back.
+    A scale that is too high overflows: the step is skipped and the scale halves.
     FP16 is the machine's own; FP8 is emulated, with torch only.
     """
-    try:
-        check_extra()
-    except MissingExtra as error:
-        fail(str(error))
     with usage_errors():
+        check_extra()
         path = _plot_path(out)
         shown = _load(framework)
         plan = {chosen: steps or shown.steps[chosen] for chosen in chosen_models(model, shown.steps)}
-    comparisons = _train(shown, plan, seed)
-    save_plot(comparisons, path)
     screen = console()
+    if not as_json:
+        screen.print(_announcement(shown, plan), soft_wrap=True)
+    comparisons = _train(shown, plan, seed, hidden=as_json)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_plot(comparisons, path)
+    if as_json:
+        print(json.dumps({"plot": str(path), "models": [_as_json(comparison) for comparison in comparisons]}))
+        return
     for comparison in comparisons:
         screen.print(make_table(comparison))
+        screen.print(f"[bold]{comparison.subject.model}[/bold]: {verdict(comparison)}\n")
     screen.print(f"plot: {path}", soft_wrap=True)
+
+
+def _announcement(shown: Demo, plan: Mapping[str, int]) -> str:
+    """Returns what is trained, and about how long it takes."""
+    models = " and ".join(f"{name} ({steps} steps)" for name, steps in plan.items())
+    seconds = max(5, 5 * round(shown.seconds(plan) / 5))
+    return (
+        f"Training {models} {len(shown.recipes)} ways, and in FP32 with {len(OTHER_SEEDS)} more seeds: "
+        f"about {seconds} seconds on two CPU cores."
+    )
+
+
+def _as_json(comparison: Comparison) -> dict[str, Any]:
+    """Returns the ends of the runs, and the verdict."""
+    runs = [
+        {
+            "run": run.recipe,
+            "scores": run.scores,
+            "loss": plain(final_loss(run)),
+            "lost": plain(run.share_lost()),
+            "skipped": run.skipped,
+            "final_scale": run.scales[-1],
+        }
+        for run in comparison.runs
+    ]
+    return {
+        "model": comparison.subject.model,
+        "runs": runs,
+        "untrained": comparison.untrained,
+        "other_seeds": comparison.other_seeds,
+        "verdict": verdict(comparison),
+    }
 
 
 def _load(framework: str | None) -> Demo:
@@ -64,10 +107,7 @@ def _load(framework: str | None) -> Demo:
         framework = next(known for known in FRAMEWORKS if _is_installed(known))
     if framework not in FRAMEWORKS:
         raise ValueError(f"`--framework` must be one of {', '.join(FRAMEWORKS)}. Received: {framework}.")
-    if not _is_installed(framework):
-        raise ValueError(
-            f'`--framework` must be installed: pip install "gradscale[{framework}]". Received: {framework}.'
-        )
+    require(f"`--framework {framework}`", *FRAMEWORKS[framework], extra=framework)
     return load_demo(framework)
 
 
@@ -77,29 +117,30 @@ def _is_installed(framework: str) -> bool:
 
 
 def _plot_path(out: Path) -> Path:
-    """Returns the file to write, in a folder that exists and can be written to."""
-    is_file = out.suffix in ENDINGS and not out.is_dir()
-    if out.suffix and not is_file and not out.is_dir():
+    """Returns the file to write. Its folder can be made, if it is not there, and written to."""
+    is_file = out.suffix.lower() in ENDINGS and not out.is_dir()
+    if (out.suffix or out.exists()) and not is_file and not out.is_dir():
         raise ValueError(f"`--out` must be a folder, or a file that ends in .png or .svg. Received: {out}.")
     path = out if is_file else out / "demo.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise ValueError(f"`--out` must be in a folder, and {parent} is a file. Received: {out}.")
+    if not os.access(path if path.exists() else parent, os.W_OK):
         raise ValueError(f"`--out` must be writable. Received: {out}.")
     return path
 
 
-def _train(shown: Demo, plan: Mapping[str, int], seed: int) -> list[Comparison]:
-    """Returns the comparisons. Shows a bar for each run while it trains."""
+def _train(shown: Demo, plan: Mapping[str, int], seed: int, *, hidden: bool) -> list[Comparison]:
+    """Returns the comparisons. Shows a bar for each run while it trains, unless `hidden`."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console()) as progress:
+    with Progress(*columns, console=console(), disable=hidden) as progress:
         bars = {
-            (model, recipe.name): progress.add_task(f"{model} {recipe.name}", total=steps, start=False)
-            for model, steps in plan.items()
-            for recipe in shown.recipes
+            (model, run): progress.add_task(f"{model} {run}", total=steps, start=False)
+            for (model, run), steps in shown.runs(plan).items()
         }
 
-        def tick(model: str, recipe: str) -> None:
-            progress.start_task(bars[model, recipe])
-            progress.advance(bars[model, recipe])
+        def tick(model: str, run: str) -> None:
+            progress.start_task(bars[model, run])
+            progress.advance(bars[model, run])
 
         return compare(shown, plan, seed, tick)

@@ -1,94 +1,114 @@
-"""`gradscale doctor`: what is installed here, and which adapters load."""
+"""`gradscale doctor`: what is installed here, whether its version is supported, and which adapters load."""
 
 import importlib
-import importlib.metadata
-import importlib.util
+import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from gradscale import __version__
-from gradscale.cli._console import console, table
+from gradscale._extras import MissingExtra
+from gradscale.cli._console import FAILURE, console, table
+from gradscale.cli._requirements import CORE, Package, installed, packages_by_extra
 
 STDERR = 2
 
-BROKEN = 1
-"""Exit code when an adapter does not load although its framework is installed."""
-
 ADAPTERS = {
-    "numpy": "gradscale.numpy",
+    CORE: "gradscale.numpy",
     "torch": "gradscale.torch",
     "jax": "gradscale.jax",
     "keras": "gradscale.keras",
     "mxnet": "gradscale.mxnet",
 }
-"""The adapter of each framework."""
+"""The adapter that needs each extra."""
 
-OTHERS = ("ml_dtypes", "typer", "rich", "optax", "tensorflow", "tensorflow-cpu", "scikit-learn", "matplotlib")
+OTHERS = ("tensorflow", "tensorflow-cpu", "flax", "jmp", "lightning", "accelerate")
+"""What gradscale works with and does not install."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The state of one framework in this environment.
+    """The state of one extra in this environment.
 
     Attributes:
-        framework: its name.
-        version: the version installed; None where it is not.
-        adapter: whether gradscale's adapter loads, in a few words.
-        broken: whether the adapter should have loaded and did not.
+        extra: its name.
+        packages: what it installs, with versions.
+        status: whether it can be used, in a few words.
+        broken: whether it is installed and cannot be used.
     """
 
-    framework: str
-    version: str | None
-    adapter: str
+    extra: str
+    packages: Sequence[Package]
+    status: str
     broken: bool = False
 
 
-def doctor() -> None:
-    """Show what is installed and which adapters load. Exits with 1 if one is broken."""
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show what is installed and which adapters load. Exits with 1 if one is broken or too old."""
     screen = console()
-    python = f"Python {platform.python_version()}, {sys.executable}"
-    screen.print(escape(f"gradscale {__version__}\n{python}\n{platform.platform()}"), soft_wrap=True)
     with screen.status("loading the frameworks that are installed"), _stderr_dropped():
-        findings = [examine(framework, adapter) for framework, adapter in ADAPTERS.items()]
-    rows = table("framework", "version", "adapter", prose=2)
-    for found in findings:
-        rows.add_row(found.framework, found.version or "-", escape(found.adapter))
-    screen.print(rows)
-    others = [f"{name} {version}" for name in OTHERS if (version := installed(name))]
-    screen.print(f"Also installed: {', '.join(others)}")
-    screen.print(f"Devices: {escape(', '.join(devices()))}")
+        extras = packages_by_extra() or {extra: [] for extra in ADAPTERS}
+        findings = [examine(extra, packages, ADAPTERS.get(extra)) for extra, packages in extras.items()]
+    others = {name: version for name in OTHERS if (version := installed(name))}
+    if as_json:
+        print(json.dumps({**_about(), "extras": [asdict(f) for f in findings], "others": others, "devices": devices()}))
+    else:
+        screen.print(
+            escape("gradscale {gradscale}\nPython {python}, {executable}\n{platform}".format(**_about())),
+            soft_wrap=True,
+        )
+        _show(findings, others)
     if any(found.broken for found in findings):
-        raise typer.Exit(BROKEN)
+        raise typer.Exit(FAILURE)
 
 
-def examine(framework: str, adapter: str) -> Finding:
-    """Returns what is known of a framework; imports the adapter, and so the framework, where both exist."""
-    version = installed(framework)
-    if not _exists(adapter):
-        return Finding(framework, version, "not in this version of gradscale")
-    if version is None:
-        return Finding(framework, None, f'not installed; pip install "gradscale[{framework}]"')
+def _about() -> dict[str, str]:
+    return {
+        "gradscale": __version__,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+    }
+
+
+def _show(findings: Sequence[Finding], others: dict[str, str]) -> None:
+    screen, rows = console(), table("extra", "packages", "status", prose=2)
+    for found in findings:
+        shown = "\n".join(f"{package.name} {package.version or '-'}" for package in found.packages)
+        rows.add_row(found.extra, escape(shown), escape(found.status))
+    screen.print(rows)
+    if others:
+        screen.print(f"Also installed: {', '.join(f'{name} {version}' for name, version in others.items())}")
+    screen.print(f"Devices: {escape(', '.join(devices()))}")
+
+
+def examine(extra: str, packages: Sequence[Package], adapter: str | None = None) -> Finding:
+    """Returns the state of an extra; imports its adapter, and so the framework, where all packages are installed."""
+    run = f'pip install "gradscale[{extra}]"'
+    missing = [package.name for package in packages if package.version is None]
+    if missing and all(package.shared or package.version is None for package in packages):
+        return Finding(extra, packages, f"not installed; {run}")
+    if missing:
+        return Finding(extra, packages, f"incomplete, without {', '.join(missing)}; {run}")
+    if outside := [package for package in packages if not package.supported]:
+        versions = ", ".join(f"{one.name} {one.version} is not {one.needs}" for one in outside)
+        return Finding(extra, packages, f"not supported: {versions}; {run}", broken=True)
+    if adapter is None:
+        return Finding(extra, packages, "installed")
     try:
         importlib.import_module(adapter)
+    except MissingExtra as error:  # such as a backend of Keras
+        return Finding(extra, packages, f"incomplete: {error}")
     except Exception as error:  # whatever is wrong with an installation is reported here
-        return Finding(framework, version, f"fails to load: {type(error).__name__}: {error}", broken=True)
-    return Finding(framework, version, f"{adapter} loads")
-
-
-def installed(distribution: str) -> str | None:
-    """Returns the version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        return Finding(extra, packages, f"fails to load: {type(error).__name__}: {error}", broken=True)
+    return Finding(extra, packages, f"{adapter} loads")
 
 
 def devices() -> list[str]:
@@ -126,10 +146,3 @@ def _torch_devices(torch: Any) -> list[str]:
 
 def _jax_devices(jax: Any) -> list[str]:
     return [f"{device.device_kind} (jax {device})" for device in jax.devices() if device.platform != "cpu"]
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package does not exist
-        return False

@@ -1,6 +1,10 @@
 """`gradscale formats`: what each number format can hold, and what scaling it needs."""
 
+import json
 import math
+from typing import Annotated, Any
+
+import typer
 
 from gradscale.cli._console import console, table
 from gradscale.formats import FORMATS, Format
@@ -21,8 +25,11 @@ above 0 becomes 0 and is lost. Binades are the powers of two from there to the m
 fit. Loss scaling moves them up into the window, and back before the update."""
 
 
-def formats() -> None:
+def formats(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show what each number format can hold, and what loss scaling it needs."""
+    if as_json:
+        print(json.dumps([_as_json(known) for known in FORMATS]))
+        return
     numbers = table("format", "bits", "max", "smallest normal", "smallest above 0", "binades", "overflow", prose=1)
     uses = table("format", "used for", "loss scaling", prose=2)
     for known in FORMATS:
@@ -39,6 +46,21 @@ def formats() -> None:
     screen = console()
     screen.print(numbers, uses)
     screen.print(EXPLANATION.replace("\n", " "))
+
+
+def _as_json(known: Format) -> dict[str, Any]:
+    used_for, loss_scaling = NOTES[known.name]
+    return {
+        "name": known.name,
+        "bits": known.bits,
+        "max": known.max,
+        "smallest_normal": known.smallest_normal,
+        "smallest_subnormal": known.smallest_subnormal,
+        "binades": known.binades,
+        "overflow": _overflow(known),
+        "used_for": used_for,
+        "loss_scaling": loss_scaling,
+    }
 
 
 def _exponent(power_of_two: float) -> int:

@@ -2,20 +2,23 @@
 
 import dataclasses
 import inspect
+import json
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
 
+import typer
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
 from gradscale.cli._console import console, number, table
-from gradscale.cli._specs import POLICIES
 from gradscale.formats import Format
 from gradscale.peers import PEERS
 from gradscale.peers._peer import Peer
+from gradscale.peers.specs import POLICIES
 from gradscale.policies.contract import Policy
+from gradscale.record import plain
 
 ABOUT_PRESETS = (
     "[bold]Presets[/bold]: each does what another system does, with that system's own settings. It is named by the "
@@ -23,8 +26,11 @@ ABOUT_PRESETS = (
 )
 
 
-def policies() -> None:
+def policies(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the policies: gradscale's own, and the presets that follow other systems bit-exactly."""
+    if as_json:
+        print(json.dumps(_as_json(), allow_nan=False))
+        return
     screen = console()
     for name, policy_class in POLICIES.items():
         screen.print(f"[bold]{name}[/bold]: {escape(_first_line(policy_class))}", _settings(policy_class))
@@ -34,6 +40,35 @@ def policies() -> None:
         for builder, names in _rules(peer).items():
             screen.print(Padding(escape(" or ".join(names)), (0, 0, 0, 2)))
             screen.print(Padding(escape(_signature(builder)), (0, 0, 0, 6)))
+
+
+def _as_json() -> dict[str, Any]:
+    """Returns the policies by name and the presets by system, with their settings."""
+    return {
+        "policies": {name: _own_as_json(policy_class) for name, policy_class in POLICIES.items()},
+        "presets": {
+            system: [
+                {"rules": names, "settings": _settings_as_json(inspect.signature(builder).parameters.values())}
+                for builder, names in _rules(peer).items()
+            ]
+            for system, peer in PEERS.items()
+        },
+    }
+
+
+def _own_as_json(policy_class: type) -> dict[str, Any]:
+    settings = _settings_as_json(inspect.signature(policy_class).parameters.values())
+    meanings = _meanings(policy_class)
+    described = [{**setting, "meaning": meanings.get(setting["name"], "")} for setting in settings]
+    return {"rule": _first_line(policy_class), "settings": described}
+
+
+def _settings_as_json(settings: Iterable[inspect.Parameter]) -> list[dict[str, Any]]:
+    """Returns the settings with their defaults; one that must be given has no default."""
+    return [
+        {"name": one.name} if one.default is one.empty else {"name": one.name, "default": plain(one.default)}
+        for one in settings
+    ]
 
 
 def _settings(policy_class: type) -> Table | str:

@@ -8,9 +8,9 @@ import numpy as np
 import typer
 from rich.progress import Progress
 
-from gradscale.cli._console import chosen_models, console, fail, table, usage_errors
+from gradscale.cli._console import chosen_models, console, table, usage_errors
 from gradscale.demo import load_demo
-from gradscale.demo.extra import MissingExtra, check_extra
+from gradscale.demo.extra import check_extra
 
 if TYPE_CHECKING:
     from gradscale.demo.torch.precisions import Outcome
@@ -33,14 +33,11 @@ def precisions(
 
     FP32, FP16 as O1, O2 with every kind of master weights, O3, BF16, and emulated FP8. Takes minutes.
     """
-    try:
+    with usage_errors():
         check_extra()
         from gradscale.demo.torch.precisions import RECIPES, compare_precisions
 
         known = load_demo("torch").steps
-    except (MissingExtra, ImportError) as error:
-        fail(str(error))
-    with usage_errors():
         chosen = chosen_models(model, known)
     found: dict[str, dict[str, list[Outcome]]] = {}
     with Progress(console=console(), disable=as_json) as progress:

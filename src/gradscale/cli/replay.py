@@ -11,8 +11,8 @@ from rich.markup import escape
 
 from gradscale.cli._console import console, number, table, usage_errors
 from gradscale.cli._sequences import read_sequences
-from gradscale.cli._specs import parse_policy
-from gradscale.formats import get_format
+from gradscale.formats import Format, get_format
+from gradscale.peers.specs import parse_policy
 from gradscale.record import plain
 from gradscale.replay.run import Replay
 from gradscale.replay.run import replay as run_replay
@@ -58,11 +58,30 @@ def replay(
     """
     with usage_errors():
         policies = [parse_policy(spec) for spec in policy]
-        run = run_replay(policies, **read_sequences(flags, amax), format=get_format(format))
+        overflows_in = _format(format)
+        sequences = read_sequences(flags, amax)
+        try:
+            run = run_replay(policies, **sequences, format=overflows_in)
+        except (ValueError, TypeError) as error:
+            raise ValueError(_as_options(str(error), amax_given=amax is not None)) from None
     if as_json:
         print(json.dumps(_as_json(run, policy), allow_nan=False))
     else:
         _show(run, policy)
+
+
+def _format(name: str) -> Format:
+    try:
+        return get_format(name)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"`--format`: {error}") from None
+
+
+def _as_options(message: str, *, amax_given: bool) -> str:
+    """Returns an error of `gradscale.replay` with its arguments named as on the command line."""
+    option = " by --amax FILE, or" if "Pass `amax` to" in message else ""
+    named = re.sub(r"Pass (.*) to `replay` as well\.", rf"Give it{option} as \1 in a JSON object.", message)
+    return named.replace("`amax`", "`--amax`") if amax_given else named
 
 
 def _show(run: Replay, specs: list[str]) -> None:

@@ -26,9 +26,6 @@ this over the batch size, 1.6e-8, and everything below 3e-8 is zero in FP16."""
 
 LEARNING_RATE = 3e-3
 
-GROWTH_INTERVAL = 50
-"""Clean steps before a `Dynamic` scale doubles: the usual 2,000 are more than the demo has."""
-
 
 @dataclass(frozen=True)
 class Digits:

@@ -74,9 +74,9 @@ class Run:
         recipe: name of its recipe.
         losses: the loss that is plotted, at each step.
         scales: the scale at each step.
-        sampled: the steps whose gradients were compared with FP32's.
+        sampled: the steps that were applied and whose gradients were compared with FP32's.
         lost: share of the parameters' gradients lost to zero at those steps.
-        histogram: exponents of the unscaled FP32 gradients, of parameters and activations, at those steps.
+        histogram: exponents of the unscaled FP32 gradients, of parameters and activations, at all compared steps.
         skipped: the steps that were skipped.
         scores: the metrics after training, by name.
     """
@@ -98,9 +98,14 @@ class Run:
         if step.skipped:
             self.skipped.append(index)
         if step.grads is not None:
-            self.sampled.append(index)
-            self.lost.append(step.grads.lost())
             self.histogram += exponent_histogram([*step.grads.reference, *step.grads.activations])
+            if not step.skipped:  # nothing of a skipped step is applied; some adapters return zeros for it
+                self.sampled.append(index)
+                self.lost.append(step.grads.lost())
+
+    def share_lost(self) -> float:
+        """Returns the mean share of gradients lost to zero; NaN if every step that was compared was skipped."""
+        return float(np.mean(self.lost)) if self.lost else float("nan")
 
 
 @dataclass(frozen=True)
@@ -109,8 +114,12 @@ class Comparison:
 
     Attributes:
         subject: what was trained.
-        runs: a run for each recipe, in order.
+        runs: a run for each recipe, in order; FP32 comes first.
+        untrained: the scores of the initial weights.
+        other_seeds: FP32's scores with other seeds, by the seed.
     """
 
     subject: Subject
     runs: Sequence[Run]
+    untrained: Mapping[str, float]
+    other_seeds: Mapping[int, Mapping[str, float]]

@@ -6,7 +6,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from gradscale.demo.run import Comparison
+from gradscale.demo.run import Comparison, Run
 
 LOST = "lost: share of gradients that became zero"
 
@@ -25,7 +25,13 @@ def make_table(comparison: Comparison) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for run in comparison.runs:
         score, *further = (f"{run.scores[name]:{spec}}" for name, spec in subject.scores.items())
-        loss = f"{np.mean(run.losses[-LAST_STEPS:]):.3f}"
+        loss = f"{final_loss(run):.3f}"
+        lost = "-" if math.isnan(run.share_lost()) else f"{run.share_lost():.1%}"
         scale = f"2^{math.log2(run.scales[-1]):.0f}"
-        table.add_row(run.recipe, score, loss, *further, f"{np.mean(run.lost):.1%}", f"{len(run.skipped)}", scale)
+        table.add_row(run.recipe, score, loss, *further, lost, f"{len(run.skipped)}", scale)
     return table
+
+
+def final_loss(run: Run) -> float:
+    """Returns the mean loss of the last steps."""
+    return float(np.mean(run.losses[-LAST_STEPS:]))

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from gradscale.demo.run import Comparison, Run, Step, Subject
 from gradscale.demo.workers import Workers
 from gradscale.formats import FP8_E5M2, FP16, FP32, Format
 from gradscale.histogram import best_static_scale
-from gradscale.policies.contract import Policy
+from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.static import NoScaling, Static
 
@@ -25,7 +25,7 @@ class Recipe:
     Attributes:
         name: its name in the table and the plot.
         format: the format of the gradients.
-        policy: a policy, or `"auto"`, or `"static"` for the best scale that the gradients of the FP32 run allow.
+        policy: a policy, or `"static"` for the best scale that the gradients of the FP32 run allow.
     """
 
     name: str
@@ -33,24 +33,26 @@ class Recipe:
     policy: Any
 
 
-def recipes(dynamic: Policy | Literal["auto"]) -> tuple[Recipe, ...]:
-    """Returns the recipes that every framework compares. FP32 comes first.
-
-    The unscaled recipe has the scale 1 and is checked for overflow like the others, so it differs by underflow alone.
-    """
-    return (
-        Recipe("FP32", FP32, NoScaling()),
-        Recipe("FP16 unscaled", FP16, Static(1.0)),
-        Recipe("FP16 static", FP16, "static"),
-        Recipe("FP16 dynamic", FP16, dynamic),
-    )
-
+RECIPES = (
+    Recipe("FP32", FP32, NoScaling()),
+    # A scale of 1, checked for overflow like the others, so that it differs from them by underflow alone.
+    Recipe("FP16 unscaled", FP16, Static(1.0)),
+    Recipe("FP16 Static", FP16, "static"),
+    Recipe("FP16 Headroom", FP16, Headroom()),
+    # It starts where apex, DeepSpeed and Megatron start, at which the gradients of the first steps overflow. The usual
+    # 2,000 clean steps before the scale doubles are more than the demo has.
+    Recipe("FP16 Dynamic", FP16, Dynamic(init_scale=2.0**32, growth_interval=50)),
+)
+"""What every framework can compare, by the names of the policies. FP32 comes first."""
 
 FP8_RECIPES = (
     Recipe("FP8 unscaled", FP8_E5M2, Static(1.0)),
-    Recipe("FP8 dynamic", FP8_E5M2, Headroom(format=FP8_E5M2)),
+    Recipe("FP8 Headroom", FP8_E5M2, Headroom(format=FP8_E5M2)),
 )
 """The recipes for frameworks where FP8 can be emulated."""
+
+OTHER_SEEDS = (1, 2)
+"""Added to the seed for more runs of FP32, which show by how much the seed alone changes the result."""
 
 
 class Trainer(Protocol):
@@ -76,11 +78,13 @@ class Experiment:
         subject: what is trained.
         steps: how many steps it needs to learn.
         load: loads the data by a seed, and returns a function that makes a trainer for a recipe.
+        seconds: how long all runs of it take on two CPU cores, roughly.
     """
 
     subject: Subject
     steps: int
     load: Callable[[int], Callable[[Recipe], Trainer]]
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -102,16 +106,29 @@ class Demo:
         """How many steps each model needs, by its name."""
         return {experiment.subject.model: experiment.steps for experiment in self.experiments}
 
+    def seconds(self, plan: Mapping[str, int]) -> float:
+        """Returns how long `plan`, the steps of some models, takes on two CPU cores, roughly."""
+        shares = ((one, plan.get(one.subject.model, 0) / one.steps) for one in self.experiments)
+        return sum(one.seconds * share for one, share in shares)
+
+    def runs(self, plan: Mapping[str, int]) -> dict[tuple[str, str], int]:
+        """Returns the steps that `compare` reports for each model and name of a run."""
+        listed = {(model, recipe.name): steps for model, steps in plan.items() for recipe in self.recipes}
+        return listed | {(model, SEEDS): steps * len(OTHER_SEEDS) for model, steps in plan.items()}
+
+
+SEEDS = "FP32 other seeds"
+"""The name of the runs of FP32 with other seeds."""
 
 Tick = Callable[[str, str], None]
-"""Called after each step with the names of the model and the recipe. Calls may come from several threads."""
+"""Called after each step with the names of the model and the run. Calls may come from several threads."""
 
 
-def train(recipe: Recipe, trainer: Trainer, steps: int, tick: Callable[[], None]) -> Run:
-    """Returns a run of `steps` steps. `tick` is called after each."""
+def train(recipe: Recipe, trainer: Trainer, steps: int, tick: Callable[[], None], *, sampled: bool = True) -> Run:
+    """Returns a run of `steps` steps. `tick` is called after each. Gradients are compared with FP32's if `sampled`."""
     run = Run(recipe.name)
     for step in range(steps):
-        run.add(trainer.step(sample=step % SAMPLE_EVERY == 0))
+        run.add(trainer.step(sample=sampled and step % SAMPLE_EVERY == 0))
         tick()
     run.scores = trainer.scores()
     return run
@@ -125,23 +142,43 @@ def compare(demo: Demo, plan: Mapping[str, int], seed: int, tick: Tick) -> list[
     reference, *others = demo.recipes
     with demo.workers() as workers:
 
-        def submit(subject: Subject, make: Callable[[Recipe], Trainer], recipe: Recipe) -> Future[Run]:
+        def submit(
+            subject: Subject, make: Callable[[Recipe], Trainer], recipe: Recipe, sampled: bool = True
+        ) -> Future[Run]:
             trainer = make(recipe)  # not in the worker: threads share torch's random numbers
 
             def checked_tick() -> None:
                 workers.check()
                 tick(subject.model, recipe.name)
 
-            return workers.submit(lambda: train(recipe, trainer, plan[subject.model], checked_tick))
+            return workers.submit(lambda: train(recipe, trainer, plan[subject.model], checked_tick, sampled=sampled))
 
-        chosen = [(one.subject, one.load(seed)) for one in demo.experiments if one.subject.model in plan]
+        experiments = [one for one in demo.experiments if one.subject.model in plan]
+        chosen = [(one.subject, one.load(seed)) for one in experiments]
+        untrained = [make(reference).scores() for _, make in chosen]
         # All references first: the static scale of a model is made from the gradients of its FP32 run.
         submitted = [[submit(*experiment, reference)] for experiment in chosen]
         for experiment, runs in zip(chosen, submitted, strict=True):
-            best = Static(best_static_scale(runs[0].result().histogram, FP16))
             for recipe in others:
-                runs.append(submit(*experiment, replace(recipe, policy=best) if recipe.policy == "static" else recipe))
-        return [
-            Comparison(subject, [run.result() for run in runs])
-            for (subject, _), runs in zip(chosen, submitted, strict=True)
+                runs.append(submit(*experiment, _with_scale(recipe, runs[0])))
+        again = replace(reference, name=SEEDS)
+        reseeded = [
+            [submit(one.subject, one.load(seed + more), again, sampled=False) for more in OTHER_SEEDS]
+            for one in experiments
         ]
+        return [
+            Comparison(
+                one.subject,
+                [run.result() for run in runs],
+                start,
+                {seed + more: run.result().scores for more, run in zip(OTHER_SEEDS, seeds, strict=True)},
+            )
+            for one, runs, start, seeds in zip(experiments, submitted, untrained, reseeded, strict=True)
+        ]
+
+
+def _with_scale(recipe: Recipe, reference: Future[Run]) -> Recipe:
+    """Returns the recipe; one with a static scale gets the best one for the gradients of the FP32 run."""
+    if recipe.policy != "static":
+        return recipe
+    return replace(recipe, policy=Static(best_static_scale(reference.result().histogram, FP16)))

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,30 +12,35 @@ from gradscale.engine.diagnosis import Weights
 from gradscale.engine.host import decide_on_host
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.metrics import host_metrics
+from gradscale.engine.other_arguments import explains_settings
+from gradscale.engine.other_names import OtherNames
 from gradscale.engine.result import StepResult
 from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck
+from gradscale.engine.texts import policy_text, scaler_text
 from gradscale.formats import FP32
-from gradscale.policies.auto import as_policy
+from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy, ScaleState
 
 R = TypeVar("R", bound=StepResult)
 
 
-class HostScaler(ABC):
+class HostScaler(OtherNames, ABC):
     """A policy, its state and the last result. An adapter's scaler adds the stages that read or write gradients.
 
     Args:
-        policy: the rule for the scale. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
+        policy: the rule for the scale, or its name as on the command line, such as `"dynamic:growth_interval=100"`.
+            `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
         state: the state to continue from, as `gradscale.import_state` returns it; by default the policy's start.
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
             or call a function with it. `"ignore"` does nothing.
     """
 
+    @explains_settings("LossScaler(policy={})")
     def __init__(
         self,
-        policy: Policy | Literal["auto"] = "auto",
+        policy: Policy | str = "auto",
         state: ScaleState | None = None,
         *,
         max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
@@ -48,6 +53,12 @@ class HostScaler(ABC):
         self._last: StepResult | None = None
         self._last_finite_loss: int | None = None
         self._reset()
+
+    def __repr__(self) -> str:
+        """Returns policy, scale, counts and the status of the last step as text."""
+        return scaler_text(
+            type(self).__name__, [policy_text(self._policy)], self._state, self._last, lambda number: number.item()
+        )
 
     @property
     def policy(self) -> Policy:

@@ -26,7 +26,7 @@ class Status(StrEnum):
         return cls.OVERFLOW if loss_finite else cls.NONFINITE_LOSS
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class StepResult:
     """The result of one step.
 
@@ -59,6 +59,36 @@ class StepResult:
     sizes: Any = None
     counts: Sequence[int] = ()
     names: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Returns status, scales, norm and retries as text. Never synchronizes: what is on a device is not read."""
+        numbers = {"scale": self.scale, "next_scale": self.next_scale, "grad_norm": self.grad_norm}
+        known = [f"{name}={self._shown(value)}" for name, value in numbers.items() if value is not None]
+        retried = [f"retries={retries}"] if (retries := self._shown(self.retries)) != 0 else []
+        return f"{type(self).__name__}({', '.join([f'status={self.status_text()}', *known, *retried])})"
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "A StepResult is neither true nor false. Use `result.skipped()`, or `result.applied`, which is where the "
+            "scale is: a flag on the device, if there is one. For whether there is a result, use `result is not None`."
+        )
+
+    def status_text(self) -> str:
+        """Returns the status as text, or where it is if it is not in host memory. Never synchronizes."""
+        if not self.attempted:
+            return Status.NO_GRADS.value
+        applied, loss_finite = self._shown_applied(), self._shown(self.loss_finite)
+        if isinstance(applied, str):
+            return applied
+        return "skipped" if not applied and isinstance(loss_finite, str) else Status.of(applied, loss_finite).value
+
+    def _shown_applied(self) -> Any:
+        return self._shown(self.applied)
+
+    @staticmethod
+    def _shown(value: Any) -> Any:
+        """Returns a number as it is shown: a Python number, or the text `<...>` for one that is not in host memory."""
+        return value.item() if hasattr(value, "item") else value
 
     def skipped(self) -> bool:
         """Returns whether weights and optimizer state were left as they were. Synchronizes with the device."""

@@ -1,5 +1,13 @@
 """Loss scaling for JAX: pure functions and pytrees, compiled with the step."""
 
+from gradscale._extras import require
+
+require(__name__, "jax", "optax", extra="jax")
+
+# First: it refuses a JAX that is too old, before other modules fail on it with an error that does not say so.
+from gradscale.jax import compat  # noqa: F401
+
+# isort: split
 from gradscale.engine.culprits import Culprit
 from gradscale.engine.stuck import ScaleStuck
 from gradscale.jax.apply import apply

@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from gradscale.engine.measurement import LARGEST_NORM, Measurement
 from gradscale.engine.plan import Plan
+from gradscale.jax.compat import device_axes, vary, varying_axes
 from gradscale.jax.measure import LocalSizes
 from gradscale.jax.tree import Gradients
 
@@ -62,38 +63,31 @@ def _root(total: Array) -> Array:
     return jnp.where(total == 0, 0.0, jnp.sqrt(jnp.where(total == 0, 1.0, total)))
 
 
-def mapped_axes(axis_names: AxisNames) -> tuple[str, ...]:
+def mapped_axes(axis_names: AxisNames, averaged: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Returns the axes to agree over.
 
     Under plain `jit` there are none, and none are needed: a sharded array is one array there. An axis of `vmap` is not
-    found: by default its scales are independent.
+    found: by default its scales are independent, unless gradients are `averaged` over it.
 
     Raises:
-        ValueError: an axis is not mapped here.
+        ValueError: an axis is not mapped here, or it cannot be told whether one is of devices.
     """
     # All of them by default: with `check_vma=False` and no agreement, the scales of devices would diverge silently.
-    found = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if axis_names is None:
-        return found
+        return device_axes(averaged)
     axes = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     for axis in axes:
-        _check_mapped(axis, found)
+        _check_mapped(axis)
     return axes
-
-
-def varying_axes(kind: Any) -> frozenset[str]:
-    """Returns the varying axes of an array of the type `kind`; none with `check_vma=False`."""
-    manual = getattr(kind, "manual_axis_type", None)
-    return frozenset() if manual is None else frozenset(manual.varying)
 
 
 def zeros(kind: Any) -> Array:
     """Returns zeros of a type, with its sharding and its varying axes."""
     # A branch of `cond` and the carry of a loop must have the same varying axes as their counterpart. A constant has
-    # none, so `pcast` adds them.
+    # none.
     plain = jnp.zeros_like(kind)
     axes = tuple(sorted(varying_axes(kind) - varying_axes(jax.typeof(plain))))
-    return lax.pcast(plain, axes, to="varying") if axes else plain
+    return vary(plain, axes) if axes else plain
 
 
 def averaged(gradients: Gradients, axes: str | Sequence[str]) -> Gradients:
@@ -134,11 +128,12 @@ def _summed(squares: Sequence[Array], axes: Iterable[str]) -> list[Array]:
     return sums
 
 
-def _check_mapped(axis: str, found: tuple[str, ...]) -> None:
+def _check_mapped(axis: str) -> None:
     try:
         lax.axis_size(axis)
     except NameError as error:
         raise ValueError(
             "An axis must be mapped where the step runs, by `shard_map`, `pmap` or `vmap(axis_name=...)`. "
-            f"Received: {axis!r}. Found here: {list(found)}. Under plain `jit` none is needed."
+            f"Received: {axis!r}. Found here: {list(jax.sharding.get_abstract_mesh().manual_axes)}. "
+            "Under plain `jit` none is needed."
         ) from error

@@ -15,6 +15,8 @@ import numpy as np
 
 from gradscale.jax.tree import OVERWRITE_WITH_GRADIENT, is_inside, is_nnx_object
 
+__all__ = ["Cast", "Policy", "cast_to_full", "cast_to_half", "get_policy", "half_dtype"]
+
 T = TypeVar("T")
 
 NAMES: dict[str, tuple[str, ...]] = {

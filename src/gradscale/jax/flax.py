@@ -1,4 +1,4 @@
-"""A drop-in for flax's `DynamicScale`: the same fields, rule and results, with its faults fixed.
+"""A drop-in for flax's `DynamicScale`: the same fields, rule and results, with its bugs fixed.
 
 The rule is that of flax 0.12.8, which grows after `growth_interval` + 1 clean steps; flax has counted differently in
 other versions.
@@ -10,15 +10,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
+from gradscale._extras import require
 from gradscale.jax.agree import AxisNames, averaged
 from gradscale.jax.jmp import all_finite
 from gradscale.jax.tree import Gradients, Leaf, split
 from gradscale.peers.flax import dynamic_scale
 from gradscale.peers.ladder import Ladder, LadderState
 from gradscale.policies.contract import Seen
+
+require(__name__, "flax")
+
+from flax import struct  # noqa: E402
 
 __all__ = ["DynamicScale", "DynamicScaleResult"]
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gradscale.jax.agree import averaged, varying_axes
+from gradscale.jax.agree import averaged
+from gradscale.jax.compat import varying_axes
 from gradscale.jax.tree import Gradients, Leaf, Split, is_nnx_object, split
 from gradscale.policies.contract import Policy
 

@@ -1,4 +1,4 @@
-"""Drop-ins for jmp: the same names, fields, leaves and rules, with its faults fixed.
+"""Drop-ins for jmp: the same names, fields, leaves and rules, with its bugs fixed.
 
 `min_loss_scale` survives `jax.jit` and every other transformation; jmp forgets it there, and it becomes 1. A scale in
 FP16 works without a `min_loss_scale` in FP16. As in jmp, skipping a step is left to you; `gradscale.jax.value_and_grad`

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from gradscale.engine import result as engine
 from gradscale.engine.culprits import Culprit
+from gradscale.kernels.jax_text import shown
 
 T = TypeVar("T")
 
@@ -15,7 +16,7 @@ STATIC = ("attempted", "counts", "names", "gated", "clip_norm")
 """Fields of a result that are part of the compiled program, not of its data."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class StepResult(engine.StepResult):
     """The result of one step. A pytree: return it from a compiled function, or stack it in a `scan`.
 
@@ -49,6 +50,10 @@ class StepResult(engine.StepResult):
         """
         self._check_single()
         return super().culprits()
+
+    @staticmethod
+    def _shown(value: Any) -> Any:
+        return shown(value)
 
     def _check_single(self) -> None:
         """Raises if this is a stack of results."""

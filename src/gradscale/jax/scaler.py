@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,11 @@ from jax import Array
 
 from gradscale.engine.decide import check_clip
 from gradscale.engine.metrics import metrics_of
+from gradscale.engine.other_arguments import explains_settings
+from gradscale.engine.other_names import OtherNames
 from gradscale.engine.saved import check_state, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, Progress, StuckCheck
+from gradscale.engine.texts import policy_text, scaler_text
 from gradscale.jax.agree import AxisNames
 from gradscale.jax.forward import checked_loss
 from gradscale.jax.remember import StepResult
@@ -19,15 +22,16 @@ from gradscale.jax.saved import register_with_flax
 from gradscale.jax.step import Step
 from gradscale.jax.tree import Gradients, as_pytree, register, split
 from gradscale.jax.weights import weights_of
-from gradscale.policies.auto import as_policy
+from gradscale.kernels.jax_text import shown
+from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import NoScaling
 from gradscale.record import with_values
 
 
 @jax.tree_util.register_pytree_with_keys_class
-@dataclass(frozen=True, init=False)
-class Scaler:
+@dataclass(frozen=True, init=False, repr=False)
+class Scaler(OtherNames):
     """A scale and the rule that changes it. Immutable: `value_and_grad` and `step` return the next one.
 
     It is a pytree: the numbers of the state are its leaves, and the policy is static. It can be passed through `jit`,
@@ -48,11 +52,15 @@ class Scaler:
     policy: Policy
     state: Any
 
-    def __init__(self, policy: Policy | Literal["auto"] = "auto", state: ScaleState | None = None) -> None:
+    _adapter: ClassVar[str] = "jax"
+
+    @explains_settings("Scaler({})")
+    def __init__(self, policy: Policy | str = "auto", state: ScaleState | None = None) -> None:
         """Makes the scaler of the first step.
 
         Args:
-            policy: the rule for the scale. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
+            policy: the rule for the scale, or its name as on the command line, such as `"dynamic:growth_interval=100"`.
+                `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
             state: where to continue, as `gradscale.import_state` returns it; by default the policy's start.
 
         Raises:
@@ -65,6 +73,10 @@ class Scaler:
         register_with_flax(Scaler)
         object.__setattr__(self, "policy", rule)
         object.__setattr__(self, "state", as_pytree(start))
+
+    def __repr__(self) -> str:
+        """Returns policy, scale and counts as text. Never synchronizes: what is on a device is not read."""
+        return scaler_text("Scaler", [policy_text(self.policy)], self.state, None, shown)
 
     @property
     def loss_scale(self) -> Array:
@@ -185,7 +197,7 @@ class Scaler:
         return with_values(object.__new__(cls), {"policy": policy, "state": children[0]})
 
 
-def static_policy(policy: Policy | Literal["auto"]) -> Policy:
+def static_policy(policy: Policy | str) -> Policy:
     """Returns the policy that is meant; raises unless JAX can hash it: it is a static part of the scaler."""
     meant = as_policy(policy)
     try:

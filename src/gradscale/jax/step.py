@@ -52,9 +52,17 @@ class Step:
     axes: tuple[str, ...]
 
     @classmethod
-    def of(cls, policy: Policy, clip_norm: float | None, norm: bool, axis_names: AxisNames) -> Self:
+    def of(
+        cls,
+        policy: Policy,
+        clip_norm: float | None,
+        norm: bool,
+        axis_names: AxisNames,
+        mean_axes: tuple[str, ...] = (),
+    ) -> Self:
         """Returns the step for the caller's arguments. Call it where the step is traced: axes are known only there."""
-        return cls(policy, Plan.of(policy, norm=norm, clip_norm=clip_norm), clip_norm, mapped_axes(axis_names))
+        axes = mapped_axes(axis_names, mean_axes)
+        return cls(policy, Plan.of(policy, norm=norm, clip_norm=clip_norm), clip_norm, axes)
 
     def attempt(self, state: Any, gradients: Gradients, loss_finite: Array) -> Attempt:
         """Returns gradients that the scale of `state` made, measured and agreed on."""

@@ -1,12 +1,13 @@
 """`scaled`: loss scaling as an optax transformation, around the optimizer."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
 from jax import Array
 
 from gradscale.engine.decide import check_clip
+from gradscale.engine.other_arguments import explains_settings
 from gradscale.jax.agree import AxisNames, zeros
 from gradscale.jax.apply import check_accumulation, gated
 from gradscale.jax.optimizer import in_types_of, trainable, update
@@ -27,9 +28,10 @@ class ScaledState(NamedTuple):
     inner: Any
 
 
+@explains_settings("scaled(tx, policy={})")
 def scaled(
     tx: optax.GradientTransformation,
-    policy: Policy | Literal["auto"] = "auto",
+    policy: Policy | str = "auto",
     clip_norm: float | None = None,
     *,
     axis_names: AxisNames = None,
@@ -61,7 +63,7 @@ def scaled(
 
     Args:
         tx: the optimizer.
-        policy: the rule for the scale, or `"auto"`, as for `Scaler`.
+        policy: the rule for the scale, or its name, as for `Scaler`.
         clip_norm: bound on the norm of all gradients together, unscaled.
         axis_names: mapped axes to agree over. By default all axes of `shard_map` and `pmap`.
         wide_state: keep the state of `tx` in float32 where parameters are narrower. In FP16, moments lose the small

@@ -10,6 +10,7 @@ from jax import Array
 from gradscale.engine.decide import check_clip
 from gradscale.engine.retries import check_retries
 from gradscale.jax.agree import AxisNames, mapped_axes
+from gradscale.jax.bf16 import note_if_bf16
 from gradscale.jax.forward import Forward, Signature, forward
 from gradscale.jax.remember import StepResult
 from gradscale.jax.retry import attempts
@@ -60,7 +61,7 @@ def value_and_grad(
         retries: how often to run the backward pass again, at a lower scale each time, when it overflows. The forward
             pass is run once, and its residuals stay in memory until the last attempt.
         axis_names: mapped axes to agree over: what one device finds counts for all of them. By default all axes of
-            `shard_map` and `pmap`.
+            `shard_map` and `pmap`, and `mean_axes`.
         mean_axes: mapped axes to average the gradients over before they are measured, under `pmap` and with
             `check_vma=False`.
 
@@ -71,12 +72,18 @@ def value_and_grad(
     check_clip("clip_norm", clip_norm)
     check_retries(retries)
     signature = Signature.of(argnums, has_aux)
+    types_known = False
 
     def value_and_gradients(scaler: Scaler, *args: Any, **kwargs: Any) -> tuple[Any, Any, Scaler, StepResult]:
+        nonlocal types_known
         _check_scaler(scaler)
-        step = Step.of(scaler.policy, clip_norm, norm, axis_names)
+        means = mapped_axes(mean_axes)
+        step = Step.of(scaler.policy, clip_norm, norm, axis_names, means)
         run = forward(fun, signature, scaler.policy, args, kwargs)
-        last, retried = _backward(step, scaler.state, run, retries, mean_axes)
+        if not types_known:
+            types_known = True
+            note_if_bf16(run.pullback, scaler.policy)
+        last, retried = _backward(step, scaler.state, run, retries, means)
         gradients, state, result = step.finish(scaler.state, last, run.params.names, retried)
         if gradients.overwrites and result.gated:
             # A backward pass that overflowed may have put an inf into an amax history.
@@ -89,15 +96,14 @@ def value_and_grad(
 
 
 def _backward(
-    step: Step, state: Any, run: Forward, retries: int, mean_axes: str | tuple[str, ...]
+    step: Step, state: Any, run: Forward, retries: int, mean_axes: tuple[str, ...]
 ) -> tuple[Attempt, Array | int]:
     """Runs the backward pass, and again while it overflows; returns the last attempt and the number of retries."""
-    axes = mapped_axes(mean_axes)
-    run.check_mean(axes)
+    run.check_mean(mean_axes)
     loss_finite = jnp.isfinite(run.loss)
     if retries and step.plan.checks and run.params.of(Leaf.TRAINED):
-        return attempts(step, state, functools.partial(run.gradients, mean_axes=axes), loss_finite, retries)
-    return step.attempt(state, run.gradients(state.scale, axes), loss_finite), 0
+        return attempts(step, state, functools.partial(run.gradients, mean_axes=mean_axes), loss_finite, retries)
+    return step.attempt(state, run.gradients(state.scale, mean_axes), loss_finite), 0
 
 
 def _check_scaler(scaler: Any) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import keras
 
@@ -12,7 +12,7 @@ from gradscale.peers import import_state
 from gradscale.policies.contract import Policy, ScaleState
 
 
-def adopt(model: Any, policy: Policy | Literal["auto"] | None = None) -> LossScaleOptimizer:
+def adopt(model: Any, policy: Policy | str | None = None) -> LossScaleOptimizer:
     """Replaces the model's own loss scaling by gradscale's, and returns the model's new optimizer.
 
     Scale, clean steps and the inner optimizer with all its state are kept. For a model from `keras.saving.load_model`,
@@ -64,14 +64,15 @@ def read_tf_checkpoint(path: str | Path) -> tuple[Policy, ScaleState]:
     return import_state("tf-keras", {name: reader.get_tensor(name) for name in names})
 
 
-def _replacement(before: Any, policy: Policy | Literal["auto"] | None) -> LossScaleOptimizer:
+def _replacement(before: Any, policy: Policy | str | None) -> LossScaleOptimizer:
     """Returns an optimizer that continues from `before`."""
     settings: dict[str, Any] = {"policy": policy}
     if policy is None:
         settings = {"initial_scale": before.initial_scale, "dynamic_growth_steps": before.dynamic_growth_steps}
     after = LossScaleOptimizer(before.inner_optimizer, name=before.name, **settings)
     if before.built:
-        after.build(before._trainable_variables)
+        # Those of the inner optimizer: Keras's own class keeps no list of them before Keras 3.12.
+        after.build(before.inner_optimizer._trainable_variables)
         (scale,), (clean_steps,) = (
             on_host(before.dynamic_scale.value, "float32"),
             on_host(before.step_counter.value, "int32"),

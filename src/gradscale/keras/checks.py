@@ -1,12 +1,13 @@
 """The arguments of the optimizer: the policy that they give, and what is refused."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import keras
 
+from gradscale.engine.bf16 import may_be_noted, note_bf16
 from gradscale.engine.saved import policy_from_dict
-from gradscale.policies.auto import as_policy
+from gradscale.peers.specs import as_policy
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_count, check_scale
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
@@ -16,7 +17,7 @@ DYNAMIC_GROWTH_STEPS = 2000
 """Keras's own defaults."""
 
 
-def chosen_policy(initial_scale: float, dynamic_growth_steps: int, policy: Policy | Literal["auto"] | None) -> Policy:
+def chosen_policy(initial_scale: float, dynamic_growth_steps: int, policy: Policy | str | None) -> Policy:
     """Returns the rule: `policy`, or Keras's own where there is none, which doubles and halves.
 
     Keras's scale can reach infinity or zero, and then never changes. Here it stays between 2**-126 and 2**126.
@@ -73,6 +74,16 @@ def check_dynamic(dynamic: bool) -> None:
         raise ValueError(
             "A scale that never changes is a policy. Received: dynamic=False. "
             "Pass `policy=Static(1024.0)`, or use the inner optimizer alone with its `loss_scale_factor`."
+        )
+
+
+def note_if_bf16(policy: Policy) -> None:
+    """Logs that scaling is not needed if layers compute in BF16 by Keras's present dtype policy."""
+    present: Any = keras.config.dtype_policy()
+    if present.compute_dtype == "bfloat16" and may_be_noted(policy):
+        note_bf16(
+            f"A LossScaleOptimizer was built under Keras's dtype policy {present.name!r}.",
+            "Compile the model with the inner optimizer alone; `gradscale.keras.precision` chooses for you.",
         )
 
 

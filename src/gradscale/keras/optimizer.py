@@ -1,12 +1,15 @@
 """`LossScaleOptimizer`: Keras's class of that name with gradscale's rules, and with results for custom loops."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Self
 
 import keras
 import numpy as np
 
+from gradscale.engine.other_arguments import explains_settings
+from gradscale.engine.other_names import OtherNames
 from gradscale.engine.saved import check_state
+from gradscale.engine.texts import policy_text, scaler_text
 from gradscale.keras.checks import (
     DYNAMIC_GROWTH_STEPS,
     INITIAL_SCALE,
@@ -17,9 +20,11 @@ from gradscale.keras.checks import (
     check_passed_in,
     check_stateless,
     chosen_policy,
+    note_if_bf16,
     with_policy,
 )
-from gradscale.keras.measure import BACKEND, Gradients
+from gradscale.keras.compat import check_inner_settings, check_overwritten
+from gradscale.keras.measure import BACKEND, Gradients, overwrites
 from gradscale.keras.remember import StepResult, metrics_on_host, result_of, result_without_gradients
 from gradscale.keras.step import run_step, unscaled
 from gradscale.keras.variables import FIRST, SCALE_INDEX, StateLayout, fitted, on_host
@@ -30,7 +35,7 @@ KerasLossScaleOptimizer: Any = keras.optimizers.LossScaleOptimizer
 
 
 @keras.saving.register_keras_serializable(package="gradscale")
-class LossScaleOptimizer(KerasLossScaleOptimizer):
+class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
     """Scales the loss for another optimizer, checks and unscales the gradients, and skips a step that overflowed.
 
     A drop-in for Keras's own class, with its arguments. Those give Keras's rule; `policy` gives any other.
@@ -40,6 +45,9 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
     2000
     """
 
+    _adapter: ClassVar[str] = "keras"
+
+    @explains_settings("LossScaleOptimizer(inner_optimizer, policy={})")
     def __init__(
         self,
         inner_optimizer: Any,
@@ -47,7 +55,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         dynamic_growth_steps: int = DYNAMIC_GROWTH_STEPS,
         name: str | None = None,
         *,
-        policy: Policy | Literal["auto"] | None = None,
+        policy: Policy | str | None = None,
         **kwargs: Any,
     ) -> None:
         """Makes an optimizer before its first step.
@@ -58,17 +66,19 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
             initial_scale: scale of the first step, for Keras's own rule.
             dynamic_growth_steps: clean steps in a row before the scale doubles, for Keras's own rule.
             name: name of the optimizer.
-            policy: the rule for the scale, instead of Keras's own. `"auto"` is `Headroom()`, which follows the
-                gradients of an FP16 run.
+            policy: the rule for the scale, instead of Keras's own, or its name as on the command line, such as
+                `"dynamic:growth_interval=100"`. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
             **kwargs: what Keras's own class takes, to read old files.
 
         Raises:
             TypeError: `inner_optimizer` is not an optimizer, or `policy` is not a policy.
             ValueError: `inner_optimizer` scales the loss itself, `policy` was given with Keras's arguments, one of
-                these is out of range, or `dynamic=False` was given.
+                these is out of range, `dynamic=False` was given, or a setting of the inner optimizer, such as
+                `clipnorm`.
         """
         check_inner(inner_optimizer)
         check_dynamic(kwargs.get("dynamic", True))
+        check_inner_settings(kwargs)
         rule = chosen_policy(initial_scale, dynamic_growth_steps, policy)
         layout = StateLayout(rule.start())
         super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, name=name, **kwargs)
@@ -78,6 +88,14 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         # Keras's attribute: the scale that training starts from.
         if self._has_own_rule:
             self.initial_scale = float(layout.start.scale)
+
+    def __repr__(self) -> str:
+        """Returns inner optimizer, policy, scale and counts as text. Never synchronizes."""
+        places = [BACKEND.place(variable.value) for variable in self._state_variables] if self.built else []
+        elsewhere = next(filter(None, places), None)
+        state = self._layout.start if elsewhere else self.state
+        about = [type(self.inner_optimizer).__name__, policy_text(self._policy)]
+        return scaler_text("LossScaleOptimizer", about, state, None, lambda number: elsewhere or number.item())
 
     @property
     def policy(self) -> Policy:
@@ -206,6 +224,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Makes the variables of the scale, then those of the inner optimizer. Keras calls this."""
+        note_if_bf16(self._policy)
         # Before the inner optimizer's, in Keras's order: a checkpoint knows variables by index only.
         for variable in self._layout.variables:
             setattr(self, variable.name, variable.added_to(self))
@@ -255,8 +274,8 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
             self.load_state(fitted(self.state, self._policy))
 
     def get_config(self) -> dict[str, Any]:
-        """Returns Keras's four settings, or name, inner optimizer and policy where one was given."""
-        # Without a policy exactly Keras's four keys, which its own class accepts too.
+        """Returns what Keras's own class does, or name, inner optimizer and policy where one was given."""
+        # Without a policy exactly Keras's keys, four of them from Keras 3.12 on, which its own class accepts too.
         config = super().get_config()
         if not self._has_own_rule:
             return config
@@ -276,7 +295,9 @@ class LossScaleOptimizer(KerasLossScaleOptimizer):
         self._check_passed_in("apply", "Call `stateless_apply_if_finite(optimizer_variables, grads, ...)`.")
         variables = self._trainable_variables if trainable_variables is None else trainable_variables
         check_pairs(grads, variables)
-        return Gradients(list(grads), list(variables))
+        gradients = Gradients(list(grads), list(variables))
+        check_overwritten([overwrites(variable) for _, variable in gradients.present])
+        return gradients
 
     def _check_passed_in(self, what: str, instead: str) -> None:
         check_passed_in(what, instead, BACKEND.is_constant(self.dynamic_scale.value))

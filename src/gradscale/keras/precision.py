@@ -1,7 +1,7 @@
 """Keras's dtype policy, paired with the scaling policy and the optimizer that it needs."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import keras
 
@@ -9,6 +9,8 @@ from gradscale.keras.checks import check_inner
 from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.policies.contract import Policy
 from gradscale.policies.static import NoScaling
+
+__all__ = ["Precision", "current", "set"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Precision:
     name: str
     compute_dtype: str
     variable_dtype: str
-    policy: Policy | Literal["auto"]
+    policy: Policy | str
 
     @property
     def needs_scaling(self) -> bool:
@@ -46,7 +48,7 @@ class Precision:
         return LossScaleOptimizer(optimizer, policy=self.policy) if self.needs_scaling else optimizer
 
 
-def set(name: Any, policy: Policy | Literal["auto"] = "auto") -> Precision:
+def set(name: Any, policy: Policy | str = "auto") -> Precision:
     """Sets Keras's dtype policy for all layers that are made afterwards, and returns it with its scaling policy.
 
         chosen = precision.set("mixed_float16")
@@ -63,7 +65,7 @@ def set(name: Any, policy: Policy | Literal["auto"] = "auto") -> Precision:
     return current(policy)
 
 
-def current(policy: Policy | Literal["auto"] = "auto") -> Precision:
+def current(policy: Policy | str = "auto") -> Precision:
     """Returns Keras's current dtype policy with its scaling policy.
 
     Args:

@@ -9,6 +9,7 @@ import numpy as np
 from gradscale.engine import result
 from gradscale.engine.culprits import Culprit, culprits_of
 from gradscale.engine.metrics import host_metrics
+from gradscale.keras import backends
 from gradscale.policies.contract import ScaleState
 from gradscale.record import Array
 
@@ -35,6 +36,13 @@ class StepResult(result.StepResult):
         Does not read the gradients again: the sizes were kept from the step.
         """
         return culprits_of(self.names, [] if self.sizes is None else _on_host(self.sizes).tolist())
+
+    @staticmethod
+    def _shown(value: Any) -> Any:
+        if isinstance(value, bool | int):
+            return value
+        # Looked up here: the module of the JAX backend imports this one.
+        return backends.current().place(value) or _on_host(value).item()
 
     def __tf_flatten__(self) -> tuple[Any, Any]:
         """Returns what is static, and the tensors. `tf.function` calls this."""

@@ -1,5 +1,9 @@
 """Loss scaling for MXNet's Gluon: the names of `mxnet.contrib.amp`, and a finite check before every update."""
 
+from gradscale._extras import require
+
+require(__name__, "mxnet", extra="mxnet")
+
 from gradscale.engine.culprits import Culprit
 from gradscale.engine.result import Status, StepResult
 from gradscale.engine.stuck import ScaleStuck

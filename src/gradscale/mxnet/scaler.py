@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,7 @@ class LossScaler(HostScaler):
     to the host at every step.
     """
 
+    _adapter: ClassVar[str] = "mxnet"
     _clip_norm: float | None = None
     _losses: Losses
     _before_unscale: Observation | None

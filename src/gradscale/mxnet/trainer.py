@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from mxnet import autograd
 
+from gradscale.engine.other_arguments import explains_settings
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.mxnet.agree import Workers, init_params_and_wait
 from gradscale.mxnet.apply import apply
@@ -22,9 +23,10 @@ MXNETS_RULE = Dynamic(min_scale=LOWEST_SCALE, max_scale=2.0**24)
 """The rule of MXNet's amp without its lag of a step, and with a floor: MXNet's can reach zero, and stays there."""
 
 
+@explains_settings("init_trainer(trainer, policy={})")
 def init_trainer(
     trainer: Any,
-    policy: Policy | Literal["auto"] | None = None,
+    policy: Policy | str | None = None,
     *,
     clip_norm: float | None = None,
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
@@ -38,7 +40,7 @@ def init_trainer(
     Args:
         trainer: a `gluon.Trainer`.
         policy: the rule for the scale. By default that of MXNet's amp without its lag of a step, and with a floor of
-            2**-126. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
+            2**-126. A policy or its name, as for `LossScaler`.
         clip_norm: bound on the norm of all gradients together, unscaled and divided by the size of the batch.
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try or a loss that is not finite,
             before the run is stuck.

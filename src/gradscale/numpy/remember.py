@@ -6,7 +6,7 @@ from typing import Any
 from gradscale.engine import result as engine
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class StepResult(engine.StepResult):
     """The result of one `step`: that of every adapter, and the gradients. All values are plain numbers.
 

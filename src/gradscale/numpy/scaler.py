@@ -1,7 +1,7 @@
 """`LossScaler`: the five stages of a training step, for gradients in numpy arrays."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -29,13 +29,15 @@ class LossScaler(HostScaler):
     (False, 512.0, [Culprit(name='weight', kind='inf', count=1)])
 
     Args:
-        policy: the rule for the scale. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
+        policy: the rule for the scale, or its name as on the command line, such as `"dynamic:growth_interval=100"`.
+            `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
         state: the state to continue from, as `gradscale.import_state` returns it; by default the policy's start.
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
             or call a function with it. `"ignore"` does nothing.
     """
 
+    _adapter: ClassVar[str] = "numpy"
     _losses_finite: bool
     _last_loss_finite: bool
 

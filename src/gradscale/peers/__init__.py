@@ -59,15 +59,18 @@ def _peers() -> dict[str, Peer]:
 PEERS: Mapping[str, Peer] = MappingProxyType(_peers())
 """Every system, by name."""
 
-_ALIASES = {
-    "accelerate": "torch",
-    "lightning": "torch",
-    "pytorch": "torch",
-    "torch-xla": "torch",
-    "megatron-lm": "megatron",
-    "tensorflow": "tf-keras",
-    "tf": "tf-keras",
-}
+SYSTEM_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "accelerate": "torch",
+        "lightning": "torch",
+        "pytorch": "torch",
+        "torch-xla": "torch",
+        "megatron-lm": "megatron",
+        "tensorflow": "tf-keras",
+        "tf": "tf-keras",
+    }
+)
+"""Other names of systems."""
 
 
 def preset(system: str, variant: str | None = None, **peer_config: Any) -> Policy:
@@ -153,7 +156,7 @@ def export_state(system: str, policy: Policy, state: ScaleState) -> dict[str, An
 
 def _peer(system: str) -> Peer:
     name = str(system).strip().lower().replace("_", "-")
-    found = PEERS.get(_ALIASES.get(name, name))
+    found = PEERS.get(SYSTEM_ALIASES.get(name, name))
     if found is None:
         raise ValueError(f"`system` must be one of {', '.join(PEERS)}. Received: {system!r}.")
     return found

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gradscale.engine.host import SCALARS
 from gradscale.peers._settings import check_float32
 from gradscale.policies.arithmetic import Namespace
 from gradscale.policies.checks import check_number
 from gradscale.policies.contract import ScaleState, Seen, counted
+from gradscale.policies.scalars import SCALARS
 from gradscale.record import Array, Record, leaf
 
 _LOG2_TOP = 16.0

@@ -1,6 +1,5 @@
 """The rules that change a scale, and the contract they share."""
 
-from gradscale.policies.auto import as_policy
 from gradscale.policies.contract import Policy, ScaleState, Seen
 from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.headroom import Headroom, HeadroomState
@@ -21,5 +20,4 @@ __all__ = [
     "ScaleState",
     "Seen",
     "Static",
-    "as_policy",
 ]

@@ -1,10 +1,10 @@
 """Checks of the settings of a policy. Those that take the policy itself also set what they rounded."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradscale.formats import Format
+from gradscale.formats import FP16, Format, get_format
 
 LOWEST_SCALE = 2.0**-126
 HIGHEST_SCALE = 2.0**126
@@ -89,13 +89,23 @@ def check_bounds(policy: Any) -> None:
     object.__setattr__(policy, "init_scale", float(np.clip(np.float32(policy.init_scale), low, high)))
 
 
+if TYPE_CHECKING:
+
+    class FormatField:
+        """A setting that is given as a format, its name or a dtype, and read as a format."""
+
+        def __get__(self, instance: Any, owner: Any) -> Format: ...
+        def __set__(self, instance: Any, value: Format | str) -> None: ...
+else:
+    FormatField = Format
+
+FORMAT_FP16: Any = FP16
+"""The default of such a setting."""
+
+
 def check_format(policy: Any) -> None:
-    """Raises unless `policy.format` is a `Format`."""
-    if not isinstance(policy.format, Format):
-        raise TypeError(
-            f"`format` must be a Format, such as `gradscale.FP16`. Received: format={policy.format!r}. "
-            "`gradscale.get_format` finds one by its name or dtype."
-        )
+    """Sets `policy.format` to the format that its name or dtype means; raises if there is none."""
+    object.__setattr__(policy, "format", get_format(policy.format))
 
 
 def check_bits(policy: Any, *names: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
+from gradscale._shown import short
 from gradscale.policies.arithmetic import Namespace, bounded, smaller
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, USELESS_SCALE
 from gradscale.record import Array, Record, leaf
@@ -156,7 +157,15 @@ def backed_off(policy: Policy, state: S, overflow: Seen, xp: Namespace) -> S:
 def check_policy(policy: Any) -> None:
     """Raises if `policy` is not a policy that a scaler can run, or is the class of one."""
     if isinstance(policy, type) or not callable(getattr(policy, "next", None)):
-        raise TypeError(f"`policy` must be a policy, such as `Dynamic()`. Received: policy={policy!r}.")
+        fix = ""
+        if isinstance(policy, type) and hasattr(policy, "next"):
+            fix = f" This is a class: make one of it, as `{policy.__name__}()`."
+        elif isinstance(policy, int | float) and not isinstance(policy, bool):
+            fix = f" For a fixed scale use `Static({policy!r})`, for a first one `Dynamic(init_scale={policy!r})`."
+        raise TypeError(
+            "`policy` must be a policy, such as `Dynamic()`, or the name of one. "
+            f"Received: policy={' '.join(short(policy).split())}.{fix}"
+        )
     if "upper_share" in policy.needs and not hasattr(policy, "edge_magnitude"):
         raise TypeError(
             "A policy that needs `upper_share` must have an `edge_magnitude`, as `Histogram` has. "

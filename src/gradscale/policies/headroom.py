@@ -43,7 +43,7 @@ class Headroom(PeakPolicy):
     Scales are bit-exact on every framework.
 
     Attributes:
-        format: the format that the gradients must fit.
+        format: the format that the gradients must fit, or its name, such as `"fp16"`.
         init_scale: scale of the first step.
         margin_bits: headroom above the peak, in whole bits from 0 to 15. One more bit means fewer overflows, and a
             scale one binade lower.

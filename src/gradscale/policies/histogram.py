@@ -5,11 +5,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradscale.formats import FP16, Format
 from gradscale.policies.arithmetic import Namespace, bounded, pow2_floor, smaller
 from gradscale.policies.checks import (
+    FORMAT_FP16,
     HIGHEST_SCALE,
     USELESS_SCALE,
+    FormatField,
     check_bounds,
     check_counts,
     check_format,
@@ -51,7 +52,7 @@ class Histogram(Record):
     Scales are bit-exact on every framework, and are powers of two if `init_scale` and the bounds are.
 
     Attributes:
-        format: the format that the gradients must fit.
+        format: the format that the gradients must fit, or its name, such as `"fp16"`.
         init_scale: scale of the first step.
         edge: what share of the format's maximum the edge is.
         threshold: share of the elements that may be above the edge. With fewer than 10 million elements, 1e-7 means
@@ -74,7 +75,7 @@ class Histogram(Record):
     2**17
     """
 
-    format: Format = FP16
+    format: FormatField = FORMAT_FP16
     init_scale: float = 2.0**16
     edge: float = 0.0625
     threshold: float = 1e-7

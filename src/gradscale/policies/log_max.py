@@ -56,7 +56,7 @@ class LogMax(PeakPolicy):
     0.09 too low.
 
     Attributes:
-        format: the format that the gradients must fit.
+        format: the format that the gradients must fit, or its name, such as `"fp16"`.
         init_scale: scale of the first step.
         beta1: how much of the mean is kept at a step.
         beta2: how much of the variance is kept at a step.

@@ -16,7 +16,15 @@ import numpy as np
 
 from gradscale.formats import FP16, Format
 from gradscale.policies.arithmetic import Namespace, bounded, larger, pow2_floor, smaller, two_to
-from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, USELESS_SCALE, check_bounds, check_format
+from gradscale.policies.checks import (
+    FORMAT_FP16,
+    HIGHEST_SCALE,
+    LOWEST_SCALE,
+    USELESS_SCALE,
+    FormatField,
+    check_bounds,
+    check_format,
+)
 from gradscale.policies.contract import ScaleState, Seen, counted, verdict
 from gradscale.record import Array, Record, leaf
 
@@ -77,13 +85,13 @@ class PeakPolicy(Record):
     """The settings that every policy with a predicted peak has.
 
     Attributes:
-        format: the format that the gradients must fit.
+        format: the format that the gradients must fit, or its name, such as `"fp16"`.
         init_scale: scale of the first step.
         min_scale: the scale never falls below.
         max_scale: the scale never rises above.
     """
 
-    format: Format = FP16
+    format: FormatField = FORMAT_FP16
     init_scale: float = 2.0**16
     min_scale: float = field(default=USELESS_SCALE, kw_only=True)
     max_scale: float = field(default=HIGHEST_SCALE, kw_only=True)

@@ -7,6 +7,7 @@ from typing import Any, TypeGuard, cast
 import numpy as np
 
 from gradscale.formats import FP16, Format, get_format
+from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.replay.stack import Stack, stacked, unstacked
 from gradscale.replay.track import Track, read_track
@@ -72,7 +73,7 @@ class Replay:
 
 
 def replay(
-    policies: Policy | Iterable[Policy],
+    policies: Policy | str | Iterable[Policy | str],
     found_inf: Sequence[float] | Matrix | None = None,
     amax: Sequence[float] | Matrix | None = None,
     format: Format | str = FP16,
@@ -89,7 +90,7 @@ def replay(
     run of its own.
 
     Args:
-        policies: one policy, or any number of them, of the same kind or not.
+        policies: one policy or its name, such as `"dynamic:growth_interval=100"`, or any number of them.
         found_inf: for each step, whether a gradient was inf or NaN.
         amax: for each step, the largest magnitude of any unscaled gradient.
         format: the format in which gradients overflow; read where `amax` decides.
@@ -98,8 +99,8 @@ def replay(
 
     Raises:
         TypeError: something is not a policy, or a sequence does not hold numbers.
-        ValueError: nothing says which steps overflow, a policy reads what is not known, lengths differ, there is no
-            step or no policy, or a value is out of range.
+        ValueError: a name is not that of a policy, nothing says which steps overflow, a policy reads what is not known,
+            lengths differ, there is no step or no policy, or a value is out of range.
 
     >>> from gradscale import Dynamic, Static
     >>> run = replay([Dynamic(growth_interval=2), Static(1024)], found_inf=[0, 0, 1, 0])
@@ -108,8 +109,8 @@ def replay(
     >>> replay(Dynamic(), amax=[0.5, 1.5, 1.5]).skipped.tolist()
     [False, True, False]
     """
-    single = _is_policy(policies)
-    chosen = (policies,) if single else _checked(policies)
+    single = isinstance(policies, str) or _is_policy(policies)
+    chosen = _checked((policies,) if single else policies)
     track = read_track(found_inf, amax, loss_finite, upper_share, get_format(format))
     for policy in chosen:
         track.check_known(policy)
@@ -126,9 +127,9 @@ def _is_policy(value: Any) -> TypeGuard[Policy]:
 
 def _checked(policies: Any) -> tuple[Policy, ...]:
     """Returns the policies of a list that has at least one, and nothing else."""
-    if isinstance(policies, str | bytes | Mapping) or not isinstance(policies, Iterable):
+    if isinstance(policies, bytes | Mapping) or not isinstance(policies, Iterable):
         raise TypeError(f"`policies` must be a policy or a list of them. Received: {policies!r}.")
-    chosen = tuple(cast(Iterable[Any], policies))
+    chosen = tuple(as_policy(each) if isinstance(each, str) else each for each in cast(Iterable[Any], policies))
     for index, policy in enumerate(chosen):
         if not _is_policy(policy):
             raise TypeError(f"`policies` must hold policies, such as `Dynamic()`. Received: {policy!r} at {index}.")

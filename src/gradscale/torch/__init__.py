@@ -1,5 +1,9 @@
 """Loss scaling for PyTorch."""
 
+from gradscale._extras import require
+
+require(__name__, "torch", extra="torch")
+
 from gradscale.torch import compat as compat  # first: it raises where torch is too old for what follows
 
 # isort: split

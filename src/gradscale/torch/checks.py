@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gradscale._shown import short
 from gradscale.engine.stuck import callers_level
 from gradscale.torch.compat import grad_dtype, grad_fp32_needs
 from gradscale.torch.step.gradients import Gradients, Names, keeps_masters, parameters_of
@@ -23,10 +24,28 @@ def check_modules(model: Any) -> list[nn.Module]:
     if isinstance(model, Iterable) and not isinstance(model, nn.Module):
         found = list(model)
     if not all(isinstance(module, nn.Module) for module in found):
-        raise TypeError(
-            f"`model` must be a module or a list of modules. Received: {model!r}. Pass a policy as `policy=...`."
-        )
+        received = type(model).__name__ if isinstance(model, Optimizer) else short(model)
+        raise TypeError(f"`model` must be a module or a list of modules. Received: {received}. {_instead_of(model)}")
     return found
+
+
+def _instead_of(model: Any) -> str:
+    """Returns where to give what was given as the model."""
+    if isinstance(model, Optimizer):
+        return "`scaler.step(optimizer)` takes the optimizer; build the scaler as `LossScaler(model)`."
+    if isinstance(model, int | float):
+        return f"Give a first scale as `LossScaler(model, policy=Dynamic(init_scale={model!r}))`."
+    if isinstance(model, str | torch.device) and _is_device(model):
+        return f"Give a device by name, as `LossScaler(model, device={str(model)!r})`, or leave it out."
+    return "Pass a policy as `policy=...`."
+
+
+def _is_device(given: Any) -> bool:
+    try:
+        torch.device(given)
+    except RuntimeError:
+        return False
+    return True
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

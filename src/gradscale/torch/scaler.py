@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,13 @@ from torch._compile import _disable_dynamo  # lazy: `torch.compiler.disable` imp
 
 from gradscale.engine.decide import check_clip
 from gradscale.engine.measurement import Measurement
+from gradscale.engine.other_arguments import explains_settings
+from gradscale.engine.other_names import OtherNames
 from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
+from gradscale.engine.texts import policy_text, scaler_text
 from gradscale.peers import import_state
-from gradscale.policies.auto import as_policy
+from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.torch.accumulation.buffers import BufferGuard
 from gradscale.torch.accumulation.closure import RETRIES, holder_of, make_closure
@@ -21,12 +24,14 @@ from gradscale.torch.accumulation.edits import unscale, unscale_rest
 from gradscale.torch.accumulation.guard import Guard, OnSkip
 from gradscale.torch.accumulation.retry import Retry, check_backward, check_retriable, synchronising
 from gradscale.torch.accumulation.window import Windows, map_losses
+from gradscale.torch.bf16 import note_if_bf16
 from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, warn_of_half
 from gradscale.torch.fused_sgd import refuse_broken_fused_sgd
 from gradscale.torch.step.agree import Agreement
 from gradscale.torch.step.apply import apply, multiply
 from gradscale.torch.step.decide import Decision, Rule
 from gradscale.torch.step.gradients import Names, collect, numbers_of, parameters_of
+from gradscale.torch.step.host_copy import shown
 from gradscale.torch.step.measure import measure, measure_sizes
 from gradscale.torch.step.no_scaling import step_without_scaling
 from gradscale.torch.step.plan import StepPlan, plan_step
@@ -36,7 +41,7 @@ from gradscale.torch.step.result import StepResult
 Optimizer = torch.optim.Optimizer
 
 
-class LossScaler:
+class LossScaler(OtherNames):
     """Scales losses; unscales, checks, clips and applies their gradients in one call.
 
         scaler = LossScaler(model)
@@ -52,7 +57,8 @@ class LossScaler:
     Args:
         model: the module, or modules, trained. Gives gradients their names; needed for `retries`. Without it, or if a
             loss reaches other parameters, the graph of every loss is walked through, to find stale gradients.
-        policy: the rule for the scale. `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
+        policy: the rule for the scale, or its name as on the command line, such as `"dynamic:growth_interval=100"`.
+            `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
         device: where the scale is kept; by default where the first loss is.
         group: process group whose ranks decide together; by default every rank of an initialised `torch.distributed`.
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
@@ -60,10 +66,13 @@ class LossScaler:
             or call a function with it. `"ignore"` does nothing.
     """
 
+    _adapter: ClassVar[str] = "torch"
+
+    @explains_settings("LossScaler(model, policy={})")
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | None = None,
-        policy: Policy | Literal["auto"] = "auto",
+        policy: Policy | str = "auto",
         *,
         device: torch.device | str | None = None,
         group: Any = None,
@@ -78,6 +87,7 @@ class LossScaler:
         self._windows = Windows(self._rule, self._names)
         self._buffers: list[BufferGuard] = []
         self._warned_of_half = False
+        self._types_known = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy or a pickle: everything but the results and gradients of past steps.
@@ -91,6 +101,10 @@ class LossScaler:
                 "Do it after `scaler.step(...)`, or save `scaler.state_dict()`."
             )
         return self.__dict__
+
+    def __repr__(self) -> str:
+        """Returns policy, scale, counts and the status of the last step as text. Never synchronizes."""
+        return scaler_text("LossScaler", [policy_text(self.policy)], self._rule.state, self.last, shown)
 
     @property
     def policy(self) -> Policy:
@@ -117,7 +131,7 @@ class LossScaler:
         """
         if not self.policy.needs:
             return outputs
-        return map_losses(lambda output: self._windows.get(output.device).scaled(output), outputs)
+        return map_losses(self._scaled, outputs)
 
     @_disable_dynamo
     def backward(self, loss: Tensor, retries: int = 0, **kwargs: Any) -> None:
@@ -319,11 +333,12 @@ class LossScaler:
         """Returns the policy and its state as plain values: all it takes to continue bit-exactly. Synchronizes."""
         return write_saved(self._rule.policy, self._rule.state, float(self._rule.amax_ratio))
 
-    def load_state_dict(self, mapping: Mapping[str, Any], system: str | None = None) -> None:
+    def load_state_dict(self, mapping: Mapping[str, Any] | bytes, system: str | None = None) -> None:
         """Loads a saved policy and state, and discards gradients not yet stepped.
 
         Args:
-            mapping: what `state_dict` returned; or the dict of torch's `GradScaler`; or another system's.
+            mapping: what `state_dict` returned; or the dict of torch's `GradScaler`; or another system's, or the bytes
+                of its file.
             system: whose dict it is, as in `gradscale.import_state`, where it is neither of the first two.
         """
         saved = _read(mapping, system)
@@ -332,8 +347,19 @@ class LossScaler:
         # Zeros, as `zero_grad(set_to_none=False)` leaves them, have no scale.
         self._windows.close(zeros=False)
 
+    def _scaled(self, loss: Tensor) -> Tensor:
+        self._note_types(loss)
+        return self._windows.get(loss.device).scaled(loss)
+
+    def _note_types(self, loss: Tensor) -> None:
+        """Notes once, of the first loss, that no scaler is needed if its backward pass runs in BF16."""
+        if not self._types_known:
+            self._types_known = True
+            note_if_bf16(loss, self.policy, "LossScaler")
+
     def _retry(self, loss: Tensor, retries: int, kwargs: dict[str, Any], parameters: Sequence[Tensor] = ()) -> None:
         """Runs the backward pass of `loss`, again at a lower scale while it overflows."""
+        self._note_types(loss)
         together = {id(each): each for each in (*parameters, *self._windows.sharing_the_scale(loss))}
         window = self._windows.begin(loss.device)
         Retry(list(together.values()), self._rule, self._agreement.any_rank).backward(loss, window, retries, kwargs)
@@ -370,7 +396,7 @@ class LossScaler:
         return result
 
 
-def _read(mapping: Mapping[str, Any], system: str | None) -> Saved:
+def _read(mapping: Any, system: str | None) -> Saved:
     """Returns the saved state of gradscale or of another system; torch's `GradScaler` is recognised by a key."""
     if system is None and isinstance(mapping, Mapping) and "_growth_tracker" in mapping:
         system = "torch"

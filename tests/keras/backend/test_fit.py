@@ -97,7 +97,7 @@ def test_an_embedding_trains_by_sparse_gradients() -> None:
         keras.utils.set_random_seed(0)
         return keras.Sequential([keras.layers.Embedding(8, 3), keras.layers.Flatten(), keras.layers.Dense(1)])
 
-    words, targets = np.array([[1, 2], [1, 5]]), np.array([[1.0], [2.0]])
+    words, targets = np.array([[1, 2], [1, 5]], "int32"), np.array([[1.0], [2.0]])
     trained_models = []
     for optimizer in (SGD(0.125), LossScaleOptimizer(SGD(0.125), 1024.0)):
         trained_models.append(model())

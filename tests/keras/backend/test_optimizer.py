@@ -6,11 +6,14 @@ from typing import Any
 import keras
 import pytest
 from tests.keras.backend.helpers import network, numbers, tensors, variables
+from tests.other_names import check_answers
 
 from gradscale import Dynamic, Headroom, NoScaling, Policy, ScaleState, Static, preset
 from gradscale.keras import LossScaleOptimizer
+from gradscale.keras.measure import BACKEND
 
 SGD = keras.optimizers.SGD
+KerasOwn = keras.optimizers.LossScaleOptimizer
 
 ODD = Dynamic(
     init_scale=96.0,
@@ -46,9 +49,9 @@ def test_a_policy_beside_the_arguments_of_keras_is_refused(arguments: Any) -> No
         LossScaleOptimizer(SGD(), policy=Dynamic(), **arguments)
 
 
-@pytest.mark.parametrize("policy", ["automatic", Dynamic, 1024.0])
+@pytest.mark.parametrize("policy", [Dynamic, 1024.0])
 def test_what_is_no_policy_is_refused(policy: Any) -> None:
-    with pytest.raises(TypeError, match=r"`policy` must be .*a policy, such as `Dynamic\(\)`\. Received: policy="):
+    with pytest.raises(TypeError, match=r"`policy` must be .*a policy, such as `Dynamic\(\)`, .*Received: policy="):
         LossScaleOptimizer(SGD(), policy=policy)
 
 
@@ -76,9 +79,11 @@ def test_what_is_excluded_from_decay_is_excluded_in_the_inner_optimizer() -> Non
     assert numbers(*(model.value for model in models)) == [[2.0], [2.25]]
 
 
-def test_without_a_policy_the_config_has_the_four_keys_of_keras() -> None:
-    config = LossScaleOptimizer(SGD(), 3.0, 2, name="mine").get_config()
-    assert {key: config[key] for key in config if key != "inner_optimizer"} == {
+def test_without_a_policy_the_config_is_that_of_keras_own_class() -> None:
+    inner = SGD()
+    mine, own = (kind(inner, 3.0, 2, name="mine").get_config() for kind in (LossScaleOptimizer, KerasOwn))
+    assert mine == own
+    assert {key: mine[key] for key in ("name", "initial_scale", "dynamic_growth_steps")} == {
         "name": "mine",
         "initial_scale": 3.0,
         "dynamic_growth_steps": 2,
@@ -171,3 +176,41 @@ def test_the_state_of_another_policy_is_refused() -> None:
 def test_an_inner_optimizer_that_cannot_be_one_is_refused(inner: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         LossScaleOptimizer(inner)
+
+
+def test_a_policy_can_be_named_as_on_the_command_line() -> None:
+    assert LossScaleOptimizer(SGD(), policy="static:1024").policy == Static(1024)
+    with pytest.raises(ValueError, match=r"Received: policy='dynamc': .* Did you mean 'dynamic'\?"):
+        LossScaleOptimizer(SGD(), policy="dynamc")
+
+
+def test_names_of_other_scalers_are_answered_with_what_to_use() -> None:
+    optimizer = LossScaleOptimizer(SGD())
+    optimizer.build(variables(1.0))
+    check_answers(optimizer, "keras")
+
+
+def test_settings_of_other_scalers_are_answered_with_a_policy() -> None:
+    call = r"Use `LossScaleOptimizer\(inner_optimizer, policy=Dynamic\(init_scale=8\.0\)\)`"
+    with pytest.raises(TypeError, match=call):
+        LossScaleOptimizer(SGD(), init_scale=8.0)
+
+
+def test_optimizer_and_result_are_shown_with_scale_status_and_counts() -> None:
+    optimizer = LossScaleOptimizer(SGD(), policy=Dynamic(init_scale=8.0))
+    assert repr(optimizer) == "LossScaleOptimizer(SGD, Dynamic(init_scale=8.0), scale=8.0, applied=0, skipped=0)"
+    result = optimizer.apply_if_finite(tensors(float("inf")), variables(1.0))
+    numbers(optimizer.state.scale, result.applied)  # read first: on JAX they may not be computed yet
+    assert repr(optimizer) == "LossScaleOptimizer(SGD, Dynamic(init_scale=8.0), scale=4.0, applied=0, skipped=1)"
+    assert repr(result) == "StepResult(status=overflow, scale=8.0, next_scale=4.0)"
+    with pytest.raises(TypeError, match="A StepResult is neither true nor false"):
+        bool(result)
+
+
+def test_what_is_on_a_device_is_not_read_to_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = LossScaleOptimizer(SGD(), policy="dynamic")
+    result = optimizer.apply_if_finite(tensors(1.0), variables(1.0))
+    monkeypatch.setattr(BACKEND, "place", lambda _: "<on cuda:0>")
+    place = "scale=<on cuda:0>, applied=<on cuda:0>, skipped=<on cuda:0>"
+    assert repr(optimizer) == f"LossScaleOptimizer(SGD, Dynamic(), {place})"
+    assert repr(result) == "StepResult(status=<on cuda:0>, scale=<on cuda:0>, next_scale=<on cuda:0>)"

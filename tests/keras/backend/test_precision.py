@@ -8,6 +8,7 @@ import pytest
 from tests.keras.backend.helpers import data, network
 
 from gradscale import Dynamic, Headroom, NoScaling
+from gradscale.engine import bf16
 from gradscale.keras import LossScaleOptimizer, precision
 
 
@@ -67,3 +68,23 @@ def test_the_pair_trains_in_float16_and_is_not_wrapped_again() -> None:
     assert model.optimizer is optimizer
     assert model.layers[0].compute_dtype == "float16"
     assert after < before
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "notes"),
+    [
+        ("mixed_bfloat16", "auto", 1),
+        ("mixed_bfloat16", "none", 0),
+        ("mixed_float16", "auto", 0),
+        ("float32", "auto", 0),
+    ],
+)
+def test_an_optimizer_built_under_bf16_is_noted_once_as_one_that_is_not_needed(
+    name: str, policy: str, notes: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bf16, "_noted", [])
+    keras.config.set_dtype_policy(name)
+    for _ in range(2):
+        LossScaleOptimizer(keras.optimizers.SGD(), policy=policy).build([keras.Variable(1.0)])
+    assert len(caplog.messages) == notes
+    assert all(f"built under Keras's dtype policy {name!r}" in each for each in caplog.messages)

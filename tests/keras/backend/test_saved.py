@@ -123,6 +123,7 @@ def test_a_model_of_keras_own_class_is_adopted_and_continues_as_it_would_have(tm
     assert type(loaded.optimizer) is KerasOwn
     assert adopt(loaded) is loaded.optimizer
     assert type(loaded.optimizer) is LossScaleOptimizer
+    assert len(loaded.optimizer.trainable_variables) == len(loaded.trainable_variables)
     train_more(loaded)
     plain = train_more(model)
     assert loaded.optimizer.state.scale == host(plain.optimizer.dynamic_scale)
@@ -169,7 +170,7 @@ def test_an_inner_optimizer_that_has_been_at_work_keeps_its_state() -> None:
     class Bare(keras.optimizers.Optimizer):
         def build(self, variables: Any) -> None:  # unlike Keras's own optimizers it does not look if it is built
             super().build(variables)
-            self.moments = self.add_optimizer_variables(variables, "moment")
+            self.moments = [self.add_variable_from_reference(variable, "moment") for variable in variables]
 
     models, inner = variables([1.0]), Bare(0.01)
     inner.build(models)

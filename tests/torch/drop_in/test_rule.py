@@ -212,11 +212,9 @@ def test_policy_and_numbers_together_are_refused(argument: dict[str, Any], text:
         GradScaler("cpu", policy=Static(2.0), **argument)
 
 
-@pytest.mark.parametrize("bad", [Dynamic, "fast", 3])
+@pytest.mark.parametrize("bad", [Dynamic, 3])
 def test_what_is_no_policy_is_refused(bad: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"`policy` must be (.* or )?a policy, such as `Dynamic\(\)`\. Received: policy="
-    ):
+    with pytest.raises(TypeError, match=r"`policy` must be a policy, such as `Dynamic\(\)`, .*Received: policy="):
         GradScaler("cpu", policy=bad)
 
 

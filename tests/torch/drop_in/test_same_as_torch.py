@@ -336,9 +336,11 @@ def test_optimizer_with_a_grad_scaler_argument_is_handed_the_scaler(kind: Any) -
     owner, other = parameter(), parameter()
     scaler = ready(kind("cpu", init_scale=8.0))
     give((owner, 8.0), (other, 8.0))
+    # Both are kept: torch knows an optimizer by its `id`, which the next one may get once the first is freed.
+    takes, takes_tensors = Takes([owner], lr=0.1), TakesTensors([other], lr=0.1)
     with pytest.warns(FutureWarning, match="GradScaler is going to stop passing itself"):
-        assert scaler.step(Takes([owner], lr=0.1)) is scaler
-    grad_scale, found_inf = scaler.step(TakesTensors([other], lr=0.1))
+        assert scaler.step(takes) is scaler
+    grad_scale, found_inf = scaler.step(takes_tensors)
     assert (grad_scale, found_inf) == (torch.tensor(8.0), torch.tensor(0.0))
     scaler.update()
 

@@ -94,7 +94,7 @@ REFUSED: list[tuple[Precision, dict[str, Any], str]] = [
     (O2, {"keep_fp32": "head"}, r"must be a tuple .* Received: keep_fp32='head'. .*`keep_fp32=\('head',\)`"),
     (O2, {"keep_fp32": (int,)}, r"types of modules. Received: <class 'int'>"),
     (O2, {"keep_fp32": (nn.Linear(1, 1),)}, r"types of modules. Received: Linear"),
-    (O1, {"policy": "dynamic"}, r"`policy` must be a policy, .* Received: policy='dynamic'"),
+    (O1, {"policy": "fast"}, r"`policy` must be a policy, .* Received: policy='fast'"),
     (O1, {"policy": Dynamic}, r"`policy` must be a policy"),
     (O1, {"output": torch.int8}, r"`output` must be a floating-point dtype, or None .* Received: output=torch.int8"),
     (O1, {"output": "float32"}, r"`output` must be a floating-point dtype"),

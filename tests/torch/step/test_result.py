@@ -50,7 +50,13 @@ def test_the_result_says_what_became_of_the_step(
     assert result.loss_finite.item() is (status is not Status.NONFINITE_LOSS)
     assert (result.scale.item(), result.next_scale.item()) == (1024.0, next_scale)
     assert result.attempted
-    assert repr(result) == f"StepResult(applied={applied})"
+
+
+def test_a_result_has_no_truth_value_but_its_flags_have() -> None:
+    _, result = stepped()
+    with pytest.raises(TypeError, match=r"A StepResult is neither true nor false\. Use `result\.skipped\(\)`"):
+        bool(result)
+    assert result.applied
 
 
 def test_a_loss_that_was_not_finite_in_any_micro_batch_takes_precedence() -> None:

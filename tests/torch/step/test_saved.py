@@ -1,6 +1,7 @@
 """`state_dict` and `load_state_dict`: a run saved at any step, by any scaler, is resumed bit-exactly."""
 
 import copy
+import io
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -133,6 +134,21 @@ def test_another_systems_state_is_read_and_goes_on_by_its_rule(system: str, conf
     run.train(range(4, 10))
     resumed.train(range(4, 10))
     assert run.scales == resumed.scales
+
+
+def test_the_bytes_of_another_systems_file_are_read() -> None:
+    policy = preset("deepspeed", scale_window=3)
+    file = io.BytesIO()
+    torch.save({"optimizer": export_state("deepspeed", policy, policy.start()) | {"weight": torch.ones(2)}}, file)
+    scaler = LossScaler(policy=Dynamic())
+    scaler.load_state_dict(file.getvalue(), system="deepspeed")
+    assert scaler.loss_scale.item() == 2.0**16
+    assert scaler.policy == policy
+
+
+def test_bytes_without_a_system_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"takes what `state_dict` returned. Received: bytes"):
+        LossScaler(policy=Dynamic()).load_state_dict(b"scale")
 
 
 def test_loading_keeps_the_device() -> None:

@@ -183,13 +183,13 @@ def test_raising_goes_on_and_the_state_stays_whole() -> None:
         ),
         (
             {"policy": "fast"},
-            TypeError,
-            "`policy` must be 'auto' or a policy, such as `Dynamic()`. Received: policy='fast'",
+            ValueError,
+            "`policy` must be a policy, such as `Dynamic()`, or name one. Received: policy='fast': there is no policy",
         ),
         (
             {"policy": Dynamic},
             TypeError,
-            "`policy` must be a policy, such as `Dynamic()`. Received: policy=<class",
+            "`policy` must be a policy, such as `Dynamic()`, or the name of one. Received: policy=<class",
         ),
         ({"model": Dynamic()}, TypeError, "`model` must be a module or a list of modules. Received: Dynamic("),
         ({"model": [1]}, TypeError, "`model` must be a module or a list of modules. Received: [1]. Pass a policy as"),

@@ -186,6 +186,25 @@ def test_metrics_have_every_name_while_no_number_has_arrived() -> None:
     assert scaler.metrics()["scale"] == 8.0
 
 
+@pytest.mark.parametrize("kind", ["LossScaler", "GradScaler"])
+def test_nothing_is_read_or_copied_to_show_a_scaler_and_its_result(kind: str) -> None:
+    model = small_model()
+    optimizer = OPTIMIZERS["sgd fused"](model.parameters())
+    scaler: Any = LossScaler(model, Dynamic()) if kind == "LossScaler" else GradScaler("sim")
+    scaler.scale(_loss(model, 0)).backward()
+    scaler.step(optimizer)
+    if kind == "GradScaler":
+        scaler.update()
+    with host.busy(), host.waits() as waits:
+        shown, result = repr(scaler), repr(scaler.last)
+    assert waits == host.Waits()
+    about = "Dynamic(), " if kind == "LossScaler" else ""
+    assert shown == f"{kind}({about}scale=<on sim:0>, applied=<on sim:0>, skipped=<on sim:0>, last=<on sim:0>)"
+    assert result == "StepResult(status=<on sim:0>, scale=<on sim:0>, next_scale=<on sim:0>)"
+    assert scaler.last.skipped() is False
+    assert repr(scaler.last).startswith("StepResult(status=applied, scale=<on sim:0>")
+
+
 POLLED = [(Dynamic(), "sgd foreach", True), (NoScaling(), "sgd fused", True), (Dynamic(), "sgd fused", None)]
 
 

@@ -4,10 +4,9 @@ from functools import partial
 
 from gradscale.demo.jax.train import JaxTrainer
 from gradscale.demo.text import LANGUAGE, load_text
-from gradscale.demo.train import Demo, Experiment, recipes
-from gradscale.policies.headroom import Headroom
+from gradscale.demo.train import RECIPES, Demo, Experiment
 
 DEMO = Demo(
-    recipes(Headroom()),
-    [Experiment(LANGUAGE, 300, lambda seed: partial(JaxTrainer, load_text(), seed))],
+    RECIPES,
+    [Experiment(LANGUAGE, 300, lambda seed: partial(JaxTrainer, load_text(), seed), 45.0)],
 )

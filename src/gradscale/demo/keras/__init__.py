@@ -6,6 +6,6 @@ import_keras()
 
 from gradscale.demo.digits import AUTOENCODER  # noqa: E402
 from gradscale.demo.keras.train import load  # noqa: E402
-from gradscale.demo.train import Demo, Experiment, recipes  # noqa: E402
+from gradscale.demo.train import RECIPES, Demo, Experiment  # noqa: E402
 
-DEMO = Demo(recipes("auto"), [Experiment(AUTOENCODER, 600, load)])
+DEMO = Demo(RECIPES, [Experiment(AUTOENCODER, 600, load, 60.0)])

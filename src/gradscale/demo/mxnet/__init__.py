@@ -7,12 +7,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from functools import partial
 
-from gradscale.demo.digits import AUTOENCODER, GROWTH_INTERVAL, load_digits
+from gradscale.demo.digits import AUTOENCODER, load_digits
 from gradscale.demo.mxnet.train import MXNetTrainer
-from gradscale.demo.train import Demo, Experiment, recipes
-from gradscale.policies.dynamic import Dynamic
+from gradscale.demo.train import RECIPES, Demo, Experiment
 
 DEMO = Demo(
-    recipes(Dynamic(growth_interval=GROWTH_INTERVAL)),
-    [Experiment(AUTOENCODER, 800, lambda seed: partial(MXNetTrainer, load_digits(seed), seed))],
+    RECIPES,
+    [Experiment(AUTOENCODER, 800, lambda seed: partial(MXNetTrainer, load_digits(seed), seed), 60.0)],
 )

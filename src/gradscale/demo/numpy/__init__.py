@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from gradscale.demo.digits import AUTOENCODER, GROWTH_INTERVAL, load_digits
+from gradscale.demo.digits import AUTOENCODER, load_digits
 from gradscale.demo.numpy.train import NumpyTrainer
-from gradscale.demo.train import Demo, Experiment, recipes
+from gradscale.demo.train import RECIPES, Demo, Experiment
 from gradscale.demo.workers import Workers
-from gradscale.policies.dynamic import Dynamic
 
 
 @contextmanager
@@ -21,7 +20,7 @@ def _one_blas_thread() -> Iterator[Workers]:
 
 
 DEMO = Demo(
-    recipes(Dynamic(growth_interval=GROWTH_INTERVAL)),
-    [Experiment(AUTOENCODER, 800, lambda seed: partial(NumpyTrainer, load_digits(seed), seed))],
+    RECIPES,
+    [Experiment(AUTOENCODER, 800, lambda seed: partial(NumpyTrainer, load_digits(seed), seed), 20.0)],
     _one_blas_thread,
 )

@@ -107,6 +107,10 @@ class Backend(Protocol):
         """Returns `finish(observation, update)`, which is run once for all replicas; `update` is run on each."""
         ...
 
+    def place(self, value: Any) -> str:
+        """Returns why a value cannot be read without synchronizing, as in `<on cuda:0>`; nothing where it can."""
+        ...
+
     def is_constant(self, value: Any) -> bool:
         """Returns whether a variable's value would be a constant of the function that is being compiled."""
         ...

@@ -14,9 +14,12 @@ from gradscale.engine.measurement import Measurement
 from gradscale.formats import FP32
 from gradscale.keras.backends import Assign, Observation, StepPlan, only_observation, single_call
 from gradscale.keras.remember import STATIC, TENSORS, StepResult
+from gradscale.kernels import jax_text
 from gradscale.kernels.jax import peak, real_parts, share_above, square
 
 XP = jnp
+
+place = jax_text.place
 
 # An array that `keras.distribution` shards over devices is one array here: there are no replicas.
 agree, merge_call = only_observation, single_call

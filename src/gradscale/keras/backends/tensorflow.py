@@ -117,6 +117,14 @@ def merge_call(
     return _replica_context().merge_call(cross_replica, args=(observation, grads, variables))
 
 
+def place(value: Any) -> str:
+    """Returns `<traced>` in a `tf.function`, `<on ...>` for a tensor that is not in host memory, else nothing."""
+    if tf.inside_function() or tf.is_symbolic_tensor(value):
+        return "<traced>"
+    device = getattr(value, "device", None) or "CPU"
+    return "" if "CPU" in device else f"<on {device}>"
+
+
 def is_constant(value: Any) -> bool:
     """Returns False: a compiled function reads its variables anew each time."""
     del value

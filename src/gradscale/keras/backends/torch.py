@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscale.engine.host import SCALARS
 from gradscale.engine.measurement import Measurement
 from gradscale.keras.backends import Assign, Observation, StepPlan, only_observation, single_call
 from gradscale.keras.variables import on_host
 from gradscale.kernels.torch import largest, norms, share_above, single, single_norm
+from gradscale.policies.scalars import SCALARS
 
 # numpy scalars on the host: 0.9 times the duration of a step of Keras's class, where `keras.ops` on tensors took 1.04.
 XP = SCALARS
@@ -66,6 +66,11 @@ def gate(applied: Any, update: Callable[[], None], variables: Sequence[Any], ass
     del variables, assign
     if applied:
         update()
+
+
+def place(value: Any) -> str:
+    """Returns `<on ...>` for a tensor that is not in host memory, else nothing."""
+    return f"<on {value.device}>" if isinstance(value, Tensor) and value.device.type != "cpu" else ""
 
 
 def is_constant(value: Any) -> bool:

@@ -5,7 +5,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,21 +14,26 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from gradscale.engine.measurement import Measurement
+from gradscale.engine.other_names import OtherNames
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
-from gradscale.policies.auto import as_policy
+from gradscale.engine.texts import policy_text, scaler_text
+from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.static import Static
+from gradscale.torch.bf16 import note_if_bf16
 from gradscale.torch.drop_in.saved import read_scaler, write_extra
 from gradscale.torch.drop_in.scale_bound import ScaleBound
 from gradscale.torch.drop_in.settings import (
     Bounds,
     changed,
+    check_device,
     check_number_of_rule,
     number_from_tensor,
     refuse_second_rule,
     settings_from,
     settings_of,
+    settings_text,
 )
 from gradscale.torch.drop_in.steps import Steps
 from gradscale.torch.drop_in.unscale import (
@@ -44,14 +50,17 @@ from gradscale.torch.fused_sgd import fault_of_fused_sgd
 from gradscale.torch.step import apply
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.gradients import collect
-from gradscale.torch.step.host_copy import host_value, moved
+from gradscale.torch.step.host_copy import host_value, moved, shown
 from gradscale.torch.step.measure import any_overflow, check, multiply_and_check
 from gradscale.torch.step.result import StepResult, Traces
 
 Optimizer = torch.optim.Optimizer
 
+TORCHS_RULE = Dynamic()
+"""The policy that torch's kernel runs, with the defaults of its settings."""
 
-class GradScaler(torch.amp.GradScaler):
+
+class GradScaler(torch.amp.GradScaler, OtherNames):
     """A drop-in for `torch.amp.GradScaler`: change the import, keep the loop.
 
         scaler = GradScaler("cuda")
@@ -75,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: factor by which the scale is multiplied when it backs off.
         growth_interval: clean steps in a row before the scale grows.
         enabled: False makes every method do nothing, and `step` just call the optimizer's.
-        policy: a rule for the scale, or `"auto"`, instead of the four numbers above. `NoScaling()` is the same as
+        policy: a rule for the scale, or its name, instead of the four numbers above. `NoScaling()` is the same as
             `enabled=False`.
         min_scale: lowest scale; by default 2**-126.
         max_scale: highest scale; by default the largest float32.
@@ -90,6 +99,8 @@ class GradScaler(torch.amp.GradScaler):
             scaler as an argument. Its `next_scale` is set by `update`.
     """
 
+    _adapter: ClassVar[str] = "torch drop-in"
+
     def __init__(
         self,
         device: str = "cuda",
@@ -99,13 +110,14 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        policy: Policy | Literal["auto"] | None = None,
+        policy: Policy | str | None = None,
         min_scale: float | None = None,
         max_scale: float | None = None,
         hysteresis: int = 1,
         max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
         on_stuck: OnStuck = "warn",
     ) -> None:
+        check_device(device)
         numbers = {
             "init_scale": init_scale,
             "growth_factor": growth_factor,
@@ -123,6 +135,7 @@ class GradScaler(torch.amp.GradScaler):
         self._bound = ScaleBound()
         self._divided: list[Optimizer] = []
         self._warned_of_fused_sgd = False
+        self._types_known = False
         if self._enabled:
             given = settings_from(numbers, min_scale, max_scale, hysteresis) if policy is None else settings_of(policy)
             for name in numbers:
@@ -130,6 +143,20 @@ class GradScaler(torch.amp.GradScaler):
             self._bounds = given.bounds
             self._rule = None if given.policy is None else Rule(given.policy)
         self._steps = Steps(max_consecutive_skips, on_stuck, self.get_scale())
+
+    def __repr__(self) -> str:
+        """Returns scale, counts and the status of the last step as text. Never synchronizes."""
+        if not self._enabled:
+            return "GradScaler(enabled=False)"
+        about = settings_text(self) if self._rule is None else [policy_text(self._rule.policy)]
+        counts = self._steps.counters
+        skipped = shown(counts.skipped)
+        state = SimpleNamespace(
+            scale=self._init_scale if self._scale is None else self._scale,
+            applied=skipped if isinstance(skipped, str) else counts.applied,  # computed on the device otherwise
+            skipped=skipped,
+        )
+        return scaler_text("GradScaler", about, state, self.last, shown)
 
     def scale(self, outputs: Any) -> Any:
         """Returns `outputs` times the scale: a tensor, or an iterable of tensors and further iterables.
@@ -164,6 +191,9 @@ class GradScaler(torch.amp.GradScaler):
             self._divided.clear()
         elif scaled.requires_grad:
             self._steps.losses.add(loss)
+            if not self._types_known:
+                self._types_known = True
+                note_if_bf16(loss, TORCHS_RULE if self._rule is None else self._rule.policy, "GradScaler")
             version = self._scale._version  # type: ignore[union-attr]
             scaled.register_hook(partial(self._on_backward, made_with, version))
         return scaled

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradscale._shown import short
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_count, check_number, check_scale
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
@@ -162,6 +163,31 @@ def check_interval(growth_interval: int) -> None:
             f"`growth_interval` must be at least 1. Received: growth_interval={growth_interval!r}. "
             "For a scale that does not grow, pass one that is larger than the number of steps."
         )
+
+
+def check_device(device: Any) -> None:
+    """Raises unless `device` may be the type of a device: torch takes anything here, and ignores it."""
+    if isinstance(device, str | torch.device):
+        return
+    fix = "Leave it out."
+    if isinstance(device, torch.optim.Optimizer):
+        fix = "`scaler.step(optimizer)` takes the optimizer."
+    elif isinstance(device, int | float):
+        fix = f"Give a scale by name, as `init_scale={device!r}`."
+    elif callable(getattr(device, "next", None)):
+        fix = "Give a policy by name, as `policy=...`."
+    elif isinstance(device, torch.nn.Module):
+        fix = "Leave the model out, or use `gradscale.torch.LossScaler(model)`."
+    raise TypeError(
+        "`device`, the first argument of `GradScaler`, must be the type of a device, such as 'cuda'. "
+        f"Received: {' '.join(short(device).split())}. {fix}"
+    )
+
+
+def settings_text(scaler: Any) -> list[str]:
+    """Returns the numbers of torch's rule that are not torch's defaults, as text."""
+    present = {name: getattr(scaler, f"_{name}") for name in TORCH_DEFAULTS if name != "init_scale"}
+    return [f"{name}={shown(value)}" for name, value in present.items() if value != TORCH_DEFAULTS[name]]
 
 
 def shown(value: Any) -> str:

@@ -9,6 +9,7 @@ from torch import nn
 
 from gradscale.torch.compat import autocast_widens
 from gradscale.torch.precision.input_output_cast import device_type, input_output_cast_of
+from gradscale.torch.wrappers import own_module, own_name
 
 LIKE_INPUT = "its input"
 
@@ -49,7 +50,7 @@ def compute_dtypes(model: nn.Module) -> Iterator[ModuleDtype]:
     """
     device = device_type(model)
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    yield from _compute_dtypes(model, "", device, autocast)
+    yield from _compute_dtypes(own_module(model), "", device, autocast)
 
 
 def _compute_dtypes(module: nn.Module, name: str, device: str, autocast: torch.dtype | None) -> Iterator[ModuleDtype]:
@@ -62,7 +63,7 @@ def _compute_dtypes(module: nn.Module, name: str, device: str, autocast: torch.d
         found = _compute_dtype(module, device, autocast)
     owned = chain(module.parameters(recurse=False), module.buffers(recurse=False))
     if found != LIKE_INPUT or next(owned, None) is not None:
-        yield ModuleDtype(name, module, found)
+        yield ModuleDtype(own_name(name), module, found)
     for child_name, child in module.named_children():
         yield from _compute_dtypes(child, f"{name}.{child_name}" if name else child_name, device, autocast)
 

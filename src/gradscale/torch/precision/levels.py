@@ -1,12 +1,13 @@
 """`Precision`, the settings of mixed-precision training, and the opt levels O0 to O3 of APEX."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from gradscale.policies.contract import Policy, check_policy
+from gradscale.peers.specs import as_policy
+from gradscale.policies.contract import Policy
 from gradscale.policies.static import NoScaling
 from gradscale.torch.cast import HALF_DTYPES
 from gradscale.torch.masters import Storage
@@ -28,8 +29,8 @@ class Precision:
         keep_fp32: modules that stay float32 with all their submodules: name patterns, as `fnmatch` reads them, or
             types.
         master_weights: the `storage` of `MasterWeights`, which keeps the low bits of half weights; None loses them.
-        policy: the scaling policy. `"auto"` is `Headroom()` for FP16, whose gradients vanish and overflow, and
-            `NoScaling()` for BF16 and FP32, which have the range.
+        policy: the scaling policy, or its name. `"auto"` is `Headroom()` for FP16, whose gradients vanish and overflow,
+            and `NoScaling()` for BF16 and FP32, which have the range.
         output: dtype that outputs of the model are cast to; None leaves them as they are.
     """
 
@@ -39,7 +40,7 @@ class Precision:
     keep_norm_fp32: bool = True
     keep_fp32: tuple[str | type[nn.Module], ...] = ()
     master_weights: Storage | None = None
-    policy: Policy | Literal["auto"] = "auto"
+    policy: Policy | str = "auto"
     output: torch.dtype | None = torch.float32
 
     def __post_init__(self) -> None:
@@ -48,14 +49,14 @@ class Precision:
         _check_weights(self)
         _check_kept(self.keep_fp32)
         if self.policy != "auto":
-            check_policy(self.policy)
+            object.__setattr__(self, "policy", as_policy(self.policy))
         if self.output is not None and not (isinstance(self.output, torch.dtype) and self.output.is_floating_point):
             raise ValueError(
                 "`output` must be a floating-point dtype, or None to leave the outputs of the model as they are. "
                 f"Received: output={self.output!r}."
             )
 
-    def scaling(self) -> Policy | Literal["auto"]:
+    def scaling(self) -> Policy | str:
         """Returns the policy for `LossScaler`.
 
         >>> O1.scaling(), replace(O1, compute=torch.bfloat16).scaling()

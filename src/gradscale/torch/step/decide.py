@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from gradscale.engine.decide import decide
-from gradscale.engine.host import EXACT, SCALARS
 from gradscale.engine.measurement import UNKNOWN_RATIO, Measurement, with_amax
 from gradscale.policies.contract import Policy, ScaleState, Seen, advanced, backed_off
+from gradscale.policies.scalars import EXACT, SCALARS
 from gradscale.policies.static import Static
 from gradscale.record import place
 from gradscale.torch.step import host_copy

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from gradscale.torch.wrappers import own_module, own_name
+
 Optimizer = torch.optim.Optimizer
 
 
@@ -127,7 +129,8 @@ def numbers_of(grad: Tensor) -> Tensor:
 class Names:
     """Names of parameters: from their module, else from their optimizer, else by their position in it.
 
-    Looked up at every call, which is rare, so that replaced parameters are found too.
+    As in the user's own model, without what `torch.compile`, DDP and other wrappers add. Looked up at every call, which
+    is rare, so that replaced parameters are found too.
 
     Attributes:
         modules: those that give the names.
@@ -143,8 +146,8 @@ class Names:
         """
         several = len(self.modules) > 1
         known = {id(parameter): place for parameter, place in _placed(optimizers)} | {
-            id(parameter): f"{index}.{name}" if several else name
-            for index, module in enumerate(self.modules)
+            id(parameter): f"{index}.{own_name(name)}" if several else own_name(name)
+            for index, module in enumerate(map(own_module, self.modules))
             for name, parameter in module.named_parameters()
         }
         return [known.get(id(parameter), "(a parameter that is gone)") for parameter in parameters]
@@ -156,4 +159,4 @@ def _placed(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, str]]:
         for group_index, group in enumerate(optimizer.param_groups):
             names = group.get("param_names")
             for index, parameter in enumerate(group["params"]):
-                yield parameter, names[index] if names else f"param_groups[{group_index}].params[{index}]"
+                yield parameter, own_name(names[index]) if names else f"param_groups[{group_index}].params[{index}]"

@@ -1,5 +1,7 @@
 """Copies of device numbers in host memory, made in the background."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -50,6 +52,14 @@ def in_host_memory(device: torch.device) -> bool:
 def host_value(value: Tensor) -> float | None:
     """Returns a number that is in host memory, or None for one on another device. Never synchronizes."""
     return read_now(value) if in_host_memory(value.device) else None
+
+
+def shown(value: Any) -> Any:
+    """Returns a number that is in host memory, and for a tensor on another device the text `<on ...>`."""
+    if not isinstance(value, Tensor):
+        return value.item() if hasattr(value, "item") else value
+    number = host_value(value)
+    return f"<on {value.device}>" if number is None else number
 
 
 def read_now(value: Tensor) -> float:

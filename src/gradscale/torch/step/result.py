@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ def _nonfinite(values: Tensor) -> Tensor:
     return (~torch.isfinite(values)).sum()
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class StepResult(engine.StepResult):
     """The result of one `step`.
 
@@ -104,8 +105,14 @@ class StepResult(engine.StepResult):
     parameter_names: Names = field(default_factory=lambda: Names(()))
     _flags: HostCopy | None = field(default=None, init=False)
 
-    def __repr__(self) -> str:
-        return f"StepResult(applied={self.poll()})"
+    def _shown_applied(self) -> Any:
+        if self._flags is not None:
+            self.poll()
+        return host_copy.shown(self.applied) if self.known is None else self.known
+
+    @staticmethod
+    def _shown(value: Any) -> Any:
+        return host_copy.shown(value)
 
     def poll(self) -> bool | None:
         """Returns whether the step was applied, or None if that is not known yet. Never synchronizes."""

@@ -1,4 +1,4 @@
-"""What holds for the four recipes in the demo of every framework with one model."""
+"""What holds for the five recipes in the demo of every framework with one model."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from gradscale.cli.demo import demo
 from gradscale.demo import Run, compare, load_demo
 from gradscale.histogram import best_static_scale, overflow_share
 
-RECIPES = ("FP32", "FP16 unscaled", "FP16 static", "FP16 dynamic")
+RECIPES = ("FP32", "FP16 unscaled", "FP16 Static", "FP16 Headroom", "FP16 Dynamic")
 
 app = typer.Typer()
 app.command()(demo)
@@ -24,7 +24,7 @@ def compared(framework: str, steps: int, seed: int = 0) -> list[Run]:
     return list(comparison.runs)
 
 
-class FourRecipes:
+class FiveRecipes:
     """Tests to inherit.
 
     Attributes:
@@ -46,19 +46,19 @@ class FourRecipes:
     def runs(cls) -> list[Run]:
         return compared(cls.framework, cls.steps)
 
-    def test_the_four_recipes_are_run_in_order(self, runs: list[Run]) -> None:
+    def test_the_five_recipes_are_run_in_order(self, runs: list[Run]) -> None:
         assert tuple(load_demo(self.framework).steps) == (self.model,)
         assert tuple(run.recipe for run in runs) == RECIPES
         assert all(len(run.losses) == len(run.scales) == self.steps for run in runs)
 
     def test_every_recipe_starts_from_the_same_weights_and_batches(self, runs: list[Run]) -> None:
         full, *halves = (run.losses[0] for run in runs)
-        assert halves == [halves[0]] * 3
+        assert halves == [halves[0]] * 4
         assert full != halves[0]
         assert full == pytest.approx(halves[0], rel=1e-3)
 
     def test_the_static_scale_comes_from_the_gradients_of_the_fp32_run(self, runs: list[Run]) -> None:
-        full, _, static, _ = runs
+        full, _, static, *_ = runs
         assert set(static.scales) == {best_static_scale(full.histogram)}
         assert overflow_share(full.histogram, scale=static.scales[0]) == 0.0
 
@@ -67,11 +67,16 @@ class FourRecipes:
         assert (again.losses, again.lost) == (runs[3].losses[:1], runs[3].lost[:1])
         assert other.losses != again.losses
 
+    def test_a_scale_that_starts_too_high_overflows_and_halves(self, runs: list[Run]) -> None:
+        dynamic = runs[4]
+        assert dynamic.skipped == list(range(self.steps))
+        assert dynamic.scales == [2.0 ** (32 - step) for step in range(self.steps)]
+
     def test_only_unscaled_fp16_loses_gradients(self, runs: list[Run]) -> None:
-        full, unscaled, static, dynamic = runs
+        full, unscaled, static, headroom, dynamic = runs
         assert set(full.lost) == {0.0}
         assert min(unscaled.lost) > self.lost
-        assert max(static.lost + dynamic.lost) < 0.01
+        assert max(static.lost + headroom.lost + dynamic.lost) < 0.01
 
     def test_the_command_trains_and_writes_the_plot(self, tmp_path: Path) -> None:
         plot = tmp_path / "plot.png"

@@ -1,4 +1,4 @@
-"""Policies as the command line names them: `dynamic:growth_interval=100`, `static:1024`, `deepspeed`."""
+"""Policies by name, on the command line and in every adapter: `dynamic:growth_interval=100`, `static:1024`, `apex`."""
 
 import inspect
 import re
@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from gradscale.formats import get_format
-from gradscale.peers import PEERS, preset
-from gradscale.policies.contract import Policy
+from gradscale._nearest import did_you_mean
+from gradscale._shown import short
+from gradscale.peers import PEERS, SYSTEM_ALIASES, preset
+from gradscale.policies.contract import Policy, check_policy
 from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
@@ -25,10 +26,35 @@ POLICIES: Mapping[str, type[Any]] = MappingProxyType(
         "none": NoScaling,
     }
 )
-"""gradscale's own policies, by their names on the command line."""
+"""gradscale's own policies, by their names."""
+
+AUTO = "auto"
+"""Another name of `headroom`, which follows the gradients of an FP16 run: the default of the adapters."""
 
 WORDS = {"true": True, "false": False, "none": None, "inf": float("inf")}
 POWER = re.compile(r"([1-9]\d*)(?:\*\*|\^)(-?\d+)")
+
+
+def as_policy(policy: Policy | str) -> Policy:
+    """Returns `policy`, or the one that it names.
+
+    >>> as_policy("auto") == as_policy("headroom") == Headroom()
+    True
+
+    Raises:
+        TypeError: it is neither a policy nor a name.
+        ValueError: there is no policy of that name, or a setting is unknown or out of range.
+    """
+    if isinstance(policy, str):
+        try:
+            return _parsed(policy)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                "`policy` must be a policy, such as `Dynamic()`, or name one. "
+                f"Received: policy={short(policy)}: {error}"
+            ) from None
+    check_policy(policy)
+    return policy
 
 
 def parse_policy(spec: str) -> Policy:
@@ -43,35 +69,49 @@ def parse_policy(spec: str) -> Policy:
     100
 
     Raises:
-        TypeError: a value has the wrong type.
-        ValueError: a name or setting is unknown, or a value is out of range.
+        ValueError: a name or setting is unknown, or a value is out of range or has the wrong type.
     """
-    name, _, settings = spec.partition(":")
-    system, _, rule = name.strip().partition("/")
     try:
-        if system.lower() in POLICIES:
-            return _own(system.lower(), rule, settings)
-        return preset(system, rule or None, **_pairs(settings))
+        return _parsed(spec)
     except (ValueError, TypeError) as error:
-        known = system.lower() in (*POLICIES, *PEERS)
-        others = "" if known else f" Or one of gradscale's own: {', '.join(POLICIES)}."
-        raise ValueError(f"policy {spec!r}: {error}{others}") from None
+        raise ValueError(f"policy {short(spec)}: {error}") from None
 
 
-def _own(name: str, rule: str, settings: str) -> Policy:
-    """Returns one of gradscale's own policies. A lone value is its first setting."""
+def _parsed(spec: str) -> Policy:
+    name, _, settings = spec.partition(":")
+    system, _, rule = (part.strip() for part in name.partition("/"))
+    system = system.lower()
+    own = POLICIES.get("headroom" if system == AUTO else system)
+    if own is not None:
+        return _own(system, own, rule, settings)
+    if system.replace("_", "-") not in (*PEERS, *SYSTEM_ALIASES):
+        raise ValueError(_unknown(system))
+    return preset(system, rule or None, **_pairs(settings))
+
+
+def _unknown(name: str) -> str:
+    own = (AUTO, *POLICIES)
+    return (
+        f"there is no policy of that name.{did_you_mean(name, (*own, *PEERS, *SYSTEM_ALIASES))} "
+        f"Known: {', '.join(own)}; and the rules of other systems: {', '.join(PEERS)}."
+    )
+
+
+def _own(name: str, kind: type[Any], rule: str, settings: str) -> Policy:
+    """Returns the policy of one of gradscale's own classes. A lone value is its first setting."""
     if rule:
         raise ValueError(f"only other systems have rules to choose from. Received: {rule!r}.")
-    accepted = inspect.signature(POLICIES[name]).parameters
+    accepted = inspect.signature(kind).parameters
     is_lone_value = bool(settings and accepted) and "=" not in settings
     pairs = _pairs(f"{next(iter(accepted))}={settings}" if is_lone_value else settings)
     if unknown := sorted(pairs.keys() - accepted.keys()):
-        raise ValueError(f"there is no setting {', '.join(unknown)}. Known: {', '.join(accepted) or 'none'}.")
+        raise ValueError(
+            f"there is no setting {', '.join(unknown)}.{did_you_mean(unknown[0], accepted)} "
+            f"Known: {', '.join(accepted) or 'none'}."
+        )
     if missing := [setting for setting in accepted.values() if setting.default is setting.empty and not pairs]:
         raise ValueError(f"{missing[0].name} must be given, as in {name}:1024.")
-    if "format" in pairs:
-        pairs["format"] = get_format(pairs["format"])
-    return POLICIES[name](**pairs)
+    return kind(**pairs)
 
 
 def _pairs(text: str) -> dict[str, Any]:

@@ -1,0 +1,24 @@
+"""What an import says when a package is missing that only an extra installs."""
+
+import sys
+from importlib.util import find_spec
+
+
+class MissingExtra(ModuleNotFoundError):
+    """Raised where a package that an extra installs is missing. The message has the command that installs it."""
+
+
+def require(user: str, *packages: str, extra: str | None = None) -> None:
+    """Raises `MissingExtra` if a package that `user` needs is not installed. Imports none of them.
+
+    Args:
+        user: what needs the packages, as the message names it.
+        packages: names to import.
+        extra: of gradscale, which installs them; None where none does, and pip installs them by their own names.
+    """
+    # What is loaded is there, even a stand-in of a test or a documentation tool, for which `find_spec` would raise.
+    if missing := [name for name in packages if sys.modules.get(name) is None and find_spec(name) is None]:
+        target = " ".join(missing) if extra is None else f'"gradscale[{extra}]"'
+        verb = "is" if len(missing) == 1 else "are"
+        message = f"{user} needs {', '.join(missing)}, which {verb} not installed. Run: pip install {target}"
+        raise MissingExtra(message, name=missing[0])

@@ -1,0 +1,74 @@
+"""What gradscale's own metadata says that it needs: the packages of the core and of each extra, with their bounds."""
+
+import importlib.metadata
+from dataclasses import dataclass, replace
+
+from packaging.requirements import Requirement
+
+CORE = "core"
+"""Stands for the packages that are always installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package that gradscale or one of its extras needs.
+
+    Attributes:
+        name: its name for pip.
+        needs: the versions that are supported, as in `>=2.13`.
+        version: the version installed; None where it is not.
+        supported: whether that version is within `needs`.
+        shared: whether the core, or an extra that this one includes, installs it as well.
+    """
+
+    name: str
+    needs: str
+    version: str | None
+    supported: bool
+    shared: bool = False
+
+
+def packages_by_extra() -> dict[str, list[Package]]:
+    """Returns the packages of the core and of each extra; nothing where gradscale runs without being installed."""
+    try:
+        metadata = importlib.metadata.metadata("gradscale")
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    listed = [Requirement(line) for line in metadata.get_all("Requires-Dist") or []]
+    return {extra: _packages(listed, extra) for extra in (CORE, *(metadata.get_all("Provides-Extra") or []))}
+
+
+def installed(distribution: str) -> str | None:
+    """Returns the version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _packages(listed: list[Requirement], extra: str) -> list[Package]:
+    """Returns the packages of one extra; those of an extra that it includes come first."""
+    core = {requirement.name for requirement in listed if _belongs(requirement, CORE)}
+    found: list[Package] = []
+    for requirement in listed:
+        if not _belongs(requirement, extra):
+            continue
+        if requirement.name == "gradscale":
+            included = [package for name in requirement.extras for package in _packages(listed, name)]
+            found[:0] = [replace(package, shared=True) for package in included]
+        else:
+            version = installed(requirement.name)
+            # A version such as 2.14.0a0+git is accepted where 2.13 is: a nightly is what someone chose.
+            supported = version is not None and requirement.specifier.contains(version, prereleases=True)
+            found.append(
+                Package(requirement.name, str(requirement.specifier), version, supported, requirement.name in core)
+            )
+    return found
+
+
+def _belongs(requirement: Requirement, extra: str) -> bool:
+    """Returns whether a requirement is one of `extra`, and not of the core."""
+    marker = requirement.marker
+    if marker is None or marker.evaluate({"extra": ""}):
+        return extra == CORE
+    return extra != CORE and marker.evaluate({"extra": extra})

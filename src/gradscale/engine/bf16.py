@@ -1,0 +1,34 @@
+"""The note that loss scaling is not needed in BF16: in the log, once per process, whatever number of scalers run."""
+
+import logging
+from typing import Any
+
+from gradscale.formats import FP16
+from gradscale.policies.contract import Policy
+
+logger = logging.getLogger(__name__)
+
+_noted: list[str] = []
+
+
+def may_be_noted(policy: Policy) -> bool:
+    """Returns whether the note is still to be made, and `policy` scales for FP16, as all do unless told otherwise."""
+    made_for: Any = getattr(policy, "format", FP16)
+    return not _noted and bool(policy.needs) and made_for == FP16
+
+
+def note_bf16(found: str, instead: str) -> None:
+    """Logs that a scaler is not needed, if this process has not yet. A warning could be made an error; a log cannot.
+
+    Args:
+        found: what runs in BF16, a sentence.
+        instead: what to do, a sentence.
+    """
+    if not _noted:
+        _noted.append(found)
+        logger.warning(
+            "%s BF16 has the range of float32: gradients neither vanish nor overflow without loss scaling, which reads "
+            "every gradient at every step. %s This is logged once.",
+            found,
+            instead,
+        )

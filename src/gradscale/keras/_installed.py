@@ -1,0 +1,25 @@
+"""The check that Keras and its backend are installed, made before anything else of this package is imported."""
+
+from importlib.util import find_spec
+
+from gradscale._extras import MissingExtra, require
+
+BACKENDS = {"tensorflow": "tensorflow-cpu", "jax": '"gradscale[jax]"', "torch": '"gradscale[torch]"'}
+"""The backends that can train, and what pip installs for each."""
+
+
+def check_installed() -> None:
+    """Imports Keras. Raises `MissingExtra`, with what to install, if Keras or the backend it is to use is missing."""
+    require("gradscale.keras", "keras", extra="keras")
+    try:
+        import keras  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ModuleNotFoundError as error:
+        backend = (error.name or "").partition(".")[0]
+        if backend not in BACKENDS or find_spec(backend) is not None:
+            raise  # something else is missing
+        choices = "; ".join(f"pip install {target} and KERAS_BACKEND={name}" for name, target in BACKENDS.items())
+        raise MissingExtra(
+            f"Keras needs a backend, and the one it is to use, {backend}, is not installed. Keras uses TensorFlow "
+            f"unless KERAS_BACKEND or ~/.keras/keras.json names another. One of: {choices}.",
+            name=backend,
+        ) from None

@@ -1,0 +1,80 @@
+"""What users of other loss scalers type, and what PyTorch's two scalers answer."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tests.other_names import check_answers
+from tests.torch.helpers import small_model
+from torch import nn
+
+from gradscale import Dynamic, Headroom, NoScaling, Static
+from gradscale.torch import GradScaler, LossScaler
+
+
+@pytest.mark.parametrize("adapter", ["torch", "torch drop-in"])
+def test_names_of_other_scalers_are_answered_with_what_to_use(adapter: str) -> None:
+    scaler = LossScaler(small_model()) if adapter == "torch" else GradScaler("cpu")
+    check_answers(scaler, adapter)
+    assert repr(copy.deepcopy(scaler)) == repr(pickle.loads(pickle.dumps(scaler))) == repr(scaler)
+
+
+def test_a_loop_of_torchs_scaler_reads_what_to_change() -> None:
+    scaler: Any = LossScaler(small_model())
+    with pytest.raises(AttributeError, match=r"'update'\. `scaler\.step\(optimizer\)` updates the scale as well\. Rem"):
+        scaler.update()
+    with pytest.raises(AttributeError, match=r"'unscale_'\. .* use `with scaler\.unscaled\(optimizer\):`"):
+        scaler.unscale_(None)
+    with pytest.raises(AttributeError, match=r"'get_scale'\. Use `scaler\.loss_scale`"):
+        scaler.get_scale()
+
+
+OPTIMIZER = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "text"),
+    [
+        ([], {"init_scale": 8.0}, r"Use `LossScaler\(model, policy=Dynamic\(init_scale=8\.0\)\)`"),
+        (["cuda"], {}, r"Received: 'cuda'\. Give a device by name, as `LossScaler\(model, device='cuda'\)`"),
+        ([torch.device("cpu")], {}, r"as `LossScaler\(model, device='cpu'\)`, or leave it out"),
+        ([OPTIMIZER], {}, r"Received: SGD\. `scaler\.step\(optimizer\)` takes the optimizer"),
+        ([8.0], {}, r"Received: 8\.0\. Give a first scale as `LossScaler\(model, policy=Dynamic\(init_scale=8\.0\)\)`"),
+        (["dynamic"], {}, r"Received: 'dynamic'\. Pass a policy as `policy=\.\.\.`"),
+        ([None, 8.0], {}, r"For a fixed scale use `Static\(8\.0\)`, for a first one `Dynamic\(init_scale=8\.0\)`"),
+    ],
+    ids=str,
+)
+def test_arguments_of_other_scalers_are_answered_with_the_right_call(
+    arguments: list[Any], settings: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(TypeError, match=text):
+        LossScaler(*arguments, **settings)
+
+
+@pytest.mark.parametrize(
+    ("first", "text"),
+    [
+        (OPTIMIZER, r"`scaler\.step\(optimizer\)` takes the optimizer"),
+        (nn.Linear(1, 1), r"Received: Linear.* use `gradscale\.torch\.LossScaler\(model\)`"),
+        (8.0, r"Received: 8\.0\. Give a scale by name, as `init_scale=8\.0`"),
+        (Dynamic(), r"Give a policy by name, as `policy=\.\.\.`"),
+        (None, r"Received: None\. Leave it out"),
+    ],
+    ids=["optimizer", "model", "number", "policy", "none"],
+)
+def test_the_drop_in_refuses_what_is_no_device_where_torch_ignores_it(first: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=rf"`device`, the first argument of `GradScaler`, must be .*{text}"):
+        GradScaler(first)
+
+
+def test_policies_can_be_named_as_on_the_command_line() -> None:
+    assert LossScaler(policy="dynamic:growth_interval=400").policy == Dynamic(growth_interval=400)
+    assert LossScaler(policy="auto").policy == LossScaler().policy == Headroom()
+    assert LossScaler(policy="static:1024").policy == Static(1024)
+    assert LossScaler(policy="none").policy == NoScaling()
+    assert GradScaler("cpu", policy="dynamic:growth_interval=400").get_growth_interval() == 400
+    with pytest.raises(ValueError, match=r"Received: policy='dynamc': .* Did you mean 'dynamic'\?"):
+        GradScaler("cpu", policy="dynamc")
