@@ -48,7 +48,7 @@ needs_batched_view = pytest.mark.skipif(
 )
 
 # No feature to look for: the fused kernel of 2.6 divides a copy of a sharded gradient, and that of 2.10 the gradient.
-WRITES_SHARDS_BACK = torch.__version__ >= (2, 10)
+WRITES_SHARDS_BACK = torch.__version__ >= "2.10"
 
 
 def _takes_groups() -> bool:
