@@ -43,6 +43,7 @@ class OneLineErrors(TyperGroup):
 
 def _line(error: Any) -> str:
     """Returns the message of one of click's errors in one line, with the command that shows the help."""
-    message = " ".join(error.format_message().split()).rstrip(".")
+    message = " ".join(error.format_message().split())
+    ended = message if message.endswith((".", "?")) else f"{message}."
     context = getattr(error, "ctx", None)
-    return f"{message}. {f'See: {context.command_path} --help' if context else ''}".rstrip()
+    return f"{ended} See: {context.command_path} --help" if context else ended
