@@ -2,8 +2,8 @@
 
 import io
 import json
+import sys
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +200,8 @@ def test_a_mistake_is_reported_without_a_traceback(arguments: tuple[Any, ...], t
 def test_without_torch_keras_and_all_of_jax_the_command_takes_numpy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: tuple[str, ...]
 ) -> None:
-    monkeypatch.setitem(demo.__globals__, "find_spec", lambda name: None if name in missing else find_spec(name))
+    for module in (sys.modules["gradscale._extras"], sys.modules["gradscale.cli.demo"]):
+        monkeypatch.setattr(module, "installed", lambda name: name not in missing)
     shown = CliRunner().invoke(app, ["--steps", "1", "--out", str(tmp_path)])
     assert (shown.exit_code, "autoencoder" in shown.output) == (0, True)
     asked_for = CliRunner().invoke(app, ["--framework", "torch", "--out", str(tmp_path)])

@@ -3,14 +3,13 @@
 import json
 import os
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from gradscale._extras import require
+from gradscale._extras import installed, require
 from gradscale.cli._console import chosen_models, console, usage_errors
 from gradscale.demo import FRAMEWORKS, Comparison, Demo, compare, load_demo
 from gradscale.demo.extra import check_extra
@@ -113,7 +112,7 @@ def _load(framework: str | None) -> Demo:
 
 def _is_installed(framework: str) -> bool:
     """Returns whether the packages of a framework's demo are installed. Imports nothing."""
-    return all(find_spec(package) for package in FRAMEWORKS[framework])
+    return all(installed(package) for package in FRAMEWORKS[framework])
 
 
 def _plot_path(out: Path) -> Path:
