@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.torch.helpers import INF, NAN, loss_of, same, small_model, weights
+from tests.torch.process_group import end_process_group
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -371,7 +372,7 @@ def test_retries_need_the_model() -> None:
 def process_group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    end_process_group()
 
 
 @pytest.mark.cpu_only("gloo, which has no other device")

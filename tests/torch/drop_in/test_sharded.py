@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.torch.drop_in.helpers import OURS, TORCH, grad_of, last_of
+from tests.torch.process_group import end_process_group
 from tests.torch.versions import WRITES_SHARDS_BACK
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators may not
 def mesh() -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    end_process_group()
 
 
 def sharded_parameter(mesh: Any) -> nn.Parameter:

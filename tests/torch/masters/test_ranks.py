@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tests.torch.process_group import end_process_group
 from torch import nn
 
 from gradscale import Dynamic
@@ -31,7 +32,7 @@ def work(rank: int, folder: str) -> None:
         optimizer.zero_grad()
     torch.save((skipped, [value.detach() for _, value in optimizer.masters()]), f"{folder}/{rank}.pt")
     dist.barrier()
-    dist.destroy_process_group()
+    end_process_group()
 
 
 @pytest.mark.slow

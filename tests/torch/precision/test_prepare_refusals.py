@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.torch.helpers import small_model, weights
 from tests.torch.precision.refusals import refused
+from tests.torch.process_group import end_process_group
 from tests.torch.versions import needs_sharding_on_cpu
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ def _ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store = tmp_path_factory.mktemp("ranks") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    end_process_group()
 
 
 @pytest.mark.cpu_only("gloo, which has no other device")

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tests.torch.accumulation.test_retry import narrow
 from tests.torch.helpers import INF, NAN, poison
+from tests.torch.process_group import end_process_group
 from torch import nn
 
 from gradscale import Dynamic, Policy
@@ -51,7 +52,7 @@ def work(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.save([run(rank, policy) for policy in POLICIES], f"{folder}/{rank}.pt")
     dist.barrier()
-    dist.destroy_process_group()
+    end_process_group()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tests.torch.helpers import INF, OPTIMIZERS, loss_of, small_model
+from tests.torch.process_group import end_process_group
 from torch import nn
 
 from gradscale import Dynamic, Policy
@@ -57,7 +58,7 @@ def work(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.save([train(*case, rank) for case in CASES], f"{folder}/{rank}.pt")
     dist.barrier()
-    dist.destroy_process_group()
+    end_process_group()
 
 
 @pytest.mark.slow
