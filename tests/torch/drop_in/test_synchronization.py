@@ -9,6 +9,7 @@ from tests.torch.helpers import poison
 from torch import nn
 
 from gradscale import Headroom
+from gradscale.policies.scalars import EXACT
 from gradscale.torch import GradScaler
 from gradscale.torch.drop_in import scale_bound as scale_bound_module
 from gradscale.torch.drop_in.scale_bound import ASK_BELOW, ScaleBound
@@ -50,6 +51,7 @@ def test_fused_step_never_synchronizes(bad: bool, clip: bool, scale: float) -> N
     assert own_reads(OURS, fused=True, bad=bad, clip=clip, init_scale=scale) == 0
 
 
+@pytest.mark.skipif(not EXACT, reason="with numpy 1 the rule runs on tensors, whose reads on a CPU are counted")
 @pytest.mark.parametrize("policy", [Headroom()])
 def test_fused_step_under_a_policy_never_synchronizes(policy: Any) -> None:
     assert own_reads(OURS, fused=True, policy=policy) == 0

@@ -14,7 +14,7 @@ from gradscale.engine.metrics import metrics_of
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck
 from gradscale.torch.step.decide import Decision, Rule
 from gradscale.torch.step.gradients import Names
-from gradscale.torch.step.host_copy import HostCopy, host_value, read_now
+from gradscale.torch.step.host_copy import HostCopy, host_value, in_host_memory, read_now
 from gradscale.torch.step.plan import StepPlan
 from gradscale.torch.step.result import StepResult, Traces
 from gradscale.torch.step.weights import WeightSizes
@@ -124,9 +124,7 @@ class Memory:
         if not result.attempted:
             return
         self._steps += 1
-        progress = (
-            self._late_progress(result, state) if isinstance(state.scale, Tensor) else self._progress(result, state)
-        )
+        progress = self._late_progress(result, state) if _on_device(state) else self._progress(result, state)
         if progress is not None:
             self._stuck_check.check(progress, result, lambda: self._weights.now(optimizers, result.parameter_names))
 
@@ -174,6 +172,11 @@ class Memory:
         if self._numbers is not None and self._numbers.arrived:
             self._metrics = _as_metrics(self._numbers.read())
             self._numbers = None
+
+
+def _on_device(state: Counted) -> bool:
+    """Returns whether reading the state would synchronize. With numpy 1 its numbers are tensors on a CPU too."""
+    return isinstance(state.scale, Tensor) and not in_host_memory(state.scale.device)
 
 
 def _as_metrics(numbers: list[float]) -> dict[str, float]:
