@@ -12,9 +12,10 @@ from torch import Tensor
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.metrics import metrics_of
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck
+from gradscale.torch.step import host_copy
 from gradscale.torch.step.decide import Decision, Rule
 from gradscale.torch.step.gradients import Names
-from gradscale.torch.step.host_copy import HostCopy, host_value, in_host_memory, read_now
+from gradscale.torch.step.host_copy import HostCopy, host_value, read_now
 from gradscale.torch.step.plan import StepPlan
 from gradscale.torch.step.result import StepResult, Traces
 from gradscale.torch.step.weights import WeightSizes
@@ -176,7 +177,7 @@ class Memory:
 
 def _on_device(state: Counted) -> bool:
     """Returns whether reading the state would synchronize. With numpy 1 its numbers are tensors on a CPU too."""
-    return isinstance(state.scale, Tensor) and not in_host_memory(state.scale.device)
+    return isinstance(state.scale, Tensor) and not host_copy.in_host_memory(state.scale.device)
 
 
 def _as_metrics(numbers: list[float]) -> dict[str, float]:
