@@ -120,8 +120,8 @@ def advanced(policy: Policy, state: S, seen: Seen, xp: Namespace) -> S:
     never go as low, or as high, are not changed, at no cost.
     """
     after = policy.next(state, seen, xp)
-    # Both are known while a step is traced or before it runs: no value is read.
-    if after.scale is state.scale or _stays_useful(policy):
+    # Known while a step is traced or before it runs: no value is read.
+    if _stays_useful(policy):
         return after
     applied = xp.logical_and(seen.finite, seen.loss_finite)
     useless = xp.logical_and(xp.logical_not(applied), state.scale <= USELESS_SCALE)
@@ -134,7 +134,11 @@ def advanced(policy: Policy, state: S, seen: Seen, xp: Namespace) -> S:
 
 def _stays_useful(policy: Any) -> bool:
     """Returns whether the policy itself keeps its scale where a lower one may help, and its reciprocal is normal."""
-    low, high = getattr(policy, "min_scale", 0.0), getattr(policy, "max_scale", np.inf)
+    if not policy.needs:
+        return True  # it reads nothing, so that nothing moves its scale
+    fixed = getattr(policy, "scale", None)
+    low = getattr(policy, "min_scale", 0.0) if fixed is None else fixed
+    high = getattr(policy, "max_scale", np.inf) if fixed is None else fixed
     return bool(USELESS_SCALE <= low and high <= HIGHEST_SCALE)
 
 
