@@ -13,6 +13,7 @@ from gradscale.demo.numpy.precision import single
 from gradscale.numpy.tree import named_arrays
 
 pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")  # the demo asks for both
 
 
 @pytest.fixture(scope="module")
