@@ -36,7 +36,7 @@ MXNET_PYTEST := GRADSCALE_ADAPTERS=mxnet,numpy $(MXNET_PY) -m pytest -q $(MXNET_
 .PHONY: help
 help: ## show this list (the default)
 	@echo 'gradscale: make <target>'
-	@sed -n -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 14
+	@sed -n -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 18
 
 .PHONY: demo
 demo: $(VENV)/.stage-demo ## train small networks in FP16 with and without loss scaling

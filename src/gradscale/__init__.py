@@ -1,4 +1,4 @@
-"""Loss scaling for mixed-precision training, done completely."""
+"""Loss scaling for mixed-precision training."""
 
 from gradscale._version import __version__
 from gradscale.engine.decide import Outcome, decide

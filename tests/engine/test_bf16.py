@@ -17,7 +17,7 @@ def test_it_is_logged_once_and_is_no_warning(caplog: pytest.LogCaptureFixture) -
     for _ in range(3):
         bf16.note_bf16("A scaler scales in BF16.", "Leave it out.")
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert caplog.messages[0].startswith("A scaler scales in BF16. BF16 has the range of float32: ")
+    assert caplog.messages[0].startswith("A scaler scales in BF16. BF16 has the range of float32, ")
     assert "Leave it out." in caplog.messages[0]
 
 

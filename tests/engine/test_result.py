@@ -48,5 +48,5 @@ def test_a_result_is_shown_with_its_status_and_scales() -> None:
 
 
 def test_a_result_has_no_truth_value() -> None:
-    with pytest.raises(TypeError, match=r"neither true nor false\. Use `result\.skipped\(\)`, or `result\.applied`"):
+    with pytest.raises(TypeError, match=r"neither true nor false\. Use `result\.skipped\(\)`, which may synchronize"):
         bool(StepResult(applied=True, scale=8.0, next_scale=8.0))

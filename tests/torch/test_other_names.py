@@ -78,3 +78,10 @@ def test_policies_can_be_named_as_on_the_command_line() -> None:
     assert GradScaler("cpu", policy="dynamic:growth_interval=400").get_growth_interval() == 400
     with pytest.raises(ValueError, match=r"Received: policy='dynamc': .* Did you mean 'dynamic'\?"):
         GradScaler("cpu", policy="dynamc")
+
+
+def test_parameters_and_classes_are_no_model() -> None:
+    with pytest.raises(TypeError, match=r"Received: generator\. Give the module itself, not its parameters\."):
+        LossScaler(nn.Linear(1, 1).parameters())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"This is a class: give a module that was made of it\."):
+        LossScaler(nn.Linear)  # type: ignore[arg-type]

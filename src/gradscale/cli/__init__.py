@@ -23,6 +23,7 @@ app = typer.Typer(
     cls=OneLineErrors,
     help="Loss scaling for mixed-precision training.",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (demo, formats, policies, replay, bench, precisions, doctor):
     app.command()(command)

@@ -1,7 +1,6 @@
 """`gradscale demo`: trains small networks in FP16 and FP8, with and without loss scaling."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,14 +49,13 @@ def demo(
     """
     with usage_errors():
         check_extra()
-        path = _plot_path(out)
         shown = _load(framework)
         plan = {chosen: steps or shown.steps[chosen] for chosen in chosen_models(model, shown.steps)}
+        path = _plot_path(out)  # last: it makes a folder, which a command that is refused should not
     screen = console()
     if not as_json:
         screen.print(_announcement(shown, plan), soft_wrap=True)
     comparisons = _train(shown, plan, seed, hidden=as_json)
-    path.parent.mkdir(parents=True, exist_ok=True)
     save_plot(comparisons, path)
     if as_json:
         print(json.dumps({"plot": str(path), "models": [_as_json(comparison) for comparison in comparisons]}))
@@ -116,7 +114,8 @@ def _is_installed(framework: str) -> bool:
 
 
 def _plot_path(out: Path) -> Path:
-    """Returns the file to write. Its folder can be made, if it is not there, and written to."""
+    """Returns the file to write, which can be opened. Makes its folder if that is missing."""
+    out = out.expanduser()
     is_file = out.suffix.lower() in ENDINGS and not out.is_dir()
     if (out.suffix or out.exists()) and not is_file and not out.is_dir():
         raise ValueError(f"`--out` must be a folder, or a file that ends in .png or .svg. Received: {out}.")
@@ -124,8 +123,11 @@ def _plot_path(out: Path) -> Path:
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     if not parent.is_dir():
         raise ValueError(f"`--out` must be in a folder, and {parent} is a file. Received: {out}.")
-    if not os.access(path if path.exists() else parent, os.W_OK):
-        raise ValueError(f"`--out` must be writable. Received: {out}.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"`--out` must be writable. Received: {out}. {error.strerror}.") from error
     return path
 
 

@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from gradscale import __version__
-from gradscale._extras import MissingExtra
+from gradscale._extras import MissingExtra, how_to_install
 from gradscale.cli._console import FAILURE, console, table
 from gradscale.cli._requirements import CORE, Package, installed, packages_by_extra
 
@@ -91,7 +91,7 @@ def _show(findings: Sequence[Finding], others: dict[str, str]) -> None:
 
 def examine(extra: str, packages: Sequence[Package], adapter: str | None = None) -> Finding:
     """Returns the state of an extra; imports its adapter, and so the framework, where all packages are installed."""
-    run = f'pip install "gradscale[{extra}]"'
+    run = how_to_install(extra)
     missing = [package.name for package in packages if package.version is None]
     if missing and all(package.shared or package.version is None for package in packages):
         return Finding(extra, packages, f"not installed; {run}")

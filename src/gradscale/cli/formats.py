@@ -13,7 +13,10 @@ NOTES = {
     "FP32": ("master weights, optimizer state, sums", "none"),
     "TF32": ("matrix products of FP32 tensors on recent NVIDIA GPUs", "none: it has FP32's range"),
     "BF16": ("training on TPUs and recent GPUs", "none: it has FP32's range, at 8 bits of precision"),
-    "FP16": ("training on V100, T4 and consumer GPUs, RL fine-tuning, inference", "yes: one scale, for the loss"),
+    "FP16": (
+        "training on GPUs without BF16 (V100, T4), RL fine-tuning, inference",
+        "yes: one scale, for the loss",
+    ),
     "FP8_E4M3": ("weights and activations of FP8 training", "yes: one scale for each tensor"),
     "FP8_E5M2": ("gradients of FP8 training", "yes: one scale for each tensor"),
     "FP4_E2M1": ("weights and activations in MXFP4 and NVFP4", "yes: one scale for each block of 16 or 32 values"),

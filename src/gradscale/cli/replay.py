@@ -30,6 +30,7 @@ def replay(
             help="File with 0 (clean) or 1 (overflow) for each step, or a JSON list of them, or a JSON object with "
             "found_inf, amax, loss_finite or upper_share. '-' is standard input, which is also the default.",
             show_default=False,
+            metavar="FILE",
         ),
     ] = None,
     policy: Annotated[

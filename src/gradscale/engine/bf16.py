@@ -27,8 +27,8 @@ def note_bf16(found: str, instead: str) -> None:
     if not _noted:
         _noted.append(found)
         logger.warning(
-            "%s BF16 has the range of float32: gradients neither vanish nor overflow without loss scaling, which reads "
-            "every gradient at every step. %s This is logged once.",
+            "%s BF16 has the range of float32, so that gradients neither vanish nor overflow, and scaling only costs "
+            "time. %s This is logged once.",
             found,
             instead,
         )

@@ -32,7 +32,7 @@ class HostScaler(OtherNames, ABC):
         policy: the rule for the scale, or its name as on the command line, such as `"dynamic:growth_interval=100"`.
             `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
         state: the state to continue from, as `gradscale.import_state` returns it; by default the policy's start.
-        max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
+        max_consecutive_skips: skipped steps in a row before the run is stuck, if no lower scale is left by then.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
             or call a function with it. `"ignore"` does nothing.
     """

@@ -69,8 +69,9 @@ class StepResult:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "A StepResult is neither true nor false. Use `result.skipped()`, or `result.applied`, which is where the "
-            "scale is: a flag on the device, if there is one. For whether there is a result, use `result is not None`."
+            "A StepResult is neither true nor false. Use `result.skipped()`, which may synchronize, or "
+            "`result.applied`, a flag on the device, which does not. For whether there is a result, use "
+            "`result is not None`."
         )
 
     def status_text(self) -> str:

@@ -99,7 +99,8 @@ def _check_parts(mapping: Any) -> None:
     if set(saved) - {AMAX_RATIO} != set(KEYS):
         raise ValueError(
             f"A saved LossScaler has the keys {list(KEYS)}. Received: {shown_keys(saved)}. "
-            "Another system's state is read by `gradscale.import_state`."
+            "For another system's state use `load_state_dict(saved, system=...)` where it is taken, or "
+            "`gradscale.import_state`."
         )
     for key in KEYS:
         if not isinstance(part := saved[key], Mapping):

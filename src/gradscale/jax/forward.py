@@ -133,6 +133,11 @@ def checked_loss(loss: Any, policy: Policy) -> Array:
     # JAX accepts an integer loss without an error, and all gradients are zero.
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"A loss must be a floating-point number. Received: {value.dtype.name}.")
+    if value.dtype == jnp.bfloat16 and policy.needs:
+        raise TypeError(
+            "A loss must be float32 or wider to be scaled. Received: bfloat16. BF16 needs no loss scaling: use "
+            "`Scaler(NoScaling())`, or cast the outputs before the loss is computed: `outputs.astype('float32')`."
+        )
     if value.dtype.itemsize < 4 and policy.needs:
         raise TypeError(
             f"A loss must be float32 or wider, as a scale like 65536 does not fit a narrower type. "

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from gradscale._extras import MissingExtra, require
 
-BACKENDS = {"tensorflow": "tensorflow-cpu", "jax": '"gradscale[jax]"', "torch": '"gradscale[torch]"'}
+BACKENDS = {"tensorflow": "tensorflow", "jax": '"gradscale[jax]"', "torch": '"gradscale[torch]"'}
 """The backends that can train, and what pip installs for each."""
 
 
@@ -17,9 +17,10 @@ def check_installed() -> None:
         backend = (error.name or "").partition(".")[0]
         if backend not in BACKENDS or find_spec(backend) is not None:
             raise  # something else is missing
-        choices = "; ".join(f"pip install {target} and KERAS_BACKEND={name}" for name, target in BACKENDS.items())
+        choices = ". ".join(f"{name}: pip install {target}" for name, target in BACKENDS.items())
         raise MissingExtra(
             f"Keras needs a backend, and the one it is to use, {backend}, is not installed. Keras uses TensorFlow "
-            f"unless KERAS_BACKEND or ~/.keras/keras.json names another. One of: {choices}.",
+            f"unless KERAS_BACKEND or ~/.keras/keras.json names another. Install one and set KERAS_BACKEND to "
+            f"its name. {choices}.",
             name=backend,
         ) from None

@@ -11,6 +11,9 @@ from gradscale.policies.contract import Policy
 MOST_NODES = 10_000
 """Nodes of a graph that are looked at. About 0.5 us each, once for each scaler."""
 
+OFF = {"LossScaler": "LossScaler(model, policy=NoScaling())", "GradScaler": "GradScaler(enabled=False)"}
+"""How each scaler is switched off."""
+
 NARROW = {torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
 """Types whose range is too small for unscaled gradients."""
 
@@ -30,7 +33,7 @@ def note_if_bf16(loss: Tensor, policy: Policy, scaler: str) -> None:
     if torch.bfloat16 in dtypes and not dtypes & NARROW:
         note_bf16(
             f"A {scaler} scales a loss whose backward pass runs in BF16.",
-            f"Leave the scaler out, or switch it off: `{scaler}(policy=NoScaling())`.",
+            f"Leave the scaler out, or switch it off: `{OFF[scaler]}`.",
         )
 
 

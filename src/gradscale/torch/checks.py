@@ -24,7 +24,7 @@ def check_modules(model: Any) -> list[nn.Module]:
     if isinstance(model, Iterable) and not isinstance(model, nn.Module):
         found = list(model)
     if not all(isinstance(module, nn.Module) for module in found):
-        received = type(model).__name__ if isinstance(model, Optimizer) else short(model)
+        received = short(model) if isinstance(model, str | int | float | type) else type(model).__name__
         raise TypeError(f"`model` must be a module or a list of modules. Received: {received}. {_instead_of(model)}")
     return found
 
@@ -37,6 +37,10 @@ def _instead_of(model: Any) -> str:
         return f"Give a first scale as `LossScaler(model, policy=Dynamic(init_scale={model!r}))`."
     if isinstance(model, str | torch.device) and _is_device(model):
         return f"Give a device by name, as `LossScaler(model, device={str(model)!r})`, or leave it out."
+    if isinstance(model, type):
+        return "This is a class: give a module that was made of it."
+    if isinstance(model, Iterable) and not isinstance(model, str):
+        return "Give the module itself, not its parameters."
     return "Pass a policy as `policy=...`."
 
 
