@@ -21,7 +21,9 @@ def test_search_finds_a_word_without_a_server(learn: Page, word: str, found_on: 
     query = "document.querySelector('.md-search__input')"
     learn.run(f"{query}.focus()")
     learn.run(f"{query}.value = '{word}'; {query}.dispatchEvent(new Event('keyup', {{ bubbles: true }}))")
-    learn.wait(f"[...document.querySelectorAll('.md-search-result__link')].some(link => link.href.includes('{found_on}'))")
+    learn.wait(
+        f"[...document.querySelectorAll('.md-search-result__link')].some(link => link.href.includes('{found_on}'))"
+    )
 
 
 def test_a_page_links_to_the_previous_and_the_next(learn: Page) -> None:
