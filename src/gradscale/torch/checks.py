@@ -24,8 +24,10 @@ def check_modules(model: Any) -> list[nn.Module]:
     if isinstance(model, Iterable) and not isinstance(model, nn.Module):
         found = list(model)
     if not all(isinstance(module, nn.Module) for module in found):
-        received = short(model) if isinstance(model, str | int | float | type) else type(model).__name__
-        raise TypeError(f"`model` must be a module or a list of modules. Received: {received}. {_instead_of(model)}")
+        long = isinstance(model, Optimizer | Tensor) or _has_tensors(found)
+        received = type(model).__name__ if long else short(model)
+        instead = "Give the module itself, not its parameters." if _has_tensors(found) else _instead_of(model)
+        raise TypeError(f"`model` must be a module or a list of modules. Received: {received}. {instead}")
     return found
 
 
@@ -39,9 +41,11 @@ def _instead_of(model: Any) -> str:
         return f"Give a device by name, as `LossScaler(model, device={str(model)!r})`, or leave it out."
     if isinstance(model, type):
         return "This is a class: give a module that was made of it."
-    if isinstance(model, Iterable) and not isinstance(model, str):
-        return "Give the module itself, not its parameters."
     return "Pass a policy as `policy=...`."
+
+
+def _has_tensors(found: Sequence[Any]) -> bool:
+    return any(isinstance(one, Tensor) for one in found)
 
 
 def _is_device(given: Any) -> bool:
