@@ -29,8 +29,17 @@ def test_scaled_runs_match_within_the_range_of_fp32s_seeds() -> None:
     text = said(run("FP16 Static", 0.87), run("FP16 Headroom", 0.93), run("FP16 Dynamic", 0.9))
     assert text == (
         "FP16 Static, FP16 Headroom and FP16 Dynamic match FP32 within seed noise "
-        "(off by at most 3%, where FP32's accuracy is 87% to 91% over 3 seeds)."
+        "(off by at most 3 points, where FP32's accuracy is 87% to 91% over 3 seeds)."
     )
+
+
+def test_the_difference_of_two_scores_that_are_no_percentages_has_their_own_format() -> None:
+    runs = [
+        Run(name, lost=[0.0], scores={"perplexity": score}) for name, score in (("FP32", 11.6), ("FP16 Static", 11.8))
+    ]
+    seeds = {1: {"perplexity": 11.4}, 2: {"perplexity": 12.3}}
+    text = verdict(Comparison(Subject("gpt", "Loss", {"perplexity": ".1f"}, ""), runs, {"perplexity": 99.0}, seeds))
+    assert "(off by at most 0.2, where FP32's perplexity is 11.4 to 12.3 over 3 seeds)" in text
 
 
 def test_a_run_further_off_than_the_seeds_does_not_match() -> None:

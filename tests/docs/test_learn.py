@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 from docs.data.recorded import load, recorded_histograms
 
+from gradscale.demo.digits import AUTOENCODER
+from gradscale.demo.run import Comparison, Run, Subject
+from gradscale.demo.text import LANGUAGE
+from gradscale.demo.verdict import verdict
 from gradscale.histogram import best_static_scale, lost_share, overflow_share
 
 ROOT = Path(__file__).parents[2]
@@ -54,3 +58,44 @@ def test_the_pictures_are_drawn_from_the_recorded_runs(tmp_path: Path) -> None:
     names = {path.name for path in tmp_path.iterdir()}
     assert {"loss_scaling.svg", "loss_scaling-dark.svg"} <= names
     assert names <= {path.name for path in (ROOT / "docs/images").iterdir()}
+
+
+RESULT = re.compile(
+    r"^  (\w+) +(accuracy|perplexity) .*\n ─+\n((?:  FP.*\n)+)\n\1: ((?:.+\n)+?)(?=\n|```)", re.MULTILINE
+)
+"""The demo's table and verdict: the model, its first score, the rows, and the text of the verdict."""
+
+ROW = re.compile(r"^  (FP\d+ ?\w*) .* (\d+) +2\^\d+$", re.MULTILINE)
+"""A row of that table: the run, and how many steps were skipped."""
+
+SHOWN = RESULT.findall((ROOT / "docs/learn/demo.md").read_text())
+
+
+def test_the_page_of_the_demo_shows_the_results_of_four_frameworks() -> None:
+    assert [model for model, *_ in SHOWN] == ["cnn", "gpt", "gpt", "autoencoder", "autoencoder"]
+
+
+@pytest.mark.parametrize(("model", "score", "rows", "text"), SHOWN, ids=[f"{n}-{s[0]}" for n, s in enumerate(SHOWN)])
+def test_the_page_quotes_a_verdict_in_the_words_of_the_demo(model: str, score: str, rows: str, text: str) -> None:
+    spec = (AUTOENCODER.scores | LANGUAGE.scores)[score]
+    quoted = " ".join(text.split())
+
+    def ending(name: str) -> float:
+        # The figures are those of one machine: here a run only ends as the page says that it does.
+        if "unscaled" in name:
+            return 0.0
+        return 2.0 if f"{name} ends at" in quoted else 1.0
+
+    runs = [
+        Run(name, scales=[2.0**32] * 99, lost=[0.5], skipped=[*range(int(skipped))], scores={score: ending(name)})
+        for name, skipped in ROW.findall(rows)
+    ]
+    assert len(runs) == len(rows.splitlines())
+    seeds = {1: {score: 1.1}, 2: {score: 0.9}}
+    demo = verdict(Comparison(Subject(model, "", {score: spec}, ""), runs, {score: 0.0}, seeds))
+    assert without_figures(quoted) == without_figures(demo)
+
+
+def without_figures(text: str) -> str:
+    """Returns a text with every number but those in names replaced."""
+    return re.sub(r"\b\d+(\.\d+)?", "#", text)

@@ -30,7 +30,8 @@ def verdict(comparison: Comparison) -> str:
         verb = "matches" if len(alike) == 1 else "match"
         furthest = max(abs(run.scores[score] - end) for run in alike)
         sentences.append(
-            f"{_listed(alike)} {verb} FP32 within seed noise (off by at most {furthest:{spec}}, where {shown})."
+            f"{_listed(alike)} {verb} FP32 within seed noise "
+            f"(off by at most {_difference(furthest, spec)}, where {shown})."
         )
     else:
         sentences.append(f"{shown}.")
@@ -60,6 +61,11 @@ def _overflows(run: Run) -> str:
         f"{run.recipe} skipped {count} that overflowed, at scales from {_power(max(scales))} down to "
         f"{_power(min(scales))}, and went on at lower ones."
     )
+
+
+def _difference(value: float, spec: str) -> str:
+    """Returns the difference of two scores. That of two percentages is in points, as 4% may also be 4% of a score."""
+    return f"{100 * value:{spec[:-1]}f} points" if spec.endswith("%") else f"{value:{spec}}"
 
 
 def _listed(runs: Sequence[Run]) -> str:
