@@ -182,9 +182,9 @@ def get_format(spec: Any) -> Format:
     found = _ALIASES.get(name.rsplit(".", 1)[-1].lower())
     if found is None:
         known = ", ".join(sorted(_ALIASES))
+        kind = "of that name" if isinstance(spec, str) else "for that dtype"
         raise ValueError(
-            f"A format is given by name or by dtype. Received: {short(spec)}.{did_you_mean(name, _ALIASES)} "
-            f"Known names: {known}."
+            f"There is no format {kind}. Received: {short(spec)}.{did_you_mean(name, _ALIASES)} Known names: {known}."
         )
     return found
 

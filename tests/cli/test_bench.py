@@ -69,6 +69,13 @@ def test_a_table_for_each_clip_has_a_row_for_each_side() -> None:
     assert max(map(len, lines)) <= 80
 
 
+def test_one_thread_and_one_tensor_are_not_written_as_several() -> None:
+    one = ("--parameters", "1", "--tensors", "1", "--repeats", "2", "--device", "cpu", "--threads", "1", "--no-clip")
+    lines = invoke(*one).stdout.splitlines()
+    assert lines[0].startswith("cpu, 1 CPU thread, ")
+    assert lines[1] == "1 parameter in 1 tensor"
+
+
 def test_the_table_shows_times_passes_and_syncs() -> None:
     rows = [line.split() for line in invoke(*QUICK, "--clip", "1").stdout.splitlines()]
     (torchs,) = [row for row in rows if row[:2] == ["torch", "GradScaler"]]
@@ -142,19 +149,24 @@ def test_the_policy_is_that_of_the_loss_scaler() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--clip", "0"], "`--clip` must be greater than 0. Received: 0.0. To measure without give --no-clip."),
+        (
+            ["--clip", "0"],
+            "`--clip` must be greater than 0. Received: 0.0. Without clipping: --no-clip.",
+        ),
         (["--clip", "nan"], "`--clip` must be greater than 0. Received: nan."),
-        (["--parameters", "many"], "`--parameters` must be a number, as in 300k, 25M or 1.5B. Received: many."),
-        (["--parameters", "-5"], "`--parameters` must be a number, as in 300k, 25M or 1.5B. Received: -5."),
+        (["--parameters", "many"], "`--parameters` must be a number, as in 300k, 25M or 1.5B. Received: 'many'."),
+        (["--parameters", "-5"], "`--parameters` must be a number, as in 300k, 25M or 1.5B. Received: '-5'."),
+        (["--parameters", ""], "`--parameters` must be a number, as in 300k, 25M or 1.5B. Received: ''."),
         (["--parameters", "3"], "`--tensors` must lie between 1 and the number of parameters"),
         (["--model", "a:b", "--parameters", "1M"], "`--model` has parameters and tensors of its own. Leave out"),
         (["--model", "a:b", "--tensors", "3"], "`--model` has parameters and tensors of its own. Leave out"),
         (["--model", "nothing_of_the_kind:make"], "`--model` must name a module that Python finds"),
         (["--model", ""], "`--model` must be MODULE:FUNCTION"),
-        (["--optimizer", "adamx"], "`--optimizer` must be adamw, adam, sgd, adagrad, MODULE:FUNCTION"),
-        (["--implementation", "slow"], "`--implementation` must be one of fused, foreach, for-loop. Received: slow."),
+        (["--optimizer", "adamx"], "`--optimizer` must be adamw, adam, sgd, adagrad or MODULE:FUNCTION"),
+        (["--implementation", "slow"], "`--implementation` must be one of fused, foreach, for-loop. Received: 'slow'."),
+        (["--implementation", ""], "`--implementation` must be one of fused, foreach, for-loop. Received: ''."),
         (["--device", "meta"], "`--device` must be one that torch can compute on here: cpu"),
-        (["--policy", "nope"], "policy 'nope'"),
+        (["--policy", "nope"], "`--policy` 'nope'"),
     ],
 )
 def test_mistakes_are_reported_in_one_line_and_exit_with_2(arguments: list[str], text: str) -> None:

@@ -161,6 +161,10 @@ def test_the_table_has_a_row_for_each_policy() -> None:
     assert ["torch", "2", "16384", "16384", "65536", "0", "0"] in rows
 
 
+def test_a_single_step_is_not_written_as_several() -> None:
+    assert invoke(stdin="0").stdout.startswith("1 step\n")
+
+
 def test_markup_in_a_policy_is_shown_as_it_is() -> None:
     assert "[red]" in invoke("-p", "torch:device=[red]", stdin="0").stdout
     assert "[red]" in invoke("-p", "static:[red]", stdin="0").stderr
@@ -172,6 +176,17 @@ def test_markup_in_a_policy_is_shown_as_it_is() -> None:
         ([], "", "standard input is empty"),
         ([], " \n", "standard input is empty"),
         ([], "0 1 2", "standard input must hold 0 or 1 for each step, .* Received: '2' at step 2"),
+        (
+            [],
+            "0.5 2e3",
+            r"Received: '0.5' at step 0\. To replay the largest gradient .* --amax FILE\.",
+        ),
+        (
+            [],
+            "[0.5, 2e3]",
+            r"Received: 0.5 at step 0\. To replay the largest gradient .* --amax FILE\.",
+        ),
+        ([], "0 x", r"Received: 'x' at step 1\.$"),
         ([], "0101", "Received: '0101' at step 0"),
         ([], b"\xff\xfe0\x001\x00", "standard input must be UTF-8 text: invalid start byte at byte 0"),
         ([], "[0, 1", "standard input is not valid JSON"),
@@ -194,16 +209,17 @@ def test_markup_in_a_policy_is_shown_as_it_is() -> None:
         (["--amax", "-"], "1 x", "standard input must hold numbers. Received: 'x'"),
         (["--amax", "-"], "1 -1", "`--amax` must not be negative"),
         ([], '{"amax": [-1]}', "`amax` must not be negative"),
-        ([""], "0", "No such file or directory"),
-        (["-", "--amax", "-"], "0", "only one of the flags and --amax can come from standard input"),
-        (["--format", "float77"], "0", "`--format`: .*Received: 'float77'"),
+        ([""], "0", "Error: FILE must name a file, or be - for standard input. Received: ''"),
+        (["--amax", ""], "0", "Error: `--amax` must name a file, or be - for standard input. Received: ''"),
+        (["-", "--amax", "-"], "0", "Only one of the flags and --amax can come from standard input"),
+        (["--format", "float77"], "0", "`--format`: There is no format of that name. Received: 'float77'"),
         (
             ["-p", "headroom"],
             "0",
             r"reads `amax`\. .* Give it by --amax FILE, or as `amax` in a JSON object\.",
         ),
         (["-p", "histogram"], "0", r"reads `upper_share`\. .* Give it as `upper_share` in a JSON object\."),
-        (["-p", "nope"], "0", "policy 'nope'"),
+        (["-p", "nope"], "0", "`--policy` 'nope'"),
         (["{folder}"], "", "Is a directory"),
         (["{folder}/nothing"], "", "nothing: No such file or directory"),
         (["--amax", "{folder}/nothing"], "", "nothing: No such file or directory"),
@@ -232,10 +248,10 @@ def test_amax_given_twice_is_refused(tmp_path: Path) -> None:
     path.write_text('{"amax": [1]}')
     shown = invoke(str(path), "--amax", str(path))
     assert shown.exit_code == 2
-    assert "amax is given twice: by --amax and in" in shown.stderr
+    assert "`amax` is given twice: by --amax and in" in shown.stderr
 
 
 def test_a_terminal_with_nothing_piped_in_is_shown_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    with pytest.raises(ValueError, match=r"there is nothing to replay\. Name a file"):
+    with pytest.raises(ValueError, match=r"There is nothing to replay\. Name a file"):
         read_sequences(None, None)

@@ -149,8 +149,20 @@ def test_the_command_trains_and_writes_the_plot(tmp_path: Path) -> None:
 
 def test_the_command_announces_the_time_and_ends_with_a_verdict(tmp_path: Path) -> None:
     shown = invoke("--steps", 80, "--out", tmp_path).stdout
-    assert shown.startswith("Training autoencoder (80 steps) 5 ways, and in FP32 with 2 more seeds: about ")
+    announced = "Training autoencoder (80 steps) 5 ways, and FP32 with 2 more seeds.\nThis takes about "
+    assert shown.startswith(announced)
     assert "autoencoder: " in shown
+
+
+@pytest.mark.parametrize("framework", [name for name, needed in FRAMEWORKS.items() if all(map(installed, needed))])
+def test_the_announcement_fits_80_columns(framework: str) -> None:
+    demo = load_demo(framework)
+    announced = sys.modules["gradscale.cli.demo"]._announcement(demo, demo.steps)
+    assert max(map(len, announced.splitlines())) <= 80
+
+
+def test_a_single_step_is_not_announced_as_several(tmp_path: Path) -> None:
+    assert "Training autoencoder (1 step) 5 ways" in invoke("--steps", 1, "--out", tmp_path).stdout
 
 
 def test_json_has_the_ends_of_the_runs_and_nothing_else_is_printed(tmp_path: Path) -> None:
@@ -185,8 +197,8 @@ def test_a_folder_gets_a_plot_of_its_own(tmp_path: Path) -> None:
         (("--out", "/dev/null"), "`--out` must be a folder, or a file that ends in .png or .svg. Received: /dev/null."),
         (("--steps", 0), "--steps"),
         (("--seed", -1), "--seed"),
-        (("--model", "gpt"), "`--model` must be one of all, autoencoder. Received: gpt."),
-        (("--framework", "caffe"), f"`--framework` must be one of {', '.join(FRAMEWORKS)}. Received: caffe."),
+        (("--model", "gpt"), "`--model` must be one of all, autoencoder. Received: 'gpt'."),
+        (("--framework", "caffe"), f"`--framework` must be one of {', '.join(FRAMEWORKS)}. Received: 'caffe'."),
     ],
 )
 def test_a_mistake_is_reported_without_a_traceback(arguments: tuple[Any, ...], text: str) -> None:

@@ -62,6 +62,13 @@ def test_overflow_and_recovery_are_reported() -> None:
     )
 
 
+def test_a_single_overflow_is_reported_with_its_scale() -> None:
+    skipping = Run("FP16 Dynamic", [1.0] * 4, [2.0**16] + [2.0**15] * 3, skipped=[0], scores={"accuracy": 0.9})
+    assert said(skipping).endswith(
+        "FP16 Dynamic skipped a step that overflowed, at a scale of 2^16, and went on at a lower one."
+    )
+
+
 def test_nothing_is_claimed_before_fp32_has_learned() -> None:
     assert said(run("FP16 unscaled", 0.1), full=0.12, seeds=(0.08, 0.1)) == (
         "Too few steps to tell: FP32's accuracy is 8% to 12% over 3 seeds, and 10% before training."

@@ -44,13 +44,13 @@ def test_a_policy_is_named_with_its_settings(spec: str, policy: Any) -> None:
     [
         (
             "nope",
-            "policy 'nope': there is no policy of that name. Did you mean 'none'\\? Known: auto, dynamic",
+            "`--policy` 'nope': there is no policy of that name. Did you mean 'none'\\? Known: auto, dynamic",
         ),
         ("dynamc", "Did you mean 'dynamic'\\? Known: .* and the rules of other systems: torch, apex, deepspeed"),
         ("DeepSped:scale_window=7", "Did you mean 'deepspeed'\\?"),
         ("cuda", "there is no policy of that name. Known: auto"),
-        ("", "policy '': there is no policy of that name. Known: auto"),
-        ("static", "policy 'static': scale must be given, as in static:1024"),
+        ("", "`--policy` '': there is no policy of that name. Known: auto"),
+        ("static", "`--policy` 'static': scale must be given, as in static:1024"),
         ("static:x", "`scale` must be a number. Received: scale='x'"),
         ("static:0", "`scale` must lie between"),
         ("static:0**-1", "`scale` must be a number"),

@@ -4,7 +4,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -87,9 +87,11 @@ def optimizer_of(
                 f"Received: {implementation} with --optimizer {name}. Leave it out."
             )
         return name, partial(_make_own, name, load_function("--optimizer", name, others=OPTIMIZERS))
-    implementation = implementation or "fused"
+    implementation = "fused" if implementation is None else implementation
     if implementation not in IMPLEMENTATIONS:
-        raise BadTarget(f"`--implementation` must be one of {', '.join(IMPLEMENTATIONS)}. Received: {implementation}.")
+        raise BadTarget(
+            f"`--implementation` must be one of {', '.join(IMPLEMENTATIONS)}. Received: {implementation!r}."
+        )
     make = partial(OPTIMIZERS[name], lr=1e-3, **IMPLEMENTATIONS[implementation])
     _check_kernels(f"{name} {implementation}", make, device)
     return f"{name} {implementation}", make
@@ -126,7 +128,9 @@ def device_of(name: str | None) -> str:
     kind, _, index = name.partition(":")
     count = torch.accelerator.device_count() if kind != "cpu" else 1
     if kind not in known or (index and not (index.isdecimal() and int(index) < count)):
-        raise BadTarget(f"`--device` must be one that torch can compute on here: {', '.join(known)}. Received: {name}.")
+        raise BadTarget(
+            f"`--device` must be one that torch can compute on here: {', '.join(known)}. Received: {name!r}."
+        )
     return name
 
 
@@ -136,7 +140,7 @@ def use_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def load_function(option: str, path: str, others: Iterable[str] = ()) -> Callable[..., Any]:
+def load_function(option: str, path: str, others: Collection[str] = ()) -> Callable[..., Any]:
     """Returns the function that `module:function` names. Modules of the current folder are found, too.
 
     Args:
@@ -146,8 +150,8 @@ def load_function(option: str, path: str, others: Iterable[str] = ()) -> Callabl
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
-        names = ", ".join([*others, "MODULE:FUNCTION"])
-        raise BadTarget(f"`{option}` must be {names}, as in my_package.models:make. Received: {path}.")
+        names = f"{', '.join(others)} or " if others else ""
+        raise BadTarget(f"`{option}` must be {names}MODULE:FUNCTION, as in my_package.models:make. Received: {path!r}.")
     function: Any = _import(option, module_name)
     for part in name.split("."):
         function = getattr(function, part, None)

@@ -44,6 +44,15 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value.is_integer() and value < 1e7 else f"{value:.6g}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Returns a count with its noun.
+
+    >>> counted(1, "step"), counted(2000, "step")
+    ('1 step', '2,000 steps')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 @contextmanager
 def usage_errors() -> Generator[None]:
     """Ends the program with a line on standard error when the user's input is invalid, or a package is missing for it.
@@ -65,7 +74,7 @@ def chosen_models(model: str, known: Iterable[str]) -> list[str]:
     if model == "all":
         return list(known)
     if model not in known:
-        raise ValueError(f"`--model` must be one of {', '.join(('all', *known))}. Received: {model}.")
+        raise ValueError(f"`--model` must be one of {', '.join(('all', *known))}. Received: {model!r}.")
     return [model]
 
 

@@ -11,6 +11,8 @@ STDIN = "-"
 LARGEST_TEXT = 2**25
 """Bytes of the longest text: the flags of 16 million steps, or the magnitudes of 2 million."""
 NAMES = ("found_inf", "amax", "loss_finite", "upper_share")
+SIZES = "To replay the largest gradient of each step, give the file by --amax FILE."
+"""The fix where a file of flags holds other numbers."""
 FLAGS = {"0": 0, "1": 1, "false": 0, "true": 1}
 
 
@@ -26,14 +28,17 @@ def read_sequences(flags: str | None, amax: str | None) -> dict[str, list[Any]]:
         OSError: a file cannot be read.
         ValueError: a file is empty, is not text, or does not hold what it should.
     """
+    for name, path in (("FILE", flags), ("`--amax`", amax)):
+        if path == "":
+            raise ValueError(f"{name} must name a file, or be {STDIN} for standard input. Received: ''.")
     if flags == STDIN and amax == STDIN:
-        raise ValueError("only one of the flags and --amax can come from standard input.")
+        raise ValueError("Only one of the flags and --amax can come from standard input.")
     found: dict[str, list[Any]] = {}
     if flags is not None or amax is None:
         found = _sequences(*_text(STDIN if flags is None else flags))
     if amax is not None:
         if "amax" in found:
-            raise ValueError(f"amax is given twice: by --amax and in {flags}.")
+            raise ValueError(f"`amax` is given twice: by --amax and in {flags}.")
         found["amax"] = _magnitudes(*_text(amax))
     return found
 
@@ -41,7 +46,7 @@ def read_sequences(flags: str | None, amax: str | None) -> dict[str, list[Any]]:
 def _text(path: str) -> tuple[str, str]:
     """Returns the name of a source for messages, and its text."""
     if path == STDIN and sys.stdin.isatty():
-        raise ValueError("there is nothing to replay. Name a file of flags, or pipe flags in; --help shows how.")
+        raise ValueError("There is nothing to replay. Name a file of flags, or pipe flags in; --help shows how.")
     source = "standard input" if path == STDIN else path
     data = _read(path)
     if len(data) > LARGEST_TEXT:
@@ -84,7 +89,7 @@ def _flags(source: str, text: str) -> list[int]:
         if word.lower() not in FLAGS:
             raise ValueError(
                 f"{source} must hold 0 or 1 for each step, separated by spaces, commas or lines. "
-                f"Received: {word[:40]!r} at step {index}."
+                f"Received: {word[:40]!r} at step {index}.{f' {SIZES}' if _is_number(word) else ''}"
             )
     return [FLAGS[word.lower()] for word in words]
 
@@ -112,8 +117,15 @@ def _restored(source: str, values: Any) -> list[Any]:
     return [_float(source, item) if isinstance(item, str) else item for item in cast(list[Any], values)]
 
 
-def _float(source: str, word: str) -> float:
+def _is_number(word: str) -> bool:
     try:
-        return float(word)
+        float(word)
     except ValueError:
-        raise ValueError(f"{source} must hold numbers. Received: {word[:40]!r}.") from None
+        return False
+    return True
+
+
+def _float(source: str, word: str) -> float:
+    if not _is_number(word):
+        raise ValueError(f"{source} must hold numbers. Received: {word[:40]!r}.")
+    return float(word)

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from gradscale._extras import require
-from gradscale.cli._console import console, fail, table, usage_errors
+from gradscale.cli._console import console, counted, fail, table, usage_errors
 from gradscale.peers.specs import parse_policy
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def bench(
 def _clips(clip: float | None, no_clip: bool) -> Sequence[float | None]:
     """Returns the bounds to measure with: those of the options, or both without options."""
     if clip is not None and not clip > 0:
-        raise ValueError(f"`--clip` must be greater than 0. Received: {clip}. To measure without give --no-clip.")
+        raise ValueError(f"`--clip` must be greater than 0. Received: {clip}. Without clipping: --no-clip.")
     with_clip = [] if no_clip and clip is None else [clip or CLIP]
     return [*with_clip, None] if no_clip or clip is None else with_clip
 
@@ -103,10 +103,10 @@ def _size(model: str | None, parameters: str | None, tensors: int | None) -> tup
     """Returns how many parameters, in how many tensors, a made-up model has."""
     if model is not None and (parameters is not None or tensors is not None):
         raise ValueError("`--model` has parameters and tensors of its own. Leave out --parameters and --tensors.")
-    text = parameters or PARAMETERS
+    text = PARAMETERS if parameters is None else parameters
     parsed = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text, re.IGNORECASE)
     if not parsed:
-        raise ValueError(f"`--parameters` must be a number, as in 300k, 25M or 1.5B. Received: {text}.")
+        raise ValueError(f"`--parameters` must be a number, as in 300k, 25M or 1.5B. Received: {text!r}.")
     return round(float(parsed[1]) * UNITS[parsed[2].lower()]), tensors or TENSORS
 
 
@@ -132,8 +132,8 @@ def _show(cases: "Sequence[Case]", measured: "Sequence[Sequence[Measured]]") -> 
     """Prints a table for each case."""
     screen = console()
     about = SimpleNamespace(**_about(cases[0]))
-    screen.print(f"{about.device}, {about.threads} CPU threads, torch {about.torch}, {about.machine}")
-    screen.print(f"{about.parameters:,} parameters in {about.tensors:,} tensors")
+    screen.print(f"{about.device}, {counted(about.threads, 'CPU thread')}, torch {about.torch}, {about.machine}")
+    screen.print(f"{counted(about.parameters, 'parameter')} in {counted(about.tensors, 'tensor')}")
     for case, sides in zip(cases, measured, strict=True):
         rows = table("side", "ms", "vs torch", "quartiles", "read", "written", "syncs")
         for side in sides:

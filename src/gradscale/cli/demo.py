@@ -9,7 +9,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gradscale._extras import installed, require
-from gradscale.cli._console import chosen_models, console, usage_errors
+from gradscale.cli._console import chosen_models, console, counted, usage_errors
 from gradscale.demo import FRAMEWORKS, Comparison, Demo, compare, load_demo
 from gradscale.demo.extra import check_extra
 from gradscale.demo.plot import save_plot
@@ -54,7 +54,7 @@ def demo(
         path = _plot_path(out)  # last: it makes a folder, which a command that is refused should not
     screen = console()
     if not as_json:
-        screen.print(_announcement(shown, plan), soft_wrap=True)
+        screen.print(_announcement(shown, plan))
     comparisons = _train(shown, plan, seed, hidden=as_json)
     save_plot(comparisons, path)
     if as_json:
@@ -68,11 +68,11 @@ def demo(
 
 def _announcement(shown: Demo, plan: Mapping[str, int]) -> str:
     """Returns what is trained, and about how long it takes."""
-    models = " and ".join(f"{name} ({steps} steps)" for name, steps in plan.items())
+    models = " and ".join(f"{name} ({counted(steps, 'step')})" for name, steps in plan.items())
     seconds = max(5, 5 * round(shown.seconds(plan) / 5))
     return (
-        f"Training {models} {len(shown.recipes)} ways, and in FP32 with {len(OTHER_SEEDS)} more seeds: "
-        f"about {seconds} seconds on two CPU cores."
+        f"Training {models} {len(shown.recipes)} ways, and FP32 with {len(OTHER_SEEDS)} more seeds.\n"
+        f"This takes about {seconds} seconds on two CPU cores."
     )
 
 
@@ -103,7 +103,7 @@ def _load(framework: str | None) -> Demo:
     if framework is None:
         framework = next(known for known in FRAMEWORKS if _is_installed(known))
     if framework not in FRAMEWORKS:
-        raise ValueError(f"`--framework` must be one of {', '.join(FRAMEWORKS)}. Received: {framework}.")
+        raise ValueError(f"`--framework` must be one of {', '.join(FRAMEWORKS)}. Received: {framework!r}.")
     require(f"`--framework {framework}`", *FRAMEWORKS[framework], extra=framework)
     return load_demo(framework)
 

@@ -9,8 +9,8 @@ import numpy as np
 import typer
 from rich.markup import escape
 
-from gradscale.cli._console import console, number, table, usage_errors
-from gradscale.cli._sequences import read_sequences
+from gradscale.cli._console import console, counted, number, table, usage_errors
+from gradscale.cli._sequences import SIZES, read_sequences
 from gradscale.formats import Format, get_format
 from gradscale.peers.specs import parse_policy
 from gradscale.record import plain
@@ -82,6 +82,8 @@ def _as_options(message: str, *, amax_given: bool) -> str:
     """Returns an error of `gradscale.replay` with its arguments named as on the command line."""
     option = " by --amax FILE, or" if "Pass `amax` to" in message else ""
     named = re.sub(r"Pass (.*) to `replay` as well\.", rf"Give it{option} as \1 in a JSON object.", message)
+    if "`found_inf` must hold flags" in named:
+        named = f"{named} {SIZES}"
     return named.replace("`amax`", "`--amax`") if amax_given else named
 
 
@@ -95,7 +97,7 @@ def _show(run: Replay, specs: list[str]) -> None:
         words = re.sub(r"([:,])\s*", r"\1 ", spec)  # so that a long one breaks between its settings
         rows.add_row(escape(words), str(summary.skipped), *map(number, scales), *map(str, counts), stuck)
     screen = console()
-    screen.print(f"{len(run.scales)} steps", rows)
+    screen.print(counted(len(run.scales), "step"), rows)
     screen.print(LEGEND)
 
 

@@ -56,10 +56,12 @@ def _failure(run: Run, score: str, progress: float) -> str:
 def _overflows(run: Run) -> str:
     """Returns how often a run overflowed, and the highest and lowest scale at which it did."""
     scales = [run.scales[step] for step in run.skipped]
-    count = "a step" if len(scales) == 1 else f"{len(scales)} steps"
+    highest, lowest = _power(max(scales)), _power(min(scales))
+    if len(scales) == 1:
+        return f"{run.recipe} skipped a step that overflowed, at a scale of {highest}, and went on at a lower one."
     return (
-        f"{run.recipe} skipped {count} that overflowed, at scales from {_power(max(scales))} down to "
-        f"{_power(min(scales))}, and went on at lower ones."
+        f"{run.recipe} skipped {len(scales)} steps that overflowed, at scales from {highest} down to {lowest}, "
+        "and went on at lower ones."
     )
 
 

@@ -58,7 +58,7 @@ def as_policy(policy: Policy | str) -> Policy:
 
 
 def parse_policy(spec: str) -> Policy:
-    """Returns the policy that `spec` names.
+    """Returns the policy that `spec`, a value of `--policy`, names.
 
     The form is NAME, NAME:VALUE or NAME:SETTING=VALUE,SETTING=VALUE. The name is one of gradscale's own policies, or
     another system, as in `torch` or `apex/amp.LossScaler`, with that system's own settings.
@@ -74,7 +74,7 @@ def parse_policy(spec: str) -> Policy:
     try:
         return _parsed(spec)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"policy {short(spec)}: {error}") from None
+        raise ValueError(f"`--policy` {short(spec)}: {error}") from None
 
 
 def _parsed(spec: str) -> Policy:

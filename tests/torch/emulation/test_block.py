@@ -221,5 +221,5 @@ def test_a_seed_without_stochastic_rounding_is_refused() -> None:
 
 
 def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"A format is given by name or by dtype\. Received: 'fp7'"):
+    with pytest.raises(ValueError, match=r"There is no format of that name\. Received: 'fp7'"):
         emulate("fp16", "fp7")
