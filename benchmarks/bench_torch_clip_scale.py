@@ -48,7 +48,7 @@ def mlp(width: int) -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """Returns a small network with batch normalisation."""
+    """Returns a small network with batch normalization."""
     layers: list[nn.Module] = []
     for channels_in, channels_out in ((3, 16), (16, 32), (32, 32)):
         layers += [nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.BatchNorm2d(channels_out), nn.ReLU()]

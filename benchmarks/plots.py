@@ -7,9 +7,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from rows import TIMES, Row
 
-# Colours that the colour-blind can distinguish.
+# Colors that the color-blind can distinguish.
 MET, MISSED, PLAIN, OTHER = "#0072b2", "#d55e00", "#606060", "#b0b0b0"
-COLOURS = {True: MET, False: MISSED, None: PLAIN}
+COLORS = {True: MET, False: MISSED, None: PLAIN}
 
 
 def draw_goals(rows: Sequence[Row], path: Path) -> None:
@@ -25,7 +25,7 @@ def draw_goals(rows: Sequence[Row], path: Path) -> None:
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xlim(left=0)
     axes.set_xlabel("times as long as the baseline (bar: quartiles; |: goal)")
-    axes.set_title("Measured (blue: goal met; orange: missed; grey: no goal)", loc="left", fontweight="bold")
+    axes.set_title("Measured (blue: goal met; orange: missed; gray: no goal)", loc="left", fontweight="bold")
     _finish(figure, axes, path)
 
 
@@ -49,10 +49,10 @@ def draw_growth(rows: Sequence[Row], path: Path) -> None:
 
 
 def _draw_row(axes: Any, place: int, row: Row) -> None:
-    colour = COLOURS[row.met]
+    color = COLORS[row.met]
     if row.quartiles is not None:
-        axes.plot(row.quartiles, (place, place), color=colour, linewidth=3, alpha=0.35, solid_capstyle="butt")
-    axes.plot(row.measured, place, "o", color=colour, markersize=5)
+        axes.plot(row.quartiles, (place, place), color=color, linewidth=3, alpha=0.35, solid_capstyle="butt")
+    axes.plot(row.measured, place, "o", color=color, markersize=5)
     if row.goal is not None:
         axes.plot(row.goal, place, "|", color="black", markersize=11, markeredgewidth=1.5)
 

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation (SAM): two gradients per step, both true, from `scaler.closure`."""
+"""Sharpness-aware minimization (SAM): two gradients per step, both true, from `scaler.closure`."""
 
 from collections.abc import Callable
 

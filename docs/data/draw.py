@@ -23,7 +23,7 @@ IMAGES = Path(__file__).parents[1] / "images"
 
 SHOWN = "CNN of 13 layers: all layers, first step"
 
-# Of the colours that the colour-blind can distinguish (Okabe and Ito), those that are legible on white and on black.
+# Of the colors that the color-blind can distinguish (Okabe and Ito), those that are legible on white and on black.
 LOST, KEPT, OVERFLOW = "#d55e00", "#2f9e77", "#b65c9b"
 
 THEMES = {"": {"ink": "#24292f", "band": "#0072b2"}, "-dark": {"ink": "#e6e6e6", "band": "#56b4e9"}}

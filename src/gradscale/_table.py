@@ -9,7 +9,7 @@ GAP = "  "
 
 
 def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table without colours, at most 120 characters wide. A cell that does not fit takes several lines."""
+    """Returns a table without colors, at most 120 characters wide. A cell that does not fit takes several lines."""
     cells = [columns, *rows]
     natural = [max(map(len, column)) for column in zip(*cells, strict=True)]
     room = WIDTH - len(GAP) * (len(columns) - 1)

@@ -165,9 +165,9 @@ def test_output_in_a_pipe_fits_80_columns_and_has_no_colour_codes(arguments: Seq
 
 
 def test_no_color_is_respected_where_colour_is_forced() -> None:
-    colour = re.compile(r"\x1b\[[0-9;]*3[0-7]m")
-    assert colour.search(run("--help", FORCE_COLOR="1", TERM="xterm").stdout)
-    assert not colour.search(run("--help", FORCE_COLOR="1", TERM="xterm", NO_COLOR="1").stdout)
+    color = re.compile(r"\x1b\[[0-9;]*3[0-7]m")
+    assert color.search(run("--help", FORCE_COLOR="1", TERM="xterm").stdout)
+    assert not color.search(run("--help", FORCE_COLOR="1", TERM="xterm", NO_COLOR="1").stdout)
 
 
 @pytest.mark.parametrize("arguments", [["policies"], ["replay", "--json", *["-p", "dynamic"] * 10]])

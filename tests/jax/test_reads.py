@@ -16,18 +16,18 @@ from gradscale.policies.headroom import Headroom
 SHAPE = "64,96"
 
 
-def optimised(function: Any, *args: Any) -> str:
+def optimized(function: Any, *args: Any) -> str:
     return jax.jit(function).lower(*args).compile().as_text() or ""
 
 
 def compiled(policy: Policy, **options: Any) -> str:
-    """Returns the optimised program of a step. The one gradient has a shape that nothing else has."""
+    """Returns the optimized program of a step. The one gradient has a shape that nothing else has."""
     scaler = Scaler(policy)
 
     def step(state: Scaler, gradient: Any) -> Any:
         return state.step(gradient, **options)
 
-    return optimised(step, scaler, jnp.ones((64, 96)))
+    return optimized(step, scaler, jnp.ones((64, 96)))
 
 
 def reads(program: str) -> tuple[int, int]:
@@ -44,7 +44,7 @@ def reads(program: str) -> tuple[int, int]:
 @functools.cache
 def fuses() -> bool:
     """Returns whether XLA computes magnitudes inside of a sum. JAX 0.9 and older store them first, on a CPU."""
-    return reads(optimised(lambda gradient: jnp.sum(jnp.abs(gradient)), jnp.ones((64, 96)))) == (1, 0)
+    return reads(optimized(lambda gradient: jnp.sum(jnp.abs(gradient)), jnp.ones((64, 96)))) == (1, 0)
 
 
 def counted(program: str, expected: tuple[int, int]) -> tuple[int, int]:
@@ -75,8 +75,8 @@ def test_a_second_read_is_counted() -> None:
     def twice(gradient: Any) -> Any:
         return jnp.max(jnp.abs(gradient)), jnp.sum(gradient**2), gradient * 2
 
-    assert counted(optimised(twice, jnp.ones((64, 96))), (2, 1)) == (2, 1)
-    assert counted(optimised(twice, jnp.ones((64, 96))), (1, 1)) != (1, 1)
+    assert counted(optimized(twice, jnp.ones((64, 96))), (2, 1)) == (2, 1)
+    assert counted(optimized(twice, jnp.ones((64, 96))), (1, 1)) != (1, 1)
 
 
 def test_a_whole_step_calls_nothing_on_the_host() -> None:
@@ -86,5 +86,5 @@ def test_a_whole_step_calls_nothing_on_the_host() -> None:
         _, grads, state, result = value_and_grad(lambda w: jnp.sum(w**2), clip_norm=1.0, retries=2)(state, weight)
         return apply(tx, grads, tx.init(weight), weight, result), state
 
-    program = optimised(step, Scaler(), jnp.ones(4))
+    program = optimized(step, Scaler(), jnp.ones(4))
     assert not re.search(r"callback|outfeed|infeed|send|recv", program)

@@ -70,7 +70,7 @@ def test_anything_but_a_gluon_trainer_is_refused() -> None:
 def test_a_second_scaler_is_refused() -> None:
     trainer = make_trainer(make_parameter())
     init_trainer(trainer)
-    with pytest.raises(ValueError, match=r"A trainer is initialised once\. Received: a trainer that has a scaler"):
+    with pytest.raises(ValueError, match=r"A trainer is initialized once\. Received: a trainer that has a scaler"):
         init_trainer(trainer)
     trainer = make_trainer(make_parameter())
     use_mxnets_amp(trainer)

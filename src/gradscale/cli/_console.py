@@ -19,7 +19,7 @@ USAGE_ERROR = 2
 
 
 def console() -> Console:
-    """Returns a console on standard output. It has no colours where that is not a terminal, or `NO_COLOR` is set."""
+    """Returns a console on standard output. It has no colors where that is not a terminal, or `NO_COLOR` is set."""
     return Console(highlight=False)
 
 

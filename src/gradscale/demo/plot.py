@@ -10,7 +10,7 @@ import numpy as np
 from gradscale.demo.extra import check_extra
 from gradscale.demo.run import Comparison, Run
 
-# Colours that the colour-blind can distinguish; wide lines below narrow ones, so that runs that agree are all seen.
+# Colors that the color-blind can distinguish; wide lines below narrow ones, so that runs that agree are all seen.
 STYLES: dict[str, dict[str, Any]] = {
     "FP32": {"color": "#b0b0b0", "linewidth": 6.0},
     "FP16 unscaled": {"color": "#d55e00", "linewidth": 2.0},

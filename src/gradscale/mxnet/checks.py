@@ -16,7 +16,7 @@ def check_trainer(trainer: Any) -> None:
         raise TypeError(f"`trainer` must be a `gluon.Trainer`. Received: {trainer!r} ({type(trainer).__name__}).")
     if hasattr(trainer, "_gradscale"):
         raise ValueError(
-            "A trainer is initialised once. Received: a trainer that has a scaler already, which "
+            "A trainer is initialized once. Received: a trainer that has a scaler already, which "
             "`gradscale.mxnet.scaler_of(trainer)` returns. For another policy make another trainer."
         )
     if hasattr(trainer, "_amp_loss_scaler"):

@@ -29,7 +29,7 @@ class ArrayMeasurement(NamedTuple):
     size: int
 
 
-# "invalid" is a signalling NaN that becomes float64, "over" a gradient too large for float32: in both cases it is found
+# "invalid" is a signaling NaN that becomes float64, "over" a gradient too large for float32: in both cases it is found
 # not to be finite.
 @np.errstate(invalid="ignore", over="ignore")
 def measure(array: FloatArray, divisor: float, plan: Plan) -> ArrayMeasurement:

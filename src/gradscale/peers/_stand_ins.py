@@ -1,4 +1,4 @@
-"""What stands for the objects of a pickle: they hold attributes, or nothing, and none of the objects' behaviour."""
+"""What stands for the objects of a pickle: they hold attributes, or nothing, and none of the objects' behavior."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn

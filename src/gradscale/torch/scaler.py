@@ -22,7 +22,7 @@ from gradscale.torch.accumulation.buffers import BufferGuard
 from gradscale.torch.accumulation.closure import RETRIES, holder_of, make_closure
 from gradscale.torch.accumulation.edits import unscale, unscale_rest
 from gradscale.torch.accumulation.guard import Guard, OnSkip
-from gradscale.torch.accumulation.retry import Retry, check_backward, check_retriable, synchronising
+from gradscale.torch.accumulation.retry import Retry, check_backward, check_retriable, synchronizing
 from gradscale.torch.accumulation.window import Windows, map_losses
 from gradscale.torch.bf16 import note_if_bf16
 from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, warn_of_half
@@ -60,7 +60,7 @@ class LossScaler(OtherNames):
         policy: the rule for the scale, or its name as on the command line, such as `"dynamic:growth_interval=100"`.
             `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
         device: where the scale is kept; by default where the first loss is.
-        group: process group whose ranks decide together; by default every rank of an initialised `torch.distributed`.
+        group: process group whose ranks decide together; by default every rank of an initialized `torch.distributed`.
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
             or call a function with it. `"ignore"` does nothing.
@@ -282,7 +282,7 @@ class LossScaler(OtherNames):
         """
         owner = holder_of(self._modules) if optimizer is None else optimizer
         parameters = list(parameters_of([owner]))
-        once = not self.policy.needs or any(map(synchronising, self._modules))
+        once = not self.policy.needs or any(map(synchronizing, self._modules))
         refuse_narrow("`closure`", [owner], self._names)
 
         def backward(loss: Tensor) -> None:
@@ -397,7 +397,7 @@ class LossScaler(OtherNames):
 
 
 def _read(mapping: Any, system: str | None) -> Saved:
-    """Returns the saved state of gradscale or of another system; torch's `GradScaler` is recognised by a key."""
+    """Returns the saved state of gradscale or of another system; torch's `GradScaler` is recognized by a key."""
     if system is None and isinstance(mapping, Mapping) and "_growth_tracker" in mapping:
         system = "torch"
     if system is None:

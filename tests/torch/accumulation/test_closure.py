@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("either_way")
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation: a step uphill, and from there the gradient for the step down."""
+    """Sharpness-aware minimization: a step uphill, and from there the gradient for the step down."""
 
     def __init__(self, params: Any, base: type[torch.optim.Optimizer], rho: float = 0.05, **kwargs: Any) -> None:
         super().__init__(params, {"rho": rho, **kwargs})

@@ -101,7 +101,7 @@ class HostReads(TorchDispatchMode):
 
 @contextmanager
 def nothing_uninitialised() -> Iterator[None]:
-    """Fills memory that torch leaves uninitialised with NaN, so that a use of it shows."""
+    """Fills memory that torch leaves uninitialized with NaN, so that a use of it shows."""
     torch.use_deterministic_algorithms(True)
     try:
         yield

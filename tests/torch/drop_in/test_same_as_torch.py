@@ -47,7 +47,7 @@ def test_it_is_a_torch_grad_scaler() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_is_bit_exact(name: str, bad_step: int | None, clip: bool) -> None:
     if name == "sgd fused" and bad_step == 0:
-        pytest.skip("torch leaves its momentum uninitialised; see test_differences.py")
+        pytest.skip("torch leaves its momentum uninitialized; see test_differences.py")
 
     def run(kind: Any) -> tuple[list[Tensor], list[float]]:
         scaler = kind("cpu", init_scale=128.0, growth_interval=2)
@@ -251,7 +251,7 @@ MISUSES: dict[str, Callable[[Any, Any, nn.Parameter], Any]] = {
         {"scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1}
     ),
     "pickled within a step": lambda s, o, p: (ready(s), s.step(o), copy.deepcopy(s)),
-    "initialised twice": lambda s, o, p: (ready(s), s._lazy_init_scale_growth_tracker(torch.device("cpu"))),
+    "initialized twice": lambda s, o, p: (ready(s), s._lazy_init_scale_growth_tracker(torch.device("cpu"))),
 }
 
 

@@ -31,7 +31,7 @@ def values_of(known: Format) -> Array:
 
 
 def hard_cases(known: Format) -> Array:
-    """Returns every number of a format, the middle between any two neighbours, and the floats beside all of them."""
+    """Returns every number of a format, the middle between any two neighbors, and the floats beside all of them."""
     numbers = np.unique(values_of(known)[np.isfinite(values_of(known))]).astype(np.float64)
     middles = (numbers[1:] + numbers[:-1]) / 2
     ends = known.overflow_threshold * np.array([-1, 1])

@@ -27,7 +27,7 @@ def branching(x: Tensor) -> Tensor:
     return x
 
 
-def normalised(x: Tensor) -> Tensor:
+def normalized(x: Tensor) -> Tensor:
     return torch.softmax(x, -1) * 0.3
 
 
@@ -76,7 +76,7 @@ def test_a_script_without_products_is_rounded_like_one_function() -> None:
 
 
 def test_a_script_with_a_function_of_the_float32_list_is_float32() -> None:
-    script = torch.jit.script(normalised)
+    script = torch.jit.script(normalized)
     with emulate("fp16"):
         assert not are_of(script(F.linear(X, X)), FP16)
 

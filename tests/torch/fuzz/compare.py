@@ -100,7 +100,7 @@ def _weights(reference: Reference, subject: Subject) -> Iterator[str]:
 
 
 def _unit(tensor: Tensor) -> float:
-    """Returns the relative distance of neighbouring numbers, for types narrower than float32."""
+    """Returns the relative distance of neighboring numbers, for types narrower than float32."""
     return float(torch.finfo(tensor.dtype).eps) if tensor.dtype.itemsize < 4 else 0.0
 
 

@@ -338,7 +338,7 @@ class Reference:
         index = operation.optimizer
         casts = {name for name in operation.parameters if self.optimizers.has_master(index, name)}
         if self.setup.optimizers[index].grad_fp32 and self.gradients.stale & casts:
-            raise Undefined("A stale gradient is cast to float32, and can no longer be recognised.")
+            raise Undefined("A stale gradient is cast to float32, and can no longer be recognized.")
         self.optimizers.add_group(index, operation.parameters)
         return None
 

@@ -31,7 +31,7 @@ SHARED = "A parameter may belong to one optimizer of a backward pass only"
 LATE_GROUP = "A parameter group was added after `unscale_`"
 
 FUSED: tuple[Callable[[Any], Any], ...] = (
-    # Without momentum: a skipped first step leaves it uninitialised in torch, and 16-bit parameters damage it.
+    # Without momentum: a skipped first step leaves it uninitialized in torch, and 16-bit parameters damage it.
     lambda params: torch.optim.SGD(params, lr=0.25, weight_decay=0.125, fused=True),
     lambda params: torch.optim.Adam(params, lr=0.125, fused=True),
     lambda params: torch.optim.AdamW(params, lr=0.125, amsgrad=True, fused=True),

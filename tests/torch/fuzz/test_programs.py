@@ -56,7 +56,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "the rule forgets what it saw": (decide.Rule, "commit", _ignored),
     "masters are not rounded into the weights": (Full, "write", _ignored),
     "loading does nothing": (LossScaler, "load_state_dict", _ignored),
-    "momentum starts uninitialised": (apply, "_create_momentum", _ignored),
+    "momentum starts uninitialized": (apply, "_create_momentum", _ignored),
 }
 """Faults planted in gradscale: where, the name of the function, and what replaces it."""
 

@@ -27,7 +27,7 @@ def finite_patterns(dtype: torch.dtype) -> Tensor:
 
 
 def near(weights: Tensor) -> Tensor:
-    """Returns float32 values around weights: themselves, their neighbours, ties and what is beside ties."""
+    """Returns float32 values around weights: themselves, their neighbors, ties and what is beside ties."""
     bits = weights.float().view(torch.int32)
     offsets = [
         0,

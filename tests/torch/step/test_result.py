@@ -85,7 +85,7 @@ def test_culprits_are_named_with_their_kind_and_count(bad: float, kind: str) -> 
     assert model[2].weight.grad is not None
 
 
-class Labelled(torch.Tensor):
+class Labeled(torch.Tensor):
     """A tensor of another type that is not spread over ranks."""
 
 
@@ -94,7 +94,7 @@ def test_culprits_among_gradients_of_a_type_of_their_own_are_named(fused: bool) 
     weight = nn.Parameter(torch.zeros(2))
     scaler, optimizer = LossScaler(policy=Dynamic()), torch.optim.SGD([("w", weight)], fused=fused)
     for value in (1.0, INF):  # the first step measures sizes anyway
-        give(scaler, [weight], [torch.tensor([value, 1.0]).as_subclass(Labelled)])
+        give(scaler, [weight], [torch.tensor([value, 1.0]).as_subclass(Labeled)])
         result = scaler.step(optimizer)
         weight.grad = None
     assert [(culprit.name, culprit.kind) for culprit in result.culprits()] == [("w", "inf")]

@@ -14,7 +14,7 @@ ROUNDER = np.float32(0.75)
 """Float32 numbers near 0.75 are 2**-24 apart, as float16's subnormals are, so adding it rounds as float16 would."""
 
 
-with np.errstate(invalid="ignore"):  # some of the NaNs are signalling
+with np.errstate(invalid="ignore"):  # some of the NaNs are signaling
     WIDENED = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
 """Every float16 number in float32. A lookup is twenty times faster than numpy's conversion of a subnormal."""
 

@@ -16,7 +16,7 @@ BATCH_SIZE = 32
 
 
 class DigitsTask:
-    """Thirteen convolutions in a row, as torch initialises them, with no normalization and no residuals.
+    """Thirteen convolutions in a row, as torch initializes them, with no normalization and no residuals.
 
     That is why FP16 fails: the loss is a mean over 320 outputs, each layer passes on less than half of the gradient,
     and before it reaches the first layers it is below the smallest FP16 number. FP32 has the range for it, and Adam's

@@ -152,14 +152,14 @@ def check_backward(retries: int, kwargs: dict[str, Any]) -> None:
 
 
 def check_retriable(modules: Sequence[nn.Module]) -> None:
-    """Raises if the modules are not known, or one of them synchronises its gradients during the backward pass."""
+    """Raises if the modules are not known, or one of them synchronizes its gradients during the backward pass."""
     if not modules:
         raise RuntimeError(
             "`retries` must know every parameter whose gradient shares the scale, to bring all of them to the new one. "
             "Build the scaler as `LossScaler(model)`."
         )
     for module in modules:
-        if sender := synchronising(module):
+        if sender := synchronizing(module):
             raise RuntimeError(
                 f"`retries` cannot run the backward pass of {type(sender).__name__} again: it sends its gradients to "
                 "the other ranks while it runs, once per forward pass. Call `backward(loss)` without `retries`, or run "
@@ -167,7 +167,7 @@ def check_retriable(modules: Sequence[nn.Module]) -> None:
             )
 
 
-def synchronising(root: nn.Module) -> nn.Module | None:
+def synchronizing(root: nn.Module) -> nn.Module | None:
     """Returns the module, `root` or one inside it, that sends gradients to other ranks during the backward pass."""
     return next(filter(_sends, root.modules()), None) if dist.is_available() else None
 

@@ -18,7 +18,7 @@ class StaleGradients:
     """Remembers the gradients that exist when a step ends, to find those that were not cleared before the next one.
 
     Not only those of the step: a generator's backward pass fills the gradients of the discriminator. A gradient is
-    recognised by identity and version, and nothing is read from the device: `zero_grad(set_to_none=False)` counts as
+    recognized by identity and version, and nothing is read from the device: `zero_grad(set_to_none=False)` counts as
     clearing, as does any other write in place.
     """
 

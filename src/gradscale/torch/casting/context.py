@@ -143,7 +143,7 @@ def _checked(script: Any, call: Call) -> Call:
 
 
 def _aliases(parameter: str, function: Function) -> Aliases:
-    """Returns the objects by which calls of a listed function are recognised: its aliases in torch, or itself."""
+    """Returns the objects by which calls of a listed function are recognized: its aliases in torch, or itself."""
     aliases = torch_aliases(function)
     if aliases and parameter != "allow" and writes_in_place(function):
         raise TypeError(

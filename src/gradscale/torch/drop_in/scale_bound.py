@@ -12,7 +12,7 @@ class ScaleBound:
     """A lower bound of the scale, kept on the host.
 
     Every update of the scale lowers the bound as if the scale had backed off. When it is small, a host copy of the
-    scale is started, and replaces the bound once it has arrived. Writes to the scale by other code are recognised by
+    scale is started, and replaces the bound once it has arrived. Writes to the scale by other code are recognized by
     its version.
     """
 

@@ -106,7 +106,7 @@ def round_grads(tensor: Tensor, grads: Rounding) -> Tensor:
 
 
 def _step(values: Tensor, format: Format) -> Tensor:
-    """Returns the distance between neighbours in the format around each value, a power of two."""
+    """Returns the distance between neighbors in the format around each value, a power of two."""
     power = (values.view(torch.int32) & EXPONENT).view(torch.float32)
     return power.clamp_(format.smallest_normal, TOP_POWER).mul_(2.0**-format.mantissa_bits)
 

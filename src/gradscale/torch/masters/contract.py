@@ -62,7 +62,7 @@ class MasterStorage(ABC):
 def refined(weight: Tensor, value: Tensor) -> Tensor:
     """Returns `value` where no number of the weight's dtype is nearer to it than the weight; the weight elsewhere.
 
-    At a tie both neighbours count as nearest: storages differ in which of the two they round to.
+    At a tie both neighbors count as nearest: storages differ in which of the two they round to.
     """
     wide = weight.float()
     nearest = (wide - value).abs() <= (value.to(weight.dtype).float() - value).abs()

@@ -54,7 +54,7 @@ class Noise:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Returns the numbers with their bits mixed, so that neighbours have nothing in common. Changes them in place."""
+    """Returns the numbers with their bits mixed, so that neighbors have nothing in common. Changes them in place."""
     shifted = torch.empty_like(numbers)  # one for all three shifts: new memory would take longer than they do
     for multiplier, shift in ROUNDS:
         numbers.mul_(multiplier)

@@ -28,7 +28,7 @@ class Remainder(MasterStorage):
 
     The weight is the value rounded to nearest. With BF16 every float32 value is restored bit-exactly. With FP16 those
     with 2**-17 <= |value| < 65520 are; smaller ones are restored within 2**-41, and larger ones are inf, as the weight.
-    At a tie the weight may be the odd neighbour, where `.to(dtype)` takes the even one.
+    At a tie the weight may be the odd neighbor, where `.to(dtype)` takes the even one.
     """
 
     # With both of its ties an even BF16 weight would stand for 2**16 + 1 float32 values, one more than an int16 has.
@@ -61,7 +61,7 @@ class Remainder(MasterStorage):
 def _split_bfloat16(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Stores how many float32 numbers lie between each value and its weight: the difference of their bits."""
     lost = value.view(torch.int32) - weight.float().view(torch.int32)
-    # At a tie the weight moves to its other neighbour, which is as near. The remainder then fits: as an int16, 2**15
+    # At a tie the weight moves to its other neighbor, which is as near. The remainder then fits: as an int16, 2**15
     # wraps around to -2**15.
     weight.view(torch.int16).add_(_ties(lost))
     remainder.copy_(lost)
@@ -70,7 +70,7 @@ def _split_bfloat16(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
 def _split_float16(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Stores what each weight exceeds its value by, in units that depend on the weight; 0 if that is inf or NaN."""
     wide = weight.float()
-    # The difference of neighbours is exact (Sterbenz), and so is the division by a power of two. `round_` changes only
+    # The difference of neighbors is exact (Sterbenz), and so is the division by a power of two. `round_` changes only
     # values below 2**-17, whose last bits are below the unit.
     # Weight minus value, and `sub_` throughout: -0.0 - 0.0 is -0.0, and -0.0 + 0.0 is 0.0.
     lost = (wide - value).div_(_unit(wide)).round_().nan_to_num_(0.0, 0.0, 0.0)

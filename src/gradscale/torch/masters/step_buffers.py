@@ -18,7 +18,7 @@ class StepBuffer:
         return StepBuffer, ()
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns an uninitialised float32 tensor for each, on its device and with its memory layout, without gaps.
+        """Returns an uninitialized float32 tensor for each, on its device and with its memory layout, without gaps.
 
         They are valid until the next call, which returns the same memory.
         """

@@ -21,7 +21,7 @@ class Agreement:
     """The ranks that decide together.
 
     Attributes:
-        group: a process group; None means every rank once `torch.distributed` is initialised, else this process alone.
+        group: a process group; None means every rank once `torch.distributed` is initialized, else this process alone.
     """
 
     group: "dist.ProcessGroup | None" = None
@@ -29,7 +29,7 @@ class Agreement:
     @property
     def ranks(self) -> int:
         """How many ranks decide together."""
-        # Looked up at every step: `torch.distributed` may be initialised after the scaler is built.
+        # Looked up at every step: `torch.distributed` may be initialized after the scaler is built.
         if not (dist.is_available() and dist.is_initialized()):
             return 1
         return dist.get_world_size(self.group)

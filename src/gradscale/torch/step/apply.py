@@ -28,7 +28,7 @@ def folds(optimizer: Optimizer) -> bool:
     handles all of this itself.
     """
     # Fused SGD with dampening is not gated by its kernel before its momentum exists: a skipped first step leaves the
-    # buffer uninitialised, and zeros in it would give (1 - dampening) * grad where the first step of SGD takes grad.
+    # buffer uninitialized, and zeros in it would give (1 - dampening) * grad where the first step of SGD takes grad.
     return takes_gate(optimizer) and not any(
         group.get("fused") is False or _lacks_dampened_momentum(optimizer, group)
         for group in (() if keeps_masters(optimizer) else optimizer.param_groups)
@@ -150,7 +150,7 @@ def clamp(gradients: Sequence[Tensor], bound: Tensor) -> None:
 
 def _create_momentum(optimizer: Optimizer) -> None:
     """Gives fused SGD its momentum buffers before its first step."""
-    # torch 2.13 allocates them uninitialised for the kernel to fill, which a skipped step does not: later steps then
+    # torch 2.13 allocates them uninitialized for the kernel to fill, which a skipped step does not: later steps then
     # start from garbage. Zeros are exact where there is no dampening: 0 * momentum + grad is the first step's buffer.
     if not isinstance(optimizer, torch.optim.SGD):
         return
