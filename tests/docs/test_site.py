@@ -1,5 +1,6 @@
 """The built site, opened from the disk in a real browser: search, navigation, dark mode, and no network."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,20 @@ def test_search_finds_a_word_without_a_server(learn: Page, word: str, found_on: 
     learn.wait(
         f"[...document.querySelectorAll('.md-search-result__link')].some(link => link.href.includes('{found_on}'))"
     )
+
+
+def test_no_link_of_a_page_starts_at_the_root_of_the_disk(site: Path) -> None:
+    rooted = {path.name: re.findall(r' (?:href|src)="(/[^"]*)"', path.read_text()) for path in site.rglob("*.html")}
+    assert len(rooted) > 40
+    assert {name: links[:3] for name, links in rooted.items() if links} == {}
+
+
+def test_the_header_links_to_the_repository(learn: Page) -> None:
+    link = "document.querySelector('.md-header .md-source')"
+    assert learn.run(f"{link}.href") == "https://github.com/gradscale/gradscale"
+    assert "gradscale/gradscale" in learn.run(f"{link}.innerText")
+    # By this mark the theme's script finds the link, some time after loading, and asks GitHub for stars and forks.
+    assert learn.run("document.querySelectorAll('[data-md-component=source]').length") == 0
 
 
 def test_a_page_links_to_the_previous_and_the_next(learn: Page) -> None:

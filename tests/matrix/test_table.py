@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.matrix.__main__ import PAGE as VERSIONS
 from tests.matrix.outcome import Counts, Outcome
 from tests.matrix.rows import ROWS, Row, Run
 from tests.matrix.table import BEGIN, END, line_of, lines_in, updated, write
@@ -62,6 +63,12 @@ def test_the_file_is_written(tmp_path: Path) -> None:
     write(path, [row("a")], {"a": PASSED})
     assert path.read_text() == updated(PAGE, [row("a")], {"a": PASSED})
     assert [each.name for each in tmp_path.iterdir()] == ["versions.md"]
+
+
+def test_the_page_of_supported_versions_has_a_line_for_every_run() -> None:
+    lines = lines_in(VERSIONS.read_text())
+    assert list(lines) == [run.name for each in ROWS for run in each.runs]
+    assert any(line.endswith("| passed |") for line in lines.values())
 
 
 def test_every_run_has_a_name_of_its_own() -> None:

@@ -1,10 +1,12 @@
 """Links between the files of the repository lead somewhere. `make docs` checks those between pages of the site."""
 
 import re
+import tomllib
 import unicodedata
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 OURS = re.compile(
@@ -66,6 +68,12 @@ def test_addresses_of_our_repository_lead_to_files() -> None:
     faults = [(source.name, fault(ROOT / match[1], (match[2] or "#")[1:])) for source, match in found]
     assert found
     assert [each for each in faults if each[1]] == []
+
+
+def test_readme_and_the_site_link_to_the_repository_that_the_package_names() -> None:
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
+    assert f"]({address})" in (ROOT / "README.md").read_text()
+    assert yaml.safe_load((ROOT / "mkdocs.yml").read_text())["repo_url"] == address
 
 
 def test_the_check_can_fail() -> None:
