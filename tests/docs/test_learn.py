@@ -77,7 +77,7 @@ def test_the_page_of_the_demo_shows_the_results_of_four_frameworks() -> None:
 
 @pytest.mark.parametrize(("model", "score", "rows", "text"), SHOWN, ids=[f"{n}-{s[0]}" for n, s in enumerate(SHOWN)])
 def test_the_page_quotes_a_verdict_in_the_words_of_the_demo(model: str, score: str, rows: str, text: str) -> None:
-    spec = (AUTOENCODER.scores | LANGUAGE.scores)[score]
+    spec = {**AUTOENCODER.scores, **LANGUAGE.scores}[score]
     quoted = " ".join(text.split())
 
     def ending(name: str) -> float:
