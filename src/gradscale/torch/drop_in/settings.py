@@ -196,8 +196,18 @@ def shown(value: Any) -> str:
     return f"an integer of {value.bit_length()} bits" if huge else repr(value)
 
 
-def number_from_tensor(new_scale: Tensor, device: str) -> float:
-    """Returns the one number in a tensor given to `update`, or raises what torch raises. Synchronizes."""
+def checked_scale(new_scale: float | Tensor, device: str, bounds: Bounds) -> float:
+    """Returns a scale that was given to `update`, or raises if it is no number within the bounds.
+
+    Synchronizes with the device if it is a tensor there.
+    """
+    number = _number_from_tensor(new_scale, device) if isinstance(new_scale, Tensor) else new_scale
+    # torch would take 0, inf or NaN, and scale by it from then on.
+    return bounds.checked("new_scale", number)
+
+
+def _number_from_tensor(new_scale: Tensor, device: str) -> float:
+    """Returns the one number in the tensor, or raises what torch raises."""
     one_number = new_scale.device.type == torch.device(device).type and new_scale.numel() == 1
     if not one_number or new_scale.requires_grad:
         raise AssertionError(
