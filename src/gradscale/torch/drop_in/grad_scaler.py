@@ -19,12 +19,11 @@ from gradscale.policies.dynamic import Dynamic
 from gradscale.torch.bf16 import note_if_bf16
 from gradscale.torch.drop_in import refusals, saved, settings, stepped, unscale, update
 from gradscale.torch.drop_in.scale_bound import ScaleBound
-from gradscale.torch.drop_in.scaled import scaled
+from gradscale.torch.drop_in.scaled import rescaled, scaled
 from gradscale.torch.drop_in.steps import Steps
 from gradscale.torch.fused_sgd import fault_of_fused_sgd
 from gradscale.torch.step import apply
 from gradscale.torch.step.decide import Rule
-from gradscale.torch.step.host_copy import moved
 from gradscale.torch.step.measure import any_overflow, multiply_and_check
 from gradscale.torch.step.result import StepResult
 
@@ -92,17 +91,12 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         on_stuck: OnStuck = "warn",
     ) -> None:
         settings.check_device(device)
-        numbers = {
-            "init_scale": init_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-        }
+        factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
+        numbers = {"init_scale": init_scale, **factors}
+        extra = {"min_scale": min_scale, "max_scale": max_scale, "hysteresis": hysteresis}
         if policy is not None:
             policy = as_policy(policy)
-            settings.refuse_second_rule(
-                numbers | {"min_scale": min_scale, "max_scale": max_scale, "hysteresis": hysteresis}
-            )
+            settings.refuse_second_rule(numbers | extra)
         # Without the numbers: torch's own checks, which differ between its versions, are among those below.
         super().__init__(device, enabled=enabled and (policy is None or bool(policy.needs)))
         self.last: StepResult | None = None
@@ -113,11 +107,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self._warned_of_fused_sgd = False
         self._types_known = False
         if self._enabled:
-            given = (
-                settings.settings_from(numbers, min_scale, max_scale, hysteresis)
-                if policy is None
-                else settings.settings_of(policy)
-            )
+            given = settings.settings_from(numbers, **extra) if policy is None else settings.settings_of(policy)
             for name in numbers:
                 setattr(self, f"_{name}", getattr(given, name))
             self._bounds = given.bounds
@@ -165,10 +155,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         # begins: its loss may have been scaled long before.
         self._divided.clear()
         scale = self._scale
-        if scale is None or scale._version == version:
-            return None
-        # The scale may have changed since, and the gradients will be divided by the present one.
-        return grad * (moved(scale, made_with.device) / made_with)
+        return None if scale is None or scale._version == version else rescaled(grad, made_with, scale)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -189,11 +176,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("unscale_")
-        stage = self._per_optimizer_states[id(optimizer)]["stage"]
-        if stage is OptState.UNSCALED:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        if stage is OptState.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
+        refusals.refuse_second_unscale(self._per_optimizer_states[id(optimizer)]["stage"])
         self._unscale(optimizer, scale, allow_fp16=False)
 
     def _unscale(self, optimizer: Optimizer, scale: Tensor, *, allow_fp16: bool) -> None:
@@ -235,12 +218,10 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if "closure" in kwargs or (args and callable(args[0])):
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        refusals.refuse_closure(*args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
+        refusals.refuse_second_step(state["stage"])
         if state["stage"] is OptState.UNSCALED and state["found_inf_per_device"]:
             refusals.refuse_added_groups(optimizer, state.get("groups"))
         self._warn_of_fused_sgd(optimizer)
@@ -270,16 +251,13 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             divisor = self._get_scale_async()
             if state.get("sharing"):
                 # The kernel writes the divided gradient back, and would divide it for each parameter that holds it.
-                gradients, divisor = unscale.gradients_of(optimizer), None
-                refusals.refuse_half(optimizer, gradients)
-                apply.multiply(gradients, scale.reciprocal())
-                state["stage"] = OptState.UNSCALED
+                stepped.divide_once(optimizer, scale)
+                divisor, state["stage"] = None, OptState.UNSCALED
             self._divided.append(optimizer)
         elif not state["found_inf_per_device"] and unscale.gradients_of(optimizer):
             raise refusals.unchecked_gradients(optimizer)
-        return self._remembered(
-            optimizer, scale, stepped.step_folded(optimizer, state, scale, divisor, *args, **kwargs)
-        )
+        step = stepped.step_folded(optimizer, state, scale, divisor, *args, **kwargs)
+        return self._remembered(optimizer, scale, step)
 
     def _step_gated(self, optimizer: Optimizer, scale: Tensor, *args: Any, **kwargs: Any) -> Any:
         state = self._per_optimizer_states[id(optimizer)]
@@ -291,9 +269,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         scale, _ = self._check_scale_growth_tracker("step")
-        return self._remembered(
-            optimizer, scale, stepped.step_gated(optimizer, optimizer_state, scale, *args, **kwargs)
-        )
+        step = stepped.step_gated(optimizer, optimizer_state, scale, *args, **kwargs)
+        return self._remembered(optimizer, scale, step)
 
     def _remembered(self, optimizer: Optimizer, scale: Tensor, step: stepped.Stepped) -> Any:
         """Returns what the optimizer's `step` returned, and sets `last`."""

@@ -1,15 +1,37 @@
-"""What `GradScaler` refuses: gradients that would be divided twice or never, or in FP16, or were not checked."""
+"""What `GradScaler` refuses: calls in the wrong order, and gradients that would be divided twice, never or in FP16."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from gradscale.torch.checks import some
 from gradscale.torch.drop_in.unscale import gradients_of
 from gradscale.torch.step.gradients import Names, parameters_of
 
 Optimizer = torch.optim.Optimizer
+
+
+def refuse_second_unscale(stage: OptState) -> None:
+    """Raises torch's error for an optimizer whose gradients are divided already, or that was stepped."""
+    if stage is OptState.UNSCALED:
+        raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+    if stage is OptState.STEPPED:
+        raise RuntimeError("unscale_() is being called after step().")
+
+
+def refuse_second_step(stage: OptState) -> None:
+    """Raises torch's error for an optimizer that was stepped already."""
+    if stage is OptState.STEPPED:
+        raise RuntimeError("step() has already been called since the last update().")
+
+
+def refuse_closure(*args: Any, **kwargs: Any) -> None:
+    """Raises torch's error if a closure is among the arguments of `step`."""
+    if "closure" in kwargs or (args and callable(args[0])):
+        raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
 
 
 def refuse_half(optimizer: Optimizer, gradients: Iterable[Tensor]) -> None:

@@ -37,3 +37,11 @@ def scaled(
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
     each = partial(scaled, scale_for=scale_for, follow=follow, copies={} if copies is None else copies)
     return type(outputs)(map(each, outputs)) if isinstance(outputs, list | tuple) else map(each, outputs)
+
+
+def rescaled(grad: Tensor, made_with: Tensor, scale: Tensor) -> Tensor:
+    """Returns the gradient of a scaled loss for `scale`, by which its gradients will be divided: it may have changed.
+
+    `made_with` is the scale that the loss was multiplied by, on its device.
+    """
+    return grad * (moved(scale, made_with.device) / made_with)

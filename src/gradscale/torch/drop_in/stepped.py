@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradscale.engine.measurement import Measurement
+from gradscale.torch.drop_in.refusals import refuse_half
 from gradscale.torch.drop_in.unscale import gradients_of, sizes_of
 from gradscale.torch.step import apply
 from gradscale.torch.step.host_copy import host_value
@@ -29,6 +30,13 @@ class Stepped(NamedTuple):
     overflow: Tensor
     measured: Measurement | None
     applied: bool | None
+
+
+def divide_once(optimizer: Optimizer, scale: Tensor) -> None:
+    """Divides the gradients by the scale, one that several parameters hold too, or raises if one is in FP16."""
+    gradients = gradients_of(optimizer)
+    refuse_half(optimizer, gradients)
+    apply.multiply(gradients, scale.reciprocal())
 
 
 def step_folded(
