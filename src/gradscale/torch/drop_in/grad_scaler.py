@@ -107,7 +107,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self._warned_of_fused_sgd = False
         self._types_known = False
         if self._enabled:
-            given = settings.settings_from(numbers, **extra) if policy is None else settings.settings_of(policy)
+            given = settings.from_numbers(numbers, **extra) if policy is None else settings.of_policy(policy)
             for name in numbers:
                 setattr(self, f"_{name}", getattr(given, name))
             self._bounds = given.bounds
@@ -118,7 +118,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """Returns scale, counts and the status of the last step as text. Never synchronizes."""
         if not self._enabled:
             return "GradScaler(enabled=False)"
-        about = settings.settings_text(self) if self._rule is None else [policy_text(self._rule.policy)]
+        about = settings.text_of(self) if self._rule is None else [policy_text(self._rule.policy)]
         return self._steps.text(about, self._init_scale if self._scale is None else self._scale, self.last)
 
     def scale(self, outputs: Any) -> Any:
@@ -324,11 +324,11 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self._bound.revalidate(scale)
         if self._rule is None:
             numbers = (self._growth_factor, self._backoff_factor, int(self._growth_interval))
-            update.update_by_kernel(scale, tracker, overflow, *numbers, self._bounds)
+            update.by_kernel(scale, tracker, overflow, *numbers, self._bounds)
         else:
             states = self._per_optimizer_states.values()
             seen = update.seen_by([state["sizes"] for state in states if "sizes" in state], overflow, scale)
-            update.update_by_policy(self._rule, scale, tracker, seen, self._bounds)
+            update.by_policy(self._rule, scale, tracker, seen, self._bounds)
         self._bound.lowered(scale, by=update.lowest_factor(self._rule, self._backoff_factor))
 
     def set_growth_factor(self, new_factor: float) -> None:

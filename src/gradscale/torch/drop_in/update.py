@@ -19,7 +19,7 @@ from gradscale.torch.step.measure import measure_sizes
 LARGEST_TRACKER = 2**31 - 1  # the tracker is an int32
 
 
-def update_by_kernel(
+def by_kernel(
     scale: Tensor,
     tracker: Tensor,
     overflow: Tensor,
@@ -38,7 +38,7 @@ def update_by_kernel(
     scale.clamp_(bounds.min_scale, bounds.max_scale)
 
 
-def update_by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bounds: Bounds) -> None:
+def by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bounds: Bounds) -> None:
     """Updates `rule`, and with it `scale` and `tracker`. Does not synchronize with the device."""
     # torch's tensors take precedence over the state: other code may have set them since. Cloned, because they are
     # written to below and a state is never changed.
