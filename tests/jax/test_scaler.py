@@ -307,4 +307,8 @@ def test_a_result_has_no_truth_value_but_its_flags_have() -> None:
     result = Scaler("dynamic").step({"w": jnp.ones(2)})[2]
     with pytest.raises(TypeError, match="A StepResult is neither true nor false"):
         bool(result)
+    for one in (result, jax.jit(lambda: result)()):
+        for method in (one.skipped, one.status, one.culprits):
+            with pytest.raises(TypeError, match="is a method, which has no truth value"):
+                bool(method)
     assert result.applied

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradscale.engine.culprits import Culprit, culprits_of
+from gradscale.engine.uncalled import to_be_called
 
 
 class Status(StrEnum):
@@ -31,7 +32,8 @@ class StepResult:
     """The result of one step.
 
     The attributes are arrays of the framework, on the device of the scale; reading them does not synchronize.
-    `skipped`, `status` and `culprits` return plain values, and synchronize with the device where there is one.
+    `skipped`, `status` and `culprits` return plain values, and synchronize with the device where there is one. They are
+    methods: without the call, as in `if result.skipped:`, they raise.
 
     Attributes:
         applied: whether the update was applied.
@@ -91,16 +93,19 @@ class StepResult:
         """Returns a number as it is shown: a Python number, or the text `<...>` for one that is not in host memory."""
         return value.item() if hasattr(value, "item") else value
 
+    @to_be_called
     def skipped(self) -> bool:
         """Returns whether weights and optimizer state were left as they were. Synchronizes with the device."""
         return not bool(self.applied)
 
+    @to_be_called
     def status(self) -> Status:
         """Returns the status of the step. Synchronizes with the device."""
         if not self.attempted:
             return Status.NO_GRADS
         return Status.of(not self.skipped(), bool(self.loss_finite))
 
+    @to_be_called
     def culprits(self) -> list[Culprit]:
         """Returns the parameters whose gradients were not finite, in their order. Synchronizes with the device.
 

@@ -205,6 +205,9 @@ def test_optimizer_and_result_are_shown_with_scale_status_and_counts() -> None:
     assert repr(result) == "StepResult(status=overflow, scale=8.0, next_scale=4.0)"
     with pytest.raises(TypeError, match="A StepResult is neither true nor false"):
         bool(result)
+    for method in (result.skipped, result.status, result.culprits):
+        with pytest.raises(TypeError, match="is a method, which has no truth value"):
+            bool(method)
 
 
 def test_what_is_on_a_device_is_not_read_to_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
