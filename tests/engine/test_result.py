@@ -2,12 +2,14 @@
 
 import inspect
 import pickle
+import re
 
 import numpy as np
 import pytest
 
 from gradscale import Status
 from gradscale.engine.culprits import Culprit
+from gradscale.engine.other_names import OF_RESULT
 from gradscale.engine.result import StepResult
 
 
@@ -74,3 +76,19 @@ def test_a_method_is_documented_inspected_and_pickled_as_any_other() -> None:
     assert inspect.getdoc(StepResult.skipped)
     assert pickle.loads(pickle.dumps(result)).skipped() is True
     assert pickle.loads(pickle.dumps(result.skipped))() is True
+
+
+@pytest.mark.parametrize("name", OF_RESULT)
+def test_a_name_of_another_scaler_is_answered_with_what_the_result_has(name: str) -> None:
+    result = StepResult(applied=True, scale=8.0, next_scale=8.0)
+    with pytest.raises(AttributeError, match=rf"^'StepResult' object has no attribute '{name}'\. Use `") as caught:
+        getattr(result, name)
+    mentioned = re.findall(r"`(?:not )?result\.(\w+)", str(caught.value))
+    assert mentioned
+    assert all(hasattr(result, one) for one in mentioned)
+    assert not hasattr(result, name)
+
+
+def test_a_result_holds_its_fields_only() -> None:
+    with pytest.raises(AttributeError):
+        StepResult(applied=True, scale=8.0, next_scale=8.0).no_such_field = 1  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue]

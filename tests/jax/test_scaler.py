@@ -14,7 +14,7 @@ from tests.other_names import check_answers
 
 from gradscale import Dynamic, Histogram, NoScaling, Policy, ScaleState, Static, Status, import_state, preset
 from gradscale.engine.metrics import METRICS
-from gradscale.jax import Scaler, ScaleStuck, StepResult, scaled
+from gradscale.jax import Scaler, ScaleStuck, StepResult, scaled, value_and_grad
 from gradscale.kernels import jax_text
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.log_max import LogMax
@@ -312,3 +312,11 @@ def test_a_result_has_no_truth_value_but_its_flags_have() -> None:
             with pytest.raises(TypeError, match="is a method, which has no truth value"):
                 bool(method)
     assert result.applied
+
+
+def test_arguments_of_other_steps_are_answered() -> None:
+    step: Any = Scaler().step
+    with pytest.raises(TypeError, match=r"^`scaler\.step` has no argument 'max_norm'\. .* Use `clip_norm=1\.0`\.$"):
+        step({}, max_norm=1.0)
+    with pytest.raises(TypeError, match=r"^`value_and_grad` has no argument 'has_axu'\. .* Did you mean 'has_aux'\?$"):
+        value_and_grad(jnp.sum, has_axu=True)  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]

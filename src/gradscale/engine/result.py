@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradscale.engine.culprits import Culprit, culprits_of
+from gradscale.engine.other_names import OF_RESULT, OtherNames
 from gradscale.engine.uncalled import to_be_called
 
 
@@ -28,7 +29,7 @@ class Status(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
-class StepResult:
+class StepResult(OtherNames):
     """The result of one step.
 
     The attributes are arrays of the framework, on the device of the scale; reading them does not synchronize.
@@ -75,6 +76,10 @@ class StepResult:
             "`result.applied`, a flag on the device, which does not. For whether there is a result, use "
             "`result is not None`."
         )
+
+    @classmethod
+    def _answer(cls, name: str) -> str | None:
+        return OF_RESULT.get(name)
 
     def status_text(self) -> str:
         """Returns the status as text, or where it is if it is not in host memory. Never synchronizes."""
