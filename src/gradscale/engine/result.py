@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gradscale._text import number_text
 from gradscale.engine.culprits import Culprit, culprits_of
 from gradscale.engine.other_names import OF_RESULT, OtherNames
 from gradscale.engine.uncalled import to_be_called
@@ -66,7 +67,7 @@ class StepResult(OtherNames):
     def __repr__(self) -> str:
         """Returns status, scales, norm and retries as text. Never synchronizes: what is on a device is not read."""
         numbers = {"scale": self.scale, "next_scale": self.next_scale, "grad_norm": self.grad_norm}
-        known = [f"{name}={self._shown(value)}" for name, value in numbers.items() if value is not None]
+        known = [f"{name}={number_text(self._shown(value))}" for name, value in numbers.items() if value is not None]
         retried = [f"retries={retries}"] if (retries := self._shown(self.retries)) != 0 else []
         return f"{type(self).__name__}({', '.join([f'status={self.status_text()}', *known, *retried])})"
 
