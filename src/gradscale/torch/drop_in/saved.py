@@ -1,18 +1,23 @@
 """The saved form of `GradScaler`: torch's dict, with one more entry for settings that torch's does not have."""
 
+import copy
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from gradscale.engine.saved import read_saved, write_saved
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_number
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
 from gradscale.torch.drop_in.counters import Counters
+from gradscale.torch.drop_in.scale_bound import ScaleBound
 from gradscale.torch.drop_in.settings import Bounds, check_factors, check_interval, shown
+from gradscale.torch.drop_in.steps import Steps
 from gradscale.torch.drop_in.update import LARGEST_TRACKER
 from gradscale.torch.step.decide import Rule
 
@@ -80,6 +85,22 @@ def read_scaler(saved: Mapping[str, Any], policy: Policy | None, bounds: Bounds)
         bounds = Bounds(**extra) if extra else bounds
     numbers["scale"] = min(max(float(numbers["scale"]), bounds.min_scale), bounds.max_scale)
     return Saved(numbers, bounds, rule)
+
+
+def contents_of_copy(rule: Rule | None, steps: Steps) -> dict[str, Any]:
+    """Returns the attributes that a pickle or a copy of the scaler has instead of the scaler's own."""
+    # Results, bounds and divided optimizers refer to tensors of the original. torch's `__getstate__` raises unless its
+    # states are empty: they are new ones here, so that a shallow copy does not share them.
+    contents = {
+        "last": None,
+        "_bound": ScaleBound(),
+        "_divided": [],
+        "_steps": copy.copy(steps),
+        "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
+    }
+    if rule is not None:
+        contents["_rule"] = Rule(rule.policy, type(rule.state).from_dict(rule.state.to_dict()))
+    return contents
 
 
 def _number(name: str, saved: Mapping[str, Any]) -> Any:

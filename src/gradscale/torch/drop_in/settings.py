@@ -75,7 +75,7 @@ class Settings:
         check_interval(self.growth_interval)
 
 
-def settings_of(policy: Policy) -> Settings:
+def of_policy(policy: Policy) -> Settings:
     """Returns the settings of a scaler that follows `policy`.
 
     A plain `Dynamic` is torch's own rule with bounds, so that torch's kernel runs it. Other policies do not use torch's
@@ -90,7 +90,7 @@ def settings_of(policy: Policy) -> Settings:
     return Settings(**numbers, bounds=Bounds(), policy=policy)
 
 
-def settings_from(
+def from_numbers(
     numbers: dict[str, Any], min_scale: float | None, max_scale: float | None, hysteresis: int
 ) -> Settings:
     """Returns the settings of a scaler given by torch's four numbers and the extra ones."""
@@ -100,7 +100,7 @@ def settings_from(
     if hysteresis == 1:
         return Settings(**numbers, bounds=Bounds(**given), policy=None)
     given = {"min_scale": LOWEST_SCALE, "hysteresis": hysteresis, **given}
-    return settings_of(Dynamic(**numbers, **given))
+    return of_policy(Dynamic(**numbers, **given))
 
 
 def refuse_second_rule(given: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ def check_device(device: Any) -> None:
     )
 
 
-def settings_text(scaler: Any) -> list[str]:
+def text_of(scaler: Any) -> list[str]:
     """Returns the numbers of torch's rule that are not torch's defaults, as text."""
     present = {name: getattr(scaler, f"_{name}") for name in TORCH_DEFAULTS if name != "init_scale"}
     return [f"{name}={shown(value)}" for name, value in present.items() if value != TORCH_DEFAULTS[name]]
@@ -196,8 +196,18 @@ def shown(value: Any) -> str:
     return f"an integer of {value.bit_length()} bits" if huge else repr(value)
 
 
-def number_from_tensor(new_scale: Tensor, device: str) -> float:
-    """Returns the one number in a tensor given to `update`, or raises what torch raises. Synchronizes."""
+def checked_scale(new_scale: float | Tensor, device: str, bounds: Bounds) -> float:
+    """Returns a scale that was given to `update`, or raises if it is no number within the bounds.
+
+    Synchronizes with the device if it is a tensor there.
+    """
+    number = _number_from_tensor(new_scale, device) if isinstance(new_scale, Tensor) else new_scale
+    # torch would take 0, inf or NaN, and scale by it from then on.
+    return bounds.checked("new_scale", number)
+
+
+def _number_from_tensor(new_scale: Tensor, device: str) -> float:
+    """Returns the one number in the tensor, or raises what torch raises."""
     one_number = new_scale.device.type == torch.device(device).type and new_scale.numel() == 1
     if not one_number or new_scale.requires_grad:
         raise AssertionError(

@@ -1,16 +1,22 @@
 """What `GradScaler` remembers: the steps since the last `update`, and the counts and the stuck check of all."""
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradscale.engine.stuck import OnStuck
+from gradscale.engine.texts import scaler_text
 from gradscale.torch.drop_in.counters import Counters
 from gradscale.torch.drop_in.losses import Losses
-from gradscale.torch.step.host_copy import host_value
+from gradscale.torch.drop_in.stepped import Stepped
+from gradscale.torch.drop_in.update import seen_by
+from gradscale.torch.step.gradients import collect
+from gradscale.torch.step.host_copy import host_value, shown
 from gradscale.torch.step.remember import Memory
-from gradscale.torch.step.result import StepResult
+from gradscale.torch.step.result import StepResult, Traces
 
 Optimizer = torch.optim.Optimizer
 
@@ -43,10 +49,19 @@ class Steps:
         """Notes that an optimizer is about to be stepped: its weights are measured before its first step."""
         self._memory.begin([optimizer], device)
 
-    def add(self, optimizer: Optimizer, result: StepResult) -> None:
-        """Adds the result of an optimizer's step."""
+    def add(self, optimizer: Optimizer, state: dict[str, Any], scale: Tensor, stepped: Stepped) -> StepResult:
+        """Returns the result of an optimizer's step, and keeps it until `update`.
+
+        Args:
+            optimizer: the optimizer.
+            state: what was noted of its gradients.
+            scale: the scale that made them.
+            stepped: what is known of its step.
+        """
+        result = _result(optimizer, state, scale, stepped, self.losses)
         self._optimizers.append(optimizer)
         self._results.append(result)
+        return result
 
     def pending(self, overflow: Tensor, scale: Tensor) -> list[StepResult]:
         """Returns the results since the last `update`, or one that stands for the steps of code that has none."""
@@ -87,3 +102,35 @@ class Steps:
     def metrics(self) -> dict[str, float]:
         """Returns the newest numbers known on the host. Never synchronizes."""
         return self._memory.metrics(self.counters)
+
+    def text(self, about: Sequence[str], scale: Any, last: StepResult | None) -> str:
+        """Returns the scaler as text: `about`, scale, counts and the status of its last step. Never synchronizes."""
+        skipped = shown(self.counters.skipped)
+        # The applied steps are computed on the device if the skipped ones are counted there.
+        applied = skipped if isinstance(skipped, str) else self.counters.applied
+        state = SimpleNamespace(scale=scale, applied=applied, skipped=skipped)
+        return scaler_text("GradScaler", about, state, last, shown)
+
+
+def _result(optimizer: Optimizer, state: dict[str, Any], scale: Tensor, stepped: Stepped, losses: Losses) -> StepResult:
+    _, overflow, measured, applied = stepped
+    # A copy: `update` writes to the scale in place, and the result must keep that of its step.
+    present = scale.clone()
+    seen = seen_by([state["sizes"]], overflow, present) if "sizes" in state else None
+    # Finite gradients are applied whatever the loss was, as in torch: where they are known to be, it is not needed.
+    applies = host_value(overflow) == 0
+    loss_finite = torch.ones_like(overflow) if applies else losses.finite(scale.device)
+    counted = measured.sizes if measured is not None and applied is False else None
+    traceless = applied and measured is None
+    traces = None if traceless else state.get("traces") or Traces(collect([optimizer]), counted)
+    return StepResult(
+        applied=~overflow,
+        scale=present,
+        next_scale=present,
+        loss_finite=loss_finite,
+        amax=None if seen is None else seen.amax,
+        attempted=bool(state["found_inf_per_device"]),
+        sizes=None if measured is None else measured.sizes,
+        traces=traces,
+        known=applied,
+    )

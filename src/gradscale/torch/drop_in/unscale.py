@@ -1,14 +1,20 @@
-"""An optimizer's gradients for `GradScaler`, and the errors of dividing them."""
+"""An optimizer's gradients for `GradScaler`: their finite check, and what is noted of them until `update`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from gradscale.engine.measurement import Measurement
-from gradscale.torch.checks import some
-from gradscale.torch.step.gradients import Names, first_of_each, parameters_of, values_of
-from gradscale.torch.step.measure import measure_sizes
+from gradscale.policies.contract import Policy
+from gradscale.torch.drop_in.scale_bound import ScaleBound
+from gradscale.torch.drop_in.update import measure_for
+from gradscale.torch.step.gradients import collect, first_of_each, values_of
+from gradscale.torch.step.host_copy import host_value
+from gradscale.torch.step.measure import any_overflow, check, measure_sizes
+from gradscale.torch.step.result import Traces
 
 Optimizer = torch.optim.Optimizer
 
@@ -40,65 +46,61 @@ def _sparse_values(parameter: Tensor, grad: Tensor) -> Tensor:
     return values_of(parameter, grad)
 
 
-def refuse_half(optimizer: Optimizer, gradients: Iterable[Tensor]) -> None:
-    """Raises torch's error for FP16 gradients outside of a fused kernel, with a note that names the parameters."""
-    if not any(grad.dtype is torch.float16 for grad in gradients):
-        return
-    half = [each for each in parameters_of([optimizer]) if getattr(each.grad, "dtype", None) is torch.float16]
-    error = ValueError("Attempting to unscale FP16 gradients.")
-    error.add_note(
-        f"FP16 parameters: {some(Names(()), half, [optimizer])}. "
-        "Keep parameters in float32 and compute under `torch.autocast`; or wrap the optimizer, as "
-        "`gradscale.torch.MasterWeights(optimizer, grad_fp32=True)`, for float32 gradients."
-    )
-    raise error
-
-
-def refuse_divided(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
-    """Raises if one of `others`, which have divided their gradients, holds some of the same."""
-    # torch's scaler divides such a gradient once for each optimizer: the update is too small by a factor of the scale.
-    for other in others:
-        if other is optimizer:
-            continue
-        # By the gradient: two parameters may hold one.
-        theirs = {id(parameter.grad) for parameter in parameters_of([other]) if parameter.grad is not None}
-        if shared := [parameter for parameter in parameters_of([optimizer]) if id(parameter.grad) in theirs]:
-            raise RuntimeError(
-                "A parameter may belong to one optimizer of a backward pass only: each divides its gradient by the "
-                f"scale. Shared with another {type(other).__name__}: {some(Names(()), shared, [optimizer])}. Take them "
-                "out of one of the two, or give both to one `gradscale.torch.LossScaler.step`, which divides once."
-            )
-
-
-def refuse_added_groups(optimizer: Optimizer, unscaled: int | None) -> None:
-    """Raises if groups that came after the first `unscaled` ones have gradients, which are still scaled.
-
-    None where a subclass has unscaled them itself: nothing is known then.
-    """
-    # torch's scaler applies them as they are: the update is too large by a factor of the scale.
-    groups = () if unscaled is None else optimizer.param_groups[unscaled:]
-    added = [parameter for group in groups for parameter in group["params"]]
-    if late := [parameter for parameter in added if parameter.grad is not None]:
-        raise RuntimeError(
-            "A parameter group was added after `unscale_`, and its gradients are still scaled: "
-            f"{some(Names(()), late, [optimizer])}. Add groups before `unscale_` or after `step`."
-        )
-
-
-def unchecked_gradients(optimizer: Optimizer) -> AssertionError:
-    """Returns torch's error for an optimizer without checked gradients, with a note on the likely cause."""
-    error = AssertionError("No inf checks were recorded for this optimizer.")
-    if gradients_of(optimizer):
-        error.add_note("Its gradients were made after `unscale_`. Call `unscale_` after the backward pass.")
-        return error
-    error.add_note(
-        f"None of the {sum(1 for _ in parameters_of([optimizer]))} parameters of this {type(optimizer).__name__} "
-        "has a gradient: frozen, unused by the loss, or not the model's (was the model moved or wrapped afterwards?)."
-    )
-    return error
-
-
 def sizes_of(gradients: Sequence[Tensor], device: torch.device) -> Measurement:
     """Returns how large the gradients are, each by itself: of a distributed one, the shard that this rank holds."""
     held = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]  # type: ignore[attr-defined]
     return measure_sizes(held, device)
+
+
+def check_scaled(
+    gradients: Sequence[Tensor],
+    own: Tensor | None,
+    state: dict[str, Any],
+    scale: Tensor,
+    bound: ScaleBound,
+    policy: Policy | None,
+) -> dict[torch.device, Tensor]:
+    """Notes and returns, per device, whether the gradients are finite now and would be once divided by the scale.
+
+    Reads the gradients once and changes none. Does not synchronize with the device.
+
+    Args:
+        gradients: those of one optimizer.
+        own: what the user has set for its kernel to divide by too, its `grad_scale`; None if nothing.
+        state: where it is noted.
+        scale: the scale that made the gradients.
+        bound: the bound of that scale.
+        policy: the policy if it needs the sizes of the gradients, else None.
+    """
+    divisor = scale if own is None else scale * own
+    grows = own is not None or bound.may_be_below_one(scale)
+    overflow, measured = check(gradients, divisor, grows=grows, amax=policy is not None)
+    if policy is not None:
+        state["sizes"] = measure_for(policy, gradients, scale, measured)
+    state["measured"] = measured
+    devices = {grad.device for grad in gradients}
+    state["found_inf_per_device"] = {device: overflow.to(device, torch.float32) for device in devices}
+    return state["found_inf_per_device"]
+
+
+def note_unscaled(
+    optimizer: Optimizer, state: dict[str, Any], flags: dict[torch.device, Tensor], scale: Tensor, bound: ScaleBound
+) -> None:
+    """Notes in `state` that the gradients are divided, and whether they were finite and still are.
+
+    `flags` are those of the kernel that divided them. One read of the gradients while the scale is below 1, and where
+    the host knows of an overflow. Does not synchronize with the device.
+    """
+    if flags and bound.may_be_below_one(scale):
+        # torch's kernel checks the values before it multiplies them: finite ones may be inf after a division by a scale
+        # below 1.
+        overflow, _ = check(gradients_of(optimizer), torch.ones_like(scale), grows=True)
+        flags = {device: torch.maximum(flag, overflow.to(flag)) for device, flag in flags.items()}
+    state["found_inf_per_device"] = flags
+    state["stage"] = OptState.UNSCALED
+    state["groups"] = len(optimizer.param_groups)
+    if host_value(any_overflow(flags.values(), scale.device)):
+        # Measured now, before the user clips: `clip_grad_norm_` with a norm of NaN makes every element NaN, and every
+        # parameter would count as non-finite.
+        state["measured"] = sizes_of(gradients_of(optimizer), scale.device)
+        state["traces"] = Traces(collect([optimizer]), state["measured"].sizes)

@@ -10,6 +10,8 @@ from gradscale.engine.measurement import Measurement
 from gradscale.engine.plan import Plan
 from gradscale.kernels.torch import share_above
 from gradscale.policies.contract import Policy, Seen
+from gradscale.policies.dynamic import Dynamic
+from gradscale.policies.static import Static
 from gradscale.torch.drop_in.settings import Bounds
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.measure import measure_sizes
@@ -17,7 +19,7 @@ from gradscale.torch.step.measure import measure_sizes
 LARGEST_TRACKER = 2**31 - 1  # the tracker is an int32
 
 
-def update_by_kernel(
+def by_kernel(
     scale: Tensor,
     tracker: Tensor,
     overflow: Tensor,
@@ -36,7 +38,7 @@ def update_by_kernel(
     scale.clamp_(bounds.min_scale, bounds.max_scale)
 
 
-def update_by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bounds: Bounds) -> None:
+def by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bounds: Bounds) -> None:
     """Updates `rule`, and with it `scale` and `tracker`. Does not synchronize with the device."""
     # torch's tensors take precedence over the state: other code may have set them since. Cloned, because they are
     # written to below and a state is never changed.
@@ -46,19 +48,36 @@ def update_by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bou
     tracker.copy_(rule.tensor(rule.state.clean_steps))
 
 
-def measure_for(policy: Policy, gradients: Sequence[Tensor], scale: Tensor, known: Measurement | None) -> Measurement:
-    """Returns what `policy` needs of one optimizer's scaled gradients, part of which may be `known` already."""
-    edge = Plan.of(policy).edge
+def lowest_factor(rule: Rule | None, backoff_factor: float) -> float:
+    """Returns the least that one update may multiply the scale by; 0 where the policy has no such bound."""
+    if rule is None or isinstance(rule.policy, Dynamic):
+        return backoff_factor
+    return 1.0 if isinstance(rule.policy, Static) else 0.0
+
+
+def sizing_policy(rule: Rule | None) -> Policy | None:
+    """Returns the policy if it needs the sizes of the gradients, else None."""
+    return None if rule is None or rule.policy.needs <= {"finite", "loss_finite"} else rule.policy
+
+
+def measure_for(
+    policy: Policy, gradients: Sequence[Tensor], scale: Tensor, known: Measurement | None = None
+) -> tuple[Measurement, int]:
+    """Returns what `policy` needs of one optimizer's scaled gradients, and their number of elements.
+
+    Part of it may be `known` already.
+    """
+    edge, elements = Plan.of(policy).edge, sum(grad.numel() for grad in gradients)
     if known is None or known.amax is None:
-        return measure_sizes(gradients, scale.device, edge=edge)
+        return measure_sizes(gradients, scale.device, edge=edge), elements
     share = None if edge is None else share_above(gradients, torch.full_like(scale, edge), scale.device)
-    return known._replace(upper_share=share)
+    return known._replace(upper_share=share), elements
 
 
 def seen_by(measured: Sequence[tuple[Measurement, int]], overflow: Tensor, scale: Tensor) -> Seen:
     """Returns what the policy sees of a step: all optimizers together, unscaled.
 
-    `measured` has the measurement of each optimizer's gradients and their number of elements. torch's scaler does not
+    `measured` has what `measure_for` returned for each optimizer. torch's scaler does not
     check the loss, so that every overflow counts as the scale's.
     """
     amax = share = torch.zeros_like(scale)

@@ -1,0 +1,92 @@
+"""What `GradScaler` refuses: calls in the wrong order, and gradients that would be divided twice, never or in FP16."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from gradscale.torch.checks import some
+from gradscale.torch.drop_in.unscale import gradients_of
+from gradscale.torch.step.gradients import Names, parameters_of
+
+Optimizer = torch.optim.Optimizer
+
+
+def refuse_second_unscale(stage: OptState) -> None:
+    """Raises torch's error for an optimizer whose gradients are divided already, or that was stepped."""
+    if stage is OptState.UNSCALED:
+        raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+    if stage is OptState.STEPPED:
+        raise RuntimeError("unscale_() is being called after step().")
+
+
+def refuse_second_step(stage: OptState) -> None:
+    """Raises torch's error for an optimizer that was stepped already."""
+    if stage is OptState.STEPPED:
+        raise RuntimeError("step() has already been called since the last update().")
+
+
+def refuse_closure(*args: Any, **kwargs: Any) -> None:
+    """Raises torch's error if a closure is among the arguments of `step`."""
+    if "closure" in kwargs or (args and callable(args[0])):
+        raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+
+
+def refuse_half(optimizer: Optimizer, gradients: Iterable[Tensor]) -> None:
+    """Raises torch's error for FP16 gradients outside of a fused kernel, with a note that names the parameters."""
+    if not any(grad.dtype is torch.float16 for grad in gradients):
+        return
+    half = [each for each in parameters_of([optimizer]) if getattr(each.grad, "dtype", None) is torch.float16]
+    error = ValueError("Attempting to unscale FP16 gradients.")
+    error.add_note(
+        f"FP16 parameters: {some(Names(()), half, [optimizer])}. "
+        "Keep parameters in float32 and compute under `torch.autocast`; or wrap the optimizer, as "
+        "`gradscale.torch.MasterWeights(optimizer, grad_fp32=True)`, for float32 gradients."
+    )
+    raise error
+
+
+def refuse_divided(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
+    """Raises if one of `others`, which have divided their gradients, holds some of the same."""
+    # torch's scaler divides such a gradient once for each optimizer: the update is too small by a factor of the scale.
+    for other in others:
+        if other is optimizer:
+            continue
+        # By the gradient: two parameters may hold one.
+        theirs = {id(parameter.grad) for parameter in parameters_of([other]) if parameter.grad is not None}
+        if shared := [parameter for parameter in parameters_of([optimizer]) if id(parameter.grad) in theirs]:
+            raise RuntimeError(
+                "A parameter may belong to one optimizer of a backward pass only: each divides its gradient by the "
+                f"scale. Shared with another {type(other).__name__}: {some(Names(()), shared, [optimizer])}. Take them "
+                "out of one of the two, or give both to one `gradscale.torch.LossScaler.step`, which divides once."
+            )
+
+
+def refuse_added_groups(optimizer: Optimizer, unscaled: int | None) -> None:
+    """Raises if groups that came after the first `unscaled` ones have gradients, which are still scaled.
+
+    None where a subclass has unscaled them itself: nothing is known then.
+    """
+    # torch's scaler applies them as they are: the update is too large by a factor of the scale.
+    groups = () if unscaled is None else optimizer.param_groups[unscaled:]
+    added = [parameter for group in groups for parameter in group["params"]]
+    if late := [parameter for parameter in added if parameter.grad is not None]:
+        raise RuntimeError(
+            "A parameter group was added after `unscale_`, and its gradients are still scaled: "
+            f"{some(Names(()), late, [optimizer])}. Add groups before `unscale_` or after `step`."
+        )
+
+
+def unchecked_gradients(optimizer: Optimizer) -> AssertionError:
+    """Returns torch's error for an optimizer without checked gradients, with a note on the likely cause."""
+    error = AssertionError("No inf checks were recorded for this optimizer.")
+    if gradients_of(optimizer):
+        error.add_note("Its gradients were made after `unscale_`. Call `unscale_` after the backward pass.")
+        return error
+    error.add_note(
+        f"None of the {sum(1 for _ in parameters_of([optimizer]))} parameters of this {type(optimizer).__name__} "
+        "has a gradient: frozen, unused by the loss, or not the model's (was the model moved or wrapped afterwards?)."
+    )
+    return error

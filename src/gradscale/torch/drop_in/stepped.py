@@ -1,0 +1,76 @@
+"""One optimizer's step for `GradScaler`: in a fused kernel, behind a gate, or with the scaler as its argument."""
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradscale.engine.measurement import Measurement
+from gradscale.torch.drop_in.refusals import refuse_half
+from gradscale.torch.drop_in.unscale import gradients_of, sizes_of
+from gradscale.torch.step import apply
+from gradscale.torch.step.host_copy import host_value
+from gradscale.torch.step.measure import any_overflow
+
+Optimizer = torch.optim.Optimizer
+
+
+class Stepped(NamedTuple):
+    """What is known of an optimizer's step.
+
+    Attributes:
+        returned: what the optimizer's `step` returned; None if it was not called.
+        overflow: whether a gradient was not finite, a 0-d bool.
+        measured: how large the gradients were; None if that was not read.
+        applied: whether the step was applied; None if only the device knows.
+    """
+
+    returned: Any
+    overflow: Tensor
+    measured: Measurement | None
+    applied: bool | None
+
+
+def divide_once(optimizer: Optimizer, scale: Tensor) -> None:
+    """Divides the gradients by the scale, one that several parameters hold too, or raises if one is in FP16."""
+    gradients = gradients_of(optimizer)
+    refuse_half(optimizer, gradients)
+    apply.multiply(gradients, scale.reciprocal())
+
+
+def step_folded(
+    optimizer: Optimizer, state: dict[str, Any], scale: Tensor, divisor: Tensor | None, *args: Any, **kwargs: Any
+) -> Stepped:
+    """Steps a fused optimizer, whose kernel divides by `divisor` and skips an overflow. Does not synchronize.
+
+    `divisor` is None if the gradients are divided already.
+    """
+    overflow = any_overflow(state["found_inf_per_device"].values(), scale.device)
+    returned = apply.step_folded(optimizer, divisor, overflow.float(), *args, **kwargs)
+    measured, overflowed = state.get("measured"), host_value(overflow)
+    if measured is None and overflowed:
+        measured = sizes_of(gradients_of(optimizer), scale.device)
+    return Stepped(returned, overflow, measured, None if overflowed is None else not overflowed)
+
+
+def step_gated(optimizer: Optimizer, state: dict[str, Any], scale: Tensor, *args: Any, **kwargs: Any) -> Stepped:
+    """Steps an optimizer on divided gradients if they are finite. Synchronizes with the device, once."""
+    overflow = any_overflow(state["found_inf_per_device"].values(), scale.device)
+    if not bool(overflow):
+        return Stepped(optimizer.step(*args, **kwargs), overflow, None, applied=True)
+    apply.hold(optimizer)
+    measured = state.get("measured") or sizes_of(gradients_of(optimizer), scale.device)
+    return Stepped(None, overflow, measured, applied=False)
+
+
+def step_with_scaler(optimizer: Optimizer, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns what the `step` of an optimizer returns that takes `grad_scaler`, and does all of it itself."""
+    warnings.warn(
+        "GradScaler is going to stop passing itself as a keyword argument to the passed "
+        "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+        "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return optimizer.step(*args, **kwargs, grad_scaler=scaler)  # type: ignore[call-overload]
