@@ -1,5 +1,8 @@
 """Loss scaling for mixed-precision training."""
 
+from typing import TYPE_CHECKING
+
+from gradscale._elsewhere import refuse
 from gradscale._version import __version__
 from gradscale.engine.decide import Outcome, decide
 from gradscale.engine.result import Status
@@ -43,3 +46,8 @@ __all__ = [
     "preset",
     "replay",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take any name for known
+
+    def __getattr__(name: str) -> object:
+        refuse(name, __all__)

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, TypeVar, cast, get_args, get_origin, get_
 import numpy as np
 
 from gradscale._shown import short, shown, shown_keys
+from gradscale._text import settings_text
 from gradscale.formats import Format, get_format
 
 R = TypeVar("R")
@@ -43,6 +44,10 @@ class Record:
     """
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        """Returns the settings that are not the default, as they would be written. States show all their fields."""
+        return settings_text(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the record as plain Python values, with its schema version and kind.

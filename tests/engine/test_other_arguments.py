@@ -7,7 +7,8 @@ import pytest
 
 import gradscale
 from gradscale import Dynamic, Headroom, NoScaling, Static
-from gradscale.engine.other_arguments import OTHER_SETTINGS, explains_settings
+from gradscale.engine.other_arguments import OTHER_ARGUMENTS, OTHER_SETTINGS, explains_arguments, explains_settings
+from gradscale.numpy import LossScaler
 
 
 @explains_settings("made(model, policy={})")
@@ -55,3 +56,36 @@ def test_every_setting_is_one_of_dynamic() -> None:
 def test_arguments_that_the_function_has_and_those_that_nobody_knows_are_passed_on() -> None:
     assert made(1, "dynamic", initial_scale=2.0, other=3) == (1, "dynamic", 2.0, {"other": 3})
     assert list(inspect.signature(made).parameters) == ["model", "policy", "initial_scale", "kwargs"]
+
+
+@explains_arguments("scaler.step")
+def step(*optimizers: Any, clip_norm: Any = None, clip_value: Any = None, norm: bool = False) -> tuple[Any, ...]:
+    """Returns what it was given."""
+    return (*optimizers, clip_norm, clip_value, norm)
+
+
+@pytest.mark.parametrize("name", OTHER_ARGUMENTS)
+def test_an_argument_of_another_step_is_answered_with_that_of_this_one(name: str) -> None:
+    text = rf"^`scaler\.step` has no argument '{name}'\. Received: {name}=1\.5\. Use `{OTHER_ARGUMENTS[name]}=1\.5`\.$"
+    with pytest.raises(TypeError, match=text):
+        step(**{name: 1.5})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("name", "meant"), [("clip_nrom", "clip_norm"), ("clp_value", "clip_value"), ("nrm", "norm")])
+def test_a_misspelt_argument_is_answered_with_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=rf"has no argument '{name}'\. Received: {name}=3\. Did you mean '{meant}'\?$"):
+        step(**{name: 3})  # pyright: ignore[reportArgumentType]
+
+
+def test_arguments_that_nobody_knows_are_refused_by_the_function() -> None:
+    for name in ("xyz", "optimizer", "optimizers", "self"):
+        with pytest.raises(TypeError, match=rf"^step\(\) got an unexpected keyword argument '{name}'"):
+            step(**{name: 3})  # pyright: ignore[reportArgumentType]
+    assert step(1, 2, clip_norm=3.0) == (1, 2, 3.0, None, False)
+
+
+def test_constructors_and_steps_answer_misspelt_arguments() -> None:
+    with pytest.raises(TypeError, match=r"^`LossScaler` has no argument 'on_stuk'\. .* Did you mean 'on_stuck'\?$"):
+        LossScaler(on_stuk="warn")  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"Use `clip_norm=1\.0`\.$"):
+        LossScaler().step([], max_norm=1.0)  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]

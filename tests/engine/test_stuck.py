@@ -83,6 +83,10 @@ def test_a_run_that_is_to_be_ignored_is_neither_reported_nor_measured() -> None:
             "4 steps in a row were skipped, since step 14, and no lower scale than 1 can help. ",
         ),
         (
+            Progress(0, 4, 4, True),
+            "4 steps in a row were skipped, every step so far, and no lower scale than 1 can help. ",
+        ),
+        (
             Progress(10, 7, 4, False, False),
             "4 steps in a row were skipped, since step 14, and the loss is inf or NaN. ",
         ),
@@ -96,6 +100,10 @@ def test_the_error_says_since_which_step(progress: Progress, text: str) -> None:
     with pytest.raises(ScaleStuck) as caught:
         StuckCheck(3).check(progress, Bad(Status.OVERFLOW))  # type: ignore[arg-type]
     assert str(caught.value).startswith(text)
+
+
+def test_the_error_has_a_small_scale_as_a_power_of_two() -> None:
+    assert "no lower scale than 2**-24 can help. " in str(ScaleStuck(Progress(10, 7, 4, True), 2.0**-24, [], "..."))
 
 
 def test_gradients_are_not_mentioned_where_none_is_known() -> None:

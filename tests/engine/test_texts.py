@@ -3,11 +3,16 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from gradscale import FP8_E5M2, Dynamic, Headroom, NoScaling, Static, preset
+import gradscale
+from gradscale import FP8_E5M2, Dynamic, Headroom, LogMax, NoScaling, Static, preset
 from gradscale.engine.result import StepResult
 from gradscale.engine.texts import policy_text, scaler_text
+from gradscale.peers.ladder import Ladder
+from gradscale.record import place
+from gradscale.replay.stack import stacked
 
 
 @pytest.mark.parametrize(
@@ -18,11 +23,15 @@ from gradscale.engine.texts import policy_text, scaler_text
         (Dynamic(init_scale=8.0, refill="clean"), "Dynamic(init_scale=8.0, refill='clean')"),
         (Static(8.0), "Static(scale=8.0)"),
         (NoScaling(), "NoScaling()"),
-        (preset("torch"), "Ladder("),
+        (preset("torch"), "Ladder(init_scale=65536.0, refuses_inf=True)"),
+        (preset("megatron"), "Ladder(init_scale=2**32, growth_interval=1000, hysteresis=2, fewest_credits="),
+        (Dynamic(min_scale=2.0**-24, max_scale=2.0**24), "Dynamic(min_scale=2**-24, max_scale=2**24)"),
+        (Headroom(leak=0.003), "Headroom(leak=0.003)"),
     ],
 )
 def test_a_policy_is_shown_with_what_is_not_its_default(policy: Any, text: str) -> None:
     assert policy_text(policy).startswith(text)
+    assert repr(policy) == policy_text(policy)
 
 
 def test_a_policy_of_another_kind_is_shown_as_it_is() -> None:
@@ -35,3 +44,21 @@ def test_a_scaler_is_shown_with_its_scale_its_counts_and_the_last_status() -> No
     shown = scaler_text("LossScaler", ["Dynamic()"], state, last, lambda number: number)
     assert shown == "LossScaler(Dynamic(), scale=8.0, applied=3, skipped=1, last=overflow)"
     assert scaler_text("S", [], state, None, lambda _: "<on x>") == "S(scale=<on x>, applied=<on x>, skipped=<on x>)"
+
+
+@pytest.mark.parametrize("policy", [Dynamic(2.0**-3, 1.1, min_scale=2.0**-24), LogMax(beta1=0.9), Headroom("bf16")])
+def test_what_is_shown_makes_the_same_policy(policy: Any) -> None:
+    assert eval(repr(policy), vars(gradscale)) == policy
+
+
+def test_settings_that_are_arrays_are_shown_and_not_compared() -> None:
+    many = stacked([Dynamic(init_scale=8.0), Dynamic(init_scale=16.0)])
+    assert "init_scale=" in repr(many)
+    assert repr(place(Ladder(8.0), np.asarray)).startswith("Ladder(init_scale=array(")
+
+
+def test_a_scale_is_shown_as_a_power_of_two_where_it_is_long() -> None:
+    state = SimpleNamespace(scale=2.0**-126, applied=3, skipped=1)
+    assert scaler_text("S", [], state, None, lambda number: number) == "S(scale=2**-126, applied=3, skipped=1)"
+    result = StepResult(applied=True, scale=2.0**-24, next_scale=0.5)
+    assert repr(result) == "StepResult(status=applied, scale=2**-24, next_scale=0.5)"

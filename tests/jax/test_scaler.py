@@ -14,7 +14,7 @@ from tests.other_names import check_answers
 
 from gradscale import Dynamic, Histogram, NoScaling, Policy, ScaleState, Static, Status, import_state, preset
 from gradscale.engine.metrics import METRICS
-from gradscale.jax import Scaler, ScaleStuck, StepResult, scaled
+from gradscale.jax import Scaler, ScaleStuck, StepResult, scaled, value_and_grad
 from gradscale.kernels import jax_text
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.log_max import LogMax
@@ -255,7 +255,7 @@ def test_a_dead_run_of_scaled_is_noticed_without_a_result(loss: Any) -> None:
     for _ in range(6):
         state.scaler.check(max_consecutive_skips=6)
         _, state = tx.update({"w": jnp.full(2, jnp.nan)}, state, params, **({} if loss is None else {"loss": loss}))
-    with pytest.raises(ScaleStuck, match="6 steps in a row were skipped, since step 1"):
+    with pytest.raises(ScaleStuck, match="6 steps in a row were skipped, every step so far"):
         state.scaler.check(max_consecutive_skips=6)
 
 
@@ -307,4 +307,16 @@ def test_a_result_has_no_truth_value_but_its_flags_have() -> None:
     result = Scaler("dynamic").step({"w": jnp.ones(2)})[2]
     with pytest.raises(TypeError, match="A StepResult is neither true nor false"):
         bool(result)
+    for one in (result, jax.jit(lambda: result)()):
+        for method in (one.skipped, one.status, one.culprits):
+            with pytest.raises(TypeError, match="is a method, which has no truth value"):
+                bool(method)
     assert result.applied
+
+
+def test_arguments_of_other_steps_are_answered() -> None:
+    step: Any = Scaler().step
+    with pytest.raises(TypeError, match=r"^`scaler\.step` has no argument 'max_norm'\. .* Use `clip_norm=1\.0`\.$"):
+        step({}, max_norm=1.0)
+    with pytest.raises(TypeError, match=r"^`value_and_grad` has no argument 'has_axu'\. .* Did you mean 'has_aux'\?$"):
+        value_and_grad(jnp.sum, has_axu=True)  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]

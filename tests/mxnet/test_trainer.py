@@ -394,6 +394,8 @@ def test_a_norm_whose_square_float32_does_not_hold_cannot_be_clipped() -> None:
 
 def test_names_of_other_scalers_are_answered_with_what_to_use() -> None:
     check_answers(init_trainer(make_trainer(make_parameter())), "mxnet")
+    with pytest.raises(TypeError, match=r"^`init_trainer` has no argument 'max_norm'\. .* Use `clip_norm=1\.0`\.$"):
+        init_trainer(make_trainer(make_parameter()), max_norm=1.0)  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
 
 
 def test_settings_of_other_scalers_are_answered_with_a_policy() -> None:

@@ -70,6 +70,14 @@ def test_the_drop_in_refuses_what_is_no_device_where_torch_ignores_it(first: Any
         GradScaler(first)
 
 
+def test_arguments_of_other_steps_and_misspelt_ones_are_answered() -> None:
+    scaler: Any = LossScaler(small_model())
+    with pytest.raises(TypeError, match=r"^`scaler\.step` has no argument 'max_norm'\. .* Use `clip_norm=1\.0`\.$"):
+        scaler.step(OPTIMIZER, max_norm=1.0)
+    with pytest.raises(TypeError, match=r"^`LossScaler` has no argument 'polcy'\. .* Did you mean 'policy'\?$"):
+        LossScaler(small_model(), polcy="dynamic")  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
+
+
 def test_policies_can_be_named_as_on_the_command_line() -> None:
     assert LossScaler(policy="dynamic:growth_interval=400").policy == Dynamic(growth_interval=400)
     assert LossScaler(policy="auto").policy == LossScaler().policy == Headroom()

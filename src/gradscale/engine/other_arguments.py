@@ -1,11 +1,12 @@
-"""Settings of the scale given to a scaler by keyword, as other loss scalers take them, and the policy that has them."""
+"""Keywords that a function does not have, as other loss scalers name them or misspelt, and what to write instead."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Callable, Collection, Mapping
+from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from gradscale._nearest import did_you_mean
 from gradscale._shown import short
 from gradscale.peers.specs import POLICIES
 
@@ -32,6 +33,23 @@ OTHER_SETTINGS: Mapping[str, str] = MappingProxyType(
 )
 """Settings as torch, apex, DeepSpeed, Megatron, Keras, jmp and flax call them, and as `Dynamic` does."""
 
+OTHER_ARGUMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "max_norm": "clip_norm",
+        "max_grad_norm": "clip_norm",
+        "clip": "clip_norm",
+        "clip_grad": "clip_norm",
+        "clip_grad_norm": "clip_norm",
+        "clipnorm": "clip_norm",
+        "global_clipnorm": "clip_norm",
+        "gradient_clipping": "clip_norm",
+        "gradient_clip_val": "clip_norm",
+        "clipvalue": "clip_value",
+        "clip_grad_value": "clip_value",
+    }
+)
+"""Arguments of a step as torch, DeepSpeed, Megatron, Keras and Lightning call them, and as gradscale does."""
+
 _OF_POLICIES = {
     setting: name
     for name, kind in POLICIES.items()
@@ -43,22 +61,51 @@ _OF_POLICIES = {
 def explains_settings(call: str) -> Callable[[F], F]:
     """Returns a decorator for a function with a `policy`: its `TypeError` about a setting says which policy has it.
 
-    `call` is how the function is called with a policy, with `{}` in its place. The signature stays as it is.
+    `call` is how the function is called with a policy, with `{}` in its place. About other keywords that the function
+    does not have it says what `explains_arguments` does. The signature stays as it is.
     """
+    function = call.partition("(")[0]
 
-    def decorate(function: F) -> F:
-        taken = inspect.signature(function).parameters
+    def text_of(unknown: Mapping[str, Any], known: Collection[str]) -> str:
+        settings = {name: value for name, value in unknown.items() if _is_setting(name)}
+        return _explanation(call, settings) if settings else _argument_text(function, unknown, known)
 
-        @wraps(function)
-        def explained(*args: Any, **kwargs: Any) -> Any:
-            others = {name: value for name, value in kwargs.items() if name not in taken and _is_setting(name)}
-            if others:
-                raise TypeError(_explanation(call, others))
-            return function(*args, **kwargs)
+    return lambda decorated: _explained(decorated, text_of)
 
-        return explained  # type: ignore[return-value]
 
-    return decorate
+def explains_arguments(function: str) -> Callable[[F], F]:
+    """Returns a decorator for a function of that name: its `TypeError` about a keyword says which one is meant.
+
+    Where that is not known, the function is called, and refuses the keyword itself. The signature stays as it is.
+    """
+    return lambda decorated: _explained(decorated, partial(_argument_text, function))
+
+
+def _explained(function: F, text_of: Callable[[Mapping[str, Any], Collection[str]], str]) -> F:
+    """Returns a function that raises with the text about keywords which `function` does not have, if there is one."""
+    parameters = inspect.signature(function).parameters
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = frozenset(name for name, one in parameters.items() if one.kind in by_name and name != "self")
+
+    @wraps(function)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        if unknown := {name: value for name, value in kwargs.items() if name not in known}:
+            text = text_of(unknown, known)
+            if text:
+                raise TypeError(text)
+        return function(*args, **kwargs)
+
+    return explained  # type: ignore[return-value]
+
+
+def _argument_text(function: str, unknown: Mapping[str, Any], known: Collection[str]) -> str:
+    """Returns the text about the first of these keywords for which a known one is meant, or nothing."""
+    for name, value in unknown.items():
+        meant = OTHER_ARGUMENTS.get(name)
+        hint = f" Use `{meant}={short(value)}`." if meant in known else did_you_mean(name, known)
+        if hint:
+            return f"`{function}` has no argument {name!r}. Received: {name}={short(value)}.{hint}"
+    return ""
 
 
 def _is_setting(name: str) -> bool:

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 MEANINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "update": ("update", "update_scale", "adjust"),
+        "update": ("update", "update_scale", "adjust", "wait_and_update"),
         "unscale": ("unscale", "unscale_", "unscale_gradients", "get_unscaled_gradients"),
         "scale of a loss": ("scale_loss", "get_scaled_loss"),
         "scale": ("get_scale", "get_loss_scale", "loss_scale", "cur_scale", "current_scale", "dynamic_scale"),
         "step": ("step", "apply", "apply_gradients"),
         "backward": ("backward", "value_and_grad"),
         "clip": ("clip_grad_norm", "clip_grad_norm_", "clip_master_grads"),
-        "overflow": ("has_overflow", "check_overflow", "overflow", "found_inf"),
+        "overflow": ("has_overflow", "check_overflow", "launch_check_overflow", "overflow", "found_inf"),
         "enabled": ("is_enabled", "enabled"),
         "setting": (
             *("get_growth_factor", "get_backoff_factor", "get_growth_interval"),
             *("growth_factor", "backoff_factor", "growth_interval", "init_scale", "initial_scale"),
-            *("scale_factor", "scale_window", "min_scale", "max_scale"),
+            *("scale_factor", "scale_window", "min_scale", "max_scale", "dynamic"),
         ),
         "new setting": ("set_growth_factor", "set_backoff_factor", "set_growth_interval", "set_scale"),
         "save": ("state_dict", "to_dict", "get_config"),
@@ -129,6 +129,18 @@ ANSWERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """What to use instead, by adapter and by what is meant."""
 
+_OVERFLOW_OF_RESULT = "Use `result.skipped()`, and `result.culprits()` for where it was."
+_APPLIED = "Use `result.applied`, a flag on the device, or `not result.skipped()`."
+_NORM = "Use `result.grad_norm`: unscaled, before clipping, and measured with `clip_norm` or `norm=True`."
+
+OF_RESULT: Mapping[str, str] = MappingProxyType(
+    {name: _OVERFLOW_OF_RESULT for name in (*MEANINGS["overflow"], "found_infs", "is_overflow", "overflowed", "inf")}
+    | {name: _APPLIED for name in ("finite", "is_finite", "all_finite", "grads_finite", "is_fin", "success", "updated")}
+    | {name: _NORM for name in ("norm", "total_norm", "global_norm", "global_grad_norm")}
+    | {name: "Use `result.scale`, or `result.next_scale`." for name in MEANINGS["scale"]}
+)
+"""Names for the result of a step, and what to use instead: the same on every adapter."""
+
 _MEANING_OF = {name: meaning for meaning, names in MEANINGS.items() for name in names}
 
 
@@ -138,8 +150,15 @@ class OtherNames:
     `hasattr`, `getattr` with a default, copies and pickles are as without it, and so is what a type checker knows.
     """
 
+    __slots__ = ()
+
     _adapter: ClassVar[str] = ""
     """Key of `ANSWERS`; a class without one answers as Python does."""
+
+    @classmethod
+    def _answer(cls, name: str) -> str | None:
+        """Returns what to use instead of `name`, or None where nothing is known of it."""
+        return ANSWERS.get(cls._adapter, {}).get(_MEANING_OF.get(name, ""))
 
     if not TYPE_CHECKING:  # a type checker would take any name for known
 
@@ -147,6 +166,6 @@ class OtherNames:
             kind = type(self)
             if hasattr(kind, name):  # a property that failed: its own error, not that of a missing name
                 return object.__getattribute__(self, name)
-            answer = ANSWERS.get(kind._adapter, {}).get(_MEANING_OF.get(name, ""))
+            answer = kind._answer(name)
             text = f"{kind.__name__!r} object has no attribute {name!r}"
             raise AttributeError(text if answer is None else f"{text}. {answer}", name=name, obj=self)

@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from gradscale._text import number_text
 from gradscale.engine.culprits import Culprit, culprits_of
+from gradscale.engine.other_names import OF_RESULT, OtherNames
+from gradscale.engine.uncalled import to_be_called
 
 
 class Status(StrEnum):
@@ -27,11 +30,12 @@ class Status(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
-class StepResult:
+class StepResult(OtherNames):
     """The result of one step.
 
     The attributes are arrays of the framework, on the device of the scale; reading them does not synchronize.
-    `skipped`, `status` and `culprits` return plain values, and synchronize with the device where there is one.
+    `skipped`, `status` and `culprits` return plain values, and synchronize with the device where there is one. They are
+    methods: without the call, as in `if result.skipped:`, they raise.
 
     Attributes:
         applied: whether the update was applied.
@@ -63,7 +67,7 @@ class StepResult:
     def __repr__(self) -> str:
         """Returns status, scales, norm and retries as text. Never synchronizes: what is on a device is not read."""
         numbers = {"scale": self.scale, "next_scale": self.next_scale, "grad_norm": self.grad_norm}
-        known = [f"{name}={self._shown(value)}" for name, value in numbers.items() if value is not None]
+        known = [f"{name}={number_text(self._shown(value))}" for name, value in numbers.items() if value is not None]
         retried = [f"retries={retries}"] if (retries := self._shown(self.retries)) != 0 else []
         return f"{type(self).__name__}({', '.join([f'status={self.status_text()}', *known, *retried])})"
 
@@ -73,6 +77,10 @@ class StepResult:
             "`result.applied`, a flag on the device, which does not. For whether there is a result, use "
             "`result is not None`."
         )
+
+    @classmethod
+    def _answer(cls, name: str) -> str | None:
+        return OF_RESULT.get(name)
 
     def status_text(self) -> str:
         """Returns the status as text, or where it is if it is not in host memory. Never synchronizes."""
@@ -91,16 +99,19 @@ class StepResult:
         """Returns a number as it is shown: a Python number, or the text `<...>` for one that is not in host memory."""
         return value.item() if hasattr(value, "item") else value
 
+    @to_be_called
     def skipped(self) -> bool:
         """Returns whether weights and optimizer state were left as they were. Synchronizes with the device."""
         return not bool(self.applied)
 
+    @to_be_called
     def status(self) -> Status:
         """Returns the status of the step. Synchronizes with the device."""
         if not self.attempted:
             return Status.NO_GRADS
         return Status.of(not self.skipped(), bool(self.loss_finite))
 
+    @to_be_called
     def culprits(self) -> list[Culprit]:
         """Returns the parameters whose gradients were not finite, in their order. Synchronizes with the device.
 

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from gradscale._text import number_text
 from gradscale.engine.culprits import Culprit
 from gradscale.engine.diagnosis import Weights, likely_cause
 from gradscale.engine.result import Status, StepResult
@@ -67,10 +68,11 @@ def _finding(progress: Progress, scale: float) -> str:
     found = f"{skips} steps in a row were skipped"
     if not progress.loss_finite and progress.last_finite_loss is not None:
         return f"{found}, and the loss is inf or NaN since step {progress.last_finite_loss + 1}."
-    found += f", since step {progress.applied + progress.skipped - skips + 1}"
+    first = progress.applied + progress.skipped - skips + 1
+    found += ", every step so far" if first == 1 else f", since step {first}"
     if not progress.loss_finite:
         return f"{found}, and the loss is inf or NaN."
-    return f"{found}, and no lower scale than {scale:g} can help."
+    return f"{found}, and no lower scale than {number_text(scale).removesuffix('.0')} can help."
 
 
 OnStuck = Literal["raise", "warn", "ignore"] | Callable[[ScaleStuck], None]

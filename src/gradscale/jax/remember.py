@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from gradscale.engine import result as engine
 from gradscale.engine.culprits import Culprit
+from gradscale.engine.uncalled import to_be_called
 from gradscale.kernels.jax_text import shown
 
 T = TypeVar("T")
@@ -38,11 +39,13 @@ class StepResult(engine.StepResult):
         """
         return jax.tree.map(lambda left, right: jnp.where(self.applied, left, right), new, old)
 
+    @to_be_called
     def skipped(self) -> bool:
         """Returns whether weights and optimizer state were left as they were. Synchronizes with the device."""
         self._check_single()
         return super().skipped()
 
+    @to_be_called
     def culprits(self) -> list[Culprit]:
         """Returns the parameters whose gradients were not finite, in their order. Synchronizes with the device.
 

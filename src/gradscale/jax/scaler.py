@@ -10,7 +10,7 @@ from jax import Array
 
 from gradscale.engine.decide import check_clip
 from gradscale.engine.metrics import metrics_of
-from gradscale.engine.other_arguments import explains_settings
+from gradscale.engine.other_arguments import explains_arguments, explains_settings
 from gradscale.engine.other_names import OtherNames
 from gradscale.engine.saved import check_state, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, Progress, StuckCheck
@@ -90,6 +90,7 @@ class Scaler(OtherNames):
         """
         return jax.tree.map(lambda one: checked_loss(one, self.policy) * self.loss_scale, loss)
 
+    @explains_arguments("scaler.step")
     def step(
         self,
         grads: Any,

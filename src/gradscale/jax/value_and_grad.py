@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradscale.engine.decide import check_clip
+from gradscale.engine.other_arguments import explains_arguments
 from gradscale.engine.retries import check_retries
 from gradscale.jax.agree import AxisNames, mapped_axes
 from gradscale.jax.bf16 import note_if_bf16
@@ -22,6 +23,7 @@ Gradient = Callable[..., tuple[Any, Any, Scaler, StepResult]]
 """Takes a scaler and the function's own arguments; returns value, gradients, the next scaler and the result."""
 
 
+@explains_arguments("value_and_grad")
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,

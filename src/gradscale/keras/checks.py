@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 
+from gradscale._shown import short
 from gradscale.engine.bf16 import may_be_noted, note_bf16
 from gradscale.engine.saved import policy_from_dict
 from gradscale.peers.specs import as_policy
@@ -68,12 +69,19 @@ def check_inner(inner_optimizer: Any) -> None:
         )
 
 
-def check_dynamic(dynamic: bool) -> None:
-    """Raises for tf-keras's way to ask for a fixed scale."""
+def check_dynamic(dynamic: bool, initial_scale: Any) -> None:
+    """Raises for tf-keras's way to ask for a fixed scale, by name or as the second argument."""
+    if isinstance(initial_scale, bool):
+        raise TypeError(
+            "The second argument of Keras's class is `initial_scale`; that of tf-keras, `dynamic`, is gone. "
+            f"Received: {initial_scale}. Leave it out, and give others by name; for a scale that never changes use "
+            "`policy=Static(1024.0)`."
+        )
     if not dynamic:
         raise ValueError(
             "A scale that never changes is a policy. Received: dynamic=False. "
-            "Pass `policy=Static(1024.0)`, or use the inner optimizer alone with its `loss_scale_factor`."
+            f"Pass `policy=Static({short(initial_scale)})`, or use the inner optimizer alone with its "
+            "`loss_scale_factor`."
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 import keras
 import numpy as np
 
-from gradscale.engine.other_arguments import explains_settings
+from gradscale.engine.other_arguments import explains_arguments, explains_settings
 from gradscale.engine.other_names import OtherNames
 from gradscale.engine.saved import check_state
 from gradscale.engine.texts import policy_text, scaler_text
@@ -77,7 +77,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
                 `clipnorm`.
         """
         check_inner(inner_optimizer)
-        check_dynamic(kwargs.get("dynamic", True))
+        check_dynamic(kwargs.get("dynamic", True), initial_scale)
         check_inner_settings(kwargs)
         rule = chosen_policy(initial_scale, dynamic_growth_steps, policy)
         layout = StateLayout(rule.start())
@@ -159,6 +159,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         if gradients.grads:
             run_step(self, gradients, None, norm=False, kinds=False)
 
+    @explains_arguments("apply_if_finite")
     def apply_if_finite(
         self,
         grads: Sequence[Any],

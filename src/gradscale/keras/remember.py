@@ -9,6 +9,7 @@ import numpy as np
 from gradscale.engine import result
 from gradscale.engine.culprits import Culprit, culprits_of
 from gradscale.engine.metrics import host_metrics
+from gradscale.engine.uncalled import to_be_called
 from gradscale.keras import backends
 from gradscale.policies.contract import ScaleState
 from gradscale.record import Array
@@ -30,6 +31,7 @@ class StepResult(result.StepResult):
 
     __slots__ = ()
 
+    @to_be_called
     def culprits(self) -> list[Culprit]:
         """Returns the variables whose gradients were not finite, in their order. Synchronizes with the device.
 

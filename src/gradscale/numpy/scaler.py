@@ -8,6 +8,7 @@ import numpy as np
 from gradscale.engine.decide import check_clip
 from gradscale.engine.host_scaler import HostScaler
 from gradscale.engine.measurement import NOTHING_READ
+from gradscale.engine.other_arguments import explains_arguments
 from gradscale.engine.plan import Plan
 from gradscale.numpy.agree import agree
 from gradscale.numpy.apply import apply
@@ -54,6 +55,7 @@ class LossScaler(HostScaler):
         with np.errstate(over="ignore"):
             return values.astype(wide)[()] * wide(self.loss_scale)
 
+    @explains_arguments("scaler.step")
     def step(self, grads: Any, clip_norm: float | None = None, loss: Any = None, *, norm: bool = False) -> StepResult:
         """Returns the gradients to apply, unscaled and clipped, or none if one is inf or NaN; and updates the scale.
 

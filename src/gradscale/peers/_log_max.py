@@ -48,7 +48,7 @@ class LogMaxScalerState(ScaleState):
     b2_correction: Array = leaf("float32", 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class LogMaxScaler(Record):
     """Keeps the scale where the mean of log2(amax) plus some standard deviations would just fit FP16.
 

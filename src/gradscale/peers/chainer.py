@@ -27,7 +27,7 @@ class SearchState(ScaleState):
     overflowed: Array = leaf("bool", False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ChainerScaling(Record):
     """The rule of Chainer's dynamic loss scaling, in Python floats between 1 and 65504.
 

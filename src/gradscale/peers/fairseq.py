@@ -42,7 +42,7 @@ class FairseqState(LadderState):
     overflows_since_rescale: Array = leaf("int32", 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class FairseqScaler(Record):
     """The rule of fairseq's `DynamicLossScaler`, in Python floats, with its own names.
 

@@ -25,7 +25,7 @@ class LadderState(ScaleState):
     credits: Array = leaf("int32", 1, signed=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Ladder(Record):
     """Another system's growth-and-backoff rule, bit-exact. It has the bounds that system has, or none.
 

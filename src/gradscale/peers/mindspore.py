@@ -44,7 +44,7 @@ def _check(scale_factor: float, scale_window: int) -> None:
     check_count("scale_window", scale_window)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MindsporeManager(Record):
     """The rule of `DynamicLossScaleManager`, which runs on the host: Python floats, down to 1.
 

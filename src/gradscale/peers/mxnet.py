@@ -24,7 +24,7 @@ class LaggingState(LadderState):
     public_scale: Array = leaf("float32", 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MxnetLossScaler(Record):
     """The rule of `mxnet.amp.LossScaler`: doubles and halves a Python float, up to a ceiling and down to zero.
 

@@ -34,7 +34,7 @@ class PopartState(ScaleState):
     counter: Array = leaf("int32", -1, signed=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PopartScaling(Record):
     """The rule of PopART's automatic loss scaling: halves or doubles the scale at every update.
 

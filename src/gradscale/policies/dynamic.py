@@ -12,7 +12,7 @@ from gradscale.policies.contract import ScaleState, Seen, counted, one_more, ver
 from gradscale.record import Array, Record
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Dynamic(Record):
     """Grows the scale after a number of clean steps and backs off when a step overflows, always within bounds.
 

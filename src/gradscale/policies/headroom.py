@@ -27,7 +27,7 @@ class HeadroomState(PeakState):
     """State of `Headroom`. Its `peak` is the leaky maximum of the gradients."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Headroom(PeakPolicy):
     """Sets the scale by the largest gradient it remembers, so that it moves before a step overflows.
 

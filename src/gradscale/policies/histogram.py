@@ -36,7 +36,7 @@ class HistogramState(ScaleState):
     retry_interval: Array = leaf("int32", 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Histogram(Record):
     """Keeps the share of gradients above an edge small, so that the scale falls before a step overflows.
 

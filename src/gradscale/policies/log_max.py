@@ -40,7 +40,7 @@ class LogMaxState(PeakState):
     observations: Array = leaf("float32", 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class LogMax(PeakPolicy):
     """Sets the scale by a log-normal model of the largest gradient.
 

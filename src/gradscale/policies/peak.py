@@ -80,7 +80,7 @@ class PeakState(ScaleState):
 T = TypeVar("T", bound=PeakState)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PeakPolicy(Record):
     """The settings that every policy with a predicted peak has.
 

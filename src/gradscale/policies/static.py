@@ -11,7 +11,7 @@ from gradscale.policies.contract import ScaleState, Seen, counted, one_more, ver
 from gradscale.record import Record
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class NoScaling(Record):
     """Scale 1, nothing checked, every step applied: for a BF16 or FP32 run.
 
@@ -31,7 +31,7 @@ class NoScaling(Record):
         return replace(state, applied=one_more(state.applied, xp))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Static(Record):
     """A scale that never changes. Overflow is still detected, skipped and counted.
 

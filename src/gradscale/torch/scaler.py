@@ -10,7 +10,7 @@ from torch._compile import _disable_dynamo  # lazy: `torch.compiler.disable` imp
 
 from gradscale.engine.decide import check_clip
 from gradscale.engine.measurement import Measurement
-from gradscale.engine.other_arguments import explains_settings
+from gradscale.engine.other_arguments import explains_arguments, explains_settings
 from gradscale.engine.other_names import OtherNames
 from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
@@ -156,6 +156,7 @@ class LossScaler(OtherNames):
             self.scale(loss).backward(**kwargs)
 
     @_disable_dynamo
+    @explains_arguments("scaler.step")
     def step(
         self,
         *optimizers: Optimizer,

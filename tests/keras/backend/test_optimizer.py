@@ -1,6 +1,7 @@
 """`LossScaleOptimizer` is built: what it takes, what it refuses, and what it writes into a config."""
 
 import json
+from inspect import signature
 from typing import Any
 
 import keras
@@ -9,7 +10,9 @@ from tests.keras.backend.helpers import network, numbers, tensors, variables
 from tests.other_names import check_answers
 
 from gradscale import Dynamic, Headroom, NoScaling, Policy, ScaleState, Static, preset
+from gradscale._nearest import did_you_mean
 from gradscale.keras import LossScaleOptimizer
+from gradscale.keras.compat import INNER_DEFAULTS
 from gradscale.keras.measure import BACKEND
 
 SGD = keras.optimizers.SGD
@@ -69,6 +72,21 @@ def test_growth_steps_that_cannot_be_counted_are_refused() -> None:
 def test_the_fixed_scale_of_tf_keras_is_refused_in_favour_of_a_policy() -> None:
     with pytest.raises(ValueError, match=r"dynamic=False\. Pass `policy=Static\(1024\.0\)`.* `loss_scale_factor`"):
         LossScaleOptimizer(SGD(), initial_scale=1024.0, dynamic=False)
+    with pytest.raises(ValueError, match=r"Pass `policy=Static\(128\.0\)`"):
+        LossScaleOptimizer(SGD(), initial_scale=128.0, dynamic=False)
+    for dynamic in (True, False):
+        with pytest.raises(TypeError, match=rf"that of tf-keras, `dynamic`, is gone\. Received: {dynamic}\. Leave it"):
+            LossScaleOptimizer(SGD(), dynamic)
+
+
+def test_misspelt_arguments_are_answered_and_those_of_old_files_are_not_taken_for_them() -> None:
+    with pytest.raises(TypeError, match=r"has no argument 'inital_scale'\. .* Did you mean 'initial_scale'\?$"):
+        LossScaleOptimizer(SGD(), inital_scale=8.0)
+    optimizer = LossScaleOptimizer(SGD())
+    with pytest.raises(TypeError, match=r"^`apply_if_finite` has no argument 'los'\. .* Did you mean 'loss'\?$"):
+        optimizer.apply_if_finite([], [], los=1.0)  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
+    mistaken = {name for name in INNER_DEFAULTS if did_you_mean(name, signature(LossScaleOptimizer).parameters)}
+    assert mistaken <= {"name", "args", "kwargs"}
 
 
 def test_what_is_excluded_from_decay_is_excluded_in_the_inner_optimizer() -> None:
@@ -205,6 +223,9 @@ def test_optimizer_and_result_are_shown_with_scale_status_and_counts() -> None:
     assert repr(result) == "StepResult(status=overflow, scale=8.0, next_scale=4.0)"
     with pytest.raises(TypeError, match="A StepResult is neither true nor false"):
         bool(result)
+    for method in (result.skipped, result.status, result.culprits):
+        with pytest.raises(TypeError, match="is a method, which has no truth value"):
+            bool(method)
 
 
 def test_what_is_on_a_device_is_not_read_to_show_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,3 +258,16 @@ def test_a_kept_module_that_shares_a_weight_with_the_model_itself() -> None:
 def test_an_unknown_level() -> None:
     model = small_model()
     refused(ValueError, r"`precision` must be .* Received: precision='O9'", model, SGD(model.parameters()), "O9")
+
+
+def test_swapped_arguments_are_to_be_swapped() -> None:
+    swapped: Any = prepare
+    model = nn.Sequential(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters())
+    for first, second in ((optimizer, model), ([optimizer], [model])):
+        with pytest.raises(TypeError, match=r"model first, then its optimizer\. Received: .* Swap them: `prepare"):
+            swapped(first, second)
+    with pytest.raises(TypeError, match=r"Received: SGD, str\. Call it as `prepare\(model, optimizer, 'O1'\)`\.$"):
+        swapped(optimizer, "O1")
+    with pytest.raises(TypeError, match=r"Received: Sequential, Sequential\. Call it as `prepare"):
+        swapped(model, model)

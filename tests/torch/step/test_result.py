@@ -56,6 +56,9 @@ def test_a_result_has_no_truth_value_but_its_flags_have() -> None:
     _, result = stepped()
     with pytest.raises(TypeError, match=r"A StepResult is neither true nor false\. Use `result\.skipped\(\)`"):
         bool(result)
+    for method in (result.skipped, result.status, result.culprits, result.poll):
+        with pytest.raises(TypeError, match=r"is a method, which has no truth value\. Call it: `result\.\w+\(\)`\.$"):
+            bool(method)
     assert result.applied
 
 

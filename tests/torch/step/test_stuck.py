@@ -295,7 +295,7 @@ def test_a_nan_in_the_batches_is_not_taken_for_the_learning_rate() -> None:
 def test_a_logarithm_of_zero_is_not_taken_for_the_learning_rate() -> None:
     error = error_of_a_real_run(adamw, loss_of_output=lambda output, y: (output.float() * 0).log().mean())
     assert error.cause.startswith("the loss itself is inf or NaN, so no scale can help; look at the forward pass and ")
-    assert "skipped, since step 1, and the loss is inf or NaN." in str(error)
+    assert "skipped, every step so far, and the loss is inf or NaN." in str(error)
 
 
 def test_an_activation_that_overflows_in_fp16_is_not_taken_for_the_learning_rate() -> None:

@@ -33,6 +33,20 @@ WRAPPERS = {
 slow."""
 
 
+def check_order(model: Any, optimizer: Any) -> None:
+    """Raises if an optimizer was given in the place of the model, or a model in that of the optimizer."""
+    if _holds(model, Optimizer) or _holds(optimizer, nn.Module):
+        kinds = f"{type(model).__name__}, {type(optimizer).__name__}"
+        both = _holds(model, Optimizer) and _holds(optimizer, nn.Module)
+        fix = "Swap them: `prepare(model, optimizer)`." if both else "Call it as `prepare(model, optimizer, 'O1')`."
+        raise TypeError(f"`prepare` takes the model first, then its optimizer. Received: {kinds}. {fix}")
+
+
+def _holds(given: Any, kind: type) -> bool:
+    """Returns whether `given` is one of a kind, or a list of them."""
+    return isinstance(given, kind) or (isinstance(given, list | tuple) and any(isinstance(one, kind) for one in given))
+
+
 def check_together(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], precision: Precision) -> None:
     """Raises if these models and optimizers cannot be prepared together."""
     _check_models(models)

@@ -9,7 +9,7 @@ from torch import nn
 
 from gradscale.torch.compat import autocast_widens
 from gradscale.torch.precision.input_output_cast import device_type, input_output_cast_of
-from gradscale.torch.wrappers import own_module, own_name
+from gradscale.torch.wrappers import is_added, own_module
 
 LIKE_INPUT = "its input"
 
@@ -63,9 +63,11 @@ def _compute_dtypes(module: nn.Module, name: str, device: str, autocast: torch.d
         found = _compute_dtype(module, device, autocast)
     owned = chain(module.parameters(recurse=False), module.buffers(recurse=False))
     if found != LIKE_INPUT or next(owned, None) is not None:
-        yield ModuleDtype(own_name(name), module, found)
+        yield ModuleDtype(name, module, found)
     for child_name, child in module.named_children():
-        yield from _compute_dtypes(child, f"{name}.{child_name}" if name else child_name, device, autocast)
+        added = is_added(module, child_name)
+        inner = name if added else f"{name}.{child_name}" if name else child_name
+        yield from _compute_dtypes(child, inner, device, autocast)
 
 
 def _compute_dtype(module: nn.Module, device: str, autocast: torch.dtype | None) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gradscale.torch.checks import check_modules
 from gradscale.torch.masters import MasterWeights
-from gradscale.torch.precision.checks import as_optimizers, check_together, check_updates
+from gradscale.torch.precision.checks import as_optimizers, check_order, check_together, check_updates
 from gradscale.torch.precision.levels import Precision, as_precision
 from gradscale.torch.precision.rollback import undone_on_error
 from gradscale.torch.precision.weight_cast import plan_weight_cast
@@ -63,12 +63,14 @@ def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tu
             `"fp16"` and `"bf16"`, which are O0, O1 and O1 with BF16.
 
     Raises:
+        TypeError: the model is not a module, or the optimizer not an optimizer, as when they are swapped.
         RuntimeError: the model is already prepared, wrapped or compiled. Nothing has been changed then.
         ValueError: the precision is unknown, a parameter is not float32, models and optimizers do not belong together,
             or an optimizer would divide by an `eps` that is 0 in FP16. Nothing has been changed then, nor after an
             error of an optimizer.
     """
     chosen = as_precision(precision)
+    check_order(model, optimizer)
     models, optimizers = check_modules(model), as_optimizers(optimizer)
     check_together(models, optimizers, chosen)
     weight_cast = plan_weight_cast(models, chosen)

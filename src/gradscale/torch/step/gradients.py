@@ -146,7 +146,7 @@ class Names:
         """
         several = len(self.modules) > 1
         known = {id(parameter): place for parameter, place in _placed(optimizers)} | {
-            id(parameter): f"{index}.{own_name(name)}" if several else own_name(name)
+            id(parameter): f"{index}.{own_name(name, module)}" if several else own_name(name, module)
             for index, module in enumerate(map(own_module, self.modules))
             for name, parameter in module.named_parameters()
         }

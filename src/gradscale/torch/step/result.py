@@ -12,6 +12,7 @@ from torch import Tensor
 from gradscale.engine import result as engine
 from gradscale.engine.culprits import Culprit, culprits_of
 from gradscale.engine.result import Status
+from gradscale.engine.uncalled import to_be_called
 from gradscale.kernels.torch import largest
 from gradscale.torch.step import host_copy
 from gradscale.torch.step.gradients import Gradients, Names
@@ -114,18 +115,21 @@ class StepResult(engine.StepResult):
     def _shown(value: Any) -> Any:
         return host_copy.shown(value)
 
+    @to_be_called
     def poll(self) -> bool | None:
         """Returns whether the step was applied, or None if that is not known yet. Never synchronizes."""
         if self.known is None and self._copied().arrived:
             self.known = bool(self._read()[0])
         return self.known
 
+    @to_be_called
     def skipped(self) -> bool:
         """Returns whether the optimizers were left alone. Synchronizes with the device."""
         if self.known is None:
             self.known = bool(self._read()[0])
         return not self.known
 
+    @to_be_called
     def status(self) -> Status:
         """Returns the status of the step. Synchronizes with the device."""
         if not self.attempted:
@@ -137,6 +141,7 @@ class StepResult(engine.StepResult):
         """How many gradients the step had, where that was recorded."""
         return self.gradient_count if self.traces is None else len(self.traces.parameters)
 
+    @to_be_called
     def culprits(self) -> list[Culprit]:
         """Returns the parameters whose gradients were not finite, in the optimizers' order. Synchronizes.
 
