@@ -100,7 +100,7 @@ def test_a_function_may_be_inside_a_class(own: str) -> None:
         ("users_own:nope", "must name a function of users_own. Received: users_own:nope, which is nothing"),
         ("users_own:nope.deeper", "which is nothing"),
         ("users_own:WIDTH", "which is int"),
-        ("users_own", "`--model` must be MODULE:FUNCTION, as in my_package.models:make. Received: users_own."),
+        ("users_own", "`--model` must be MODULE:FUNCTION, as in my_package.models:make. Received: 'users_own'."),
         (":model", "must be MODULE:FUNCTION"),
         ("users_own:", "must be MODULE:FUNCTION"),
         ("", "must be MODULE:FUNCTION"),
@@ -166,8 +166,8 @@ def test_an_optimizer_may_be_the_users_own(own: str) -> None:
 @pytest.mark.parametrize(
     ("name", "implementation", "text"),
     [
-        ("adamx", None, "`--optimizer` must be adamw, adam, sgd, adagrad, MODULE:FUNCTION.* Received: adamx"),
-        ("adamw", "slow", "`--implementation` must be one of fused, foreach, for-loop. Received: slow"),
+        ("adamx", None, "`--optimizer` must be adamw, adam, sgd, adagrad or MODULE:FUNCTION.* Received: 'adamx'"),
+        ("adamw", "slow", "`--implementation` must be one of fused, foreach, for-loop. Received: 'slow'"),
         ("a:b", "fused", "`--implementation` is for adamw, .* Received: fused with --optimizer a:b. Leave it out"),
         ("nothing_of_the_kind:f", None, "`--optimizer` must name a module that Python finds"),
     ],
@@ -207,5 +207,5 @@ def test_the_device_is_the_accelerator_where_there_is_one(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", ["cuda:2", "cuda:x", "cuda:-1", "mps", "meta", "cpu:1", "", "gpu"])
 def test_a_device_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     with_accelerator(monkeypatch, "cuda", count=2)
-    with pytest.raises(BadTarget, match=f"`--device` must be one .* here: cpu, cuda. Received: {name}."):
+    with pytest.raises(BadTarget, match=f"`--device` must be one .* here: cpu, cuda. Received: '{name}'."):
         device_of(name)

@@ -54,4 +54,4 @@ def test_a_run_that_ends_in_nan_is_shown(capsys: pytest.CaptureFixture[str]) -> 
 def test_an_unknown_model_is_refused() -> None:
     shown = invoke("--model", "rnn")
     assert shown.exit_code == 2
-    assert "`--model` must be one of all, cnn, gpt. Received: rnn." in shown.output
+    assert "`--model` must be one of all, cnn, gpt. Received: 'rnn'." in shown.output
