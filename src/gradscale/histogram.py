@@ -137,8 +137,8 @@ def best_static_scale(
 ) -> float:
     """Returns the largest power of two at which gradients like these do not overflow, even if they grow by the margin.
 
-    The largest loses the least to zero, and a power of two changes no digit. It follows from the upper end of the
-    highest bin that is not empty, and so does not depend on how the elements are distributed in it.
+    The largest loses the least to zero, and a power of two changes no digit of a normal number. It follows from the
+    upper end of the highest bin that is not empty, and so does not depend on how the elements are distributed in it.
 
     Args:
         source: the histogram of unscaled gradients, best of a whole run in float32, or arrays of them. Include the

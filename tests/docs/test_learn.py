@@ -4,10 +4,12 @@ import io
 import re
 import subprocess
 import sys
+import tomllib
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from docs.data.recorded import load, recorded_histograms
 
@@ -15,7 +17,7 @@ from gradscale.demo.digits import AUTOENCODER
 from gradscale.demo.run import Comparison, Run, Subject
 from gradscale.demo.text import LANGUAGE
 from gradscale.demo.verdict import verdict
-from gradscale.histogram import best_static_scale, lost_share, overflow_share
+from gradscale.histogram import EXPONENTS, best_static_scale, lost_share, overflow_share
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,6 +43,26 @@ def test_the_picture_is_described_with_the_shares_of_the_recorded_histogram() ->
     assert f"{lost_share(histogram):.0%} of the gradients are below the range" in text
     assert f"{overflow_share(histogram, scale=2.0**32):.0%} are above the range" in text
     assert best_static_scale(histogram) == 2.0**17
+
+
+def test_the_pages_name_the_range_of_the_recorded_gradients_and_where_they_overflow() -> None:
+    histogram = recorded_histograms()["CNN of 13 layers: all layers, first step"]
+    lowest, end = EXPONENTS[np.flatnonzero(histogram.counts)[0]], histogram.highest + 1
+    text = (ROOT / "docs/learn/what_is_loss_scaling.md").read_text()
+    assert text.count(f"gradients of the CNN lie between 2^{lowest} and 2^{end}.") == 2
+    # At 2^20 the highest bin ends at 2^16; 65520 and above, where FP16 overflows, is a 2000th part of it.
+    overflows = next(k for k in range(33) if overflow_share(histogram, scale=2.0**k) * histogram.nonzero >= 1)
+    assert f"From 2^{overflows} on the largest overflow" in (ROOT / "docs/learn/slider.md").read_text()
+
+
+def test_every_extra_is_listed_with_what_it_installs() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "docs/learn/install.md").read_text(), re.MULTILINE))
+    assert rows.keys() == extras.keys()
+    for extra in ("cli", "demo", "onnx"):
+        packages = [re.split(r"[>=<]", each)[0] for each in extras[extra]]
+        named = [re.sub(r"gradscale\[(\w+)\]", r"the extra `\1`", package) for package in packages]
+        assert [name for name in named if name not in rows[extra]] == []
 
 
 def test_the_run_with_overflows_is_described_as_it_was_recorded() -> None:

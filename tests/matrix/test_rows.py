@@ -110,3 +110,11 @@ def test_the_page_states_the_range_from_the_lower_bounds_to_the_newest_rows() ->
         "MXNet": (mxnet, mxnet),
         "numpy": (lower_bounds("core")["numpy"], release(newest("numpy"))),
     }
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "keras", "mxnet"])
+def test_page_says_on_which_pythons_a_framework_is_run(framework: str) -> None:
+    pythons = sorted({row.python for row in ROWS if row.name.startswith(f"{framework}-")})
+    named = " and ".join(filter(None, [", ".join(pythons[:-1]), pythons[-1]]))
+    page = " ".join((ROOT / "docs/reference/versions.md").read_text().split())
+    assert re.search(rf"\b{framework} on {re.escape(named)}[;,]", page)

@@ -144,9 +144,25 @@ def test_very_old_lightning_checkpoints_hold_the_dict_of_apex() -> None:
     assert import_state("torch", {"epoch": 1, "amp_scaling_state": amp}) == import_state("apex", amp)
 
 
-@pytest.mark.parametrize("system", ["torch", "accelerate"])
-def test_an_empty_dict_of_torch_is_a_disabled_scaler(system: str) -> None:
-    assert import_state(system, {}) == (NoScaling(), NoScaling().start())
+@pytest.mark.parametrize("saved", [{}, {"epoch": 3, "MixedPrecision": {}}], ids=["alone", "in a checkpoint"])
+def test_empty_dict_of_a_disabled_torch_scaler_is_refused(saved: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"scaler that was disabled.*Received: an empty dict.*`NoScaling\(\)`"):
+        import_state("torch", saved)
+
+
+def test_lightning_checkpoint_without_a_scaler_says_where_it_would_be() -> None:
+    with pytest.raises(ValueError, match=r"Lightning.*'MixedPrecision'.*Received keys: \['epoch', 'state_dict'\]"):
+        import_state("lightning", {"state_dict": {}, "epoch": 3})
+
+
+def test_apex_checkpoint_says_which_part_to_pass() -> None:
+    with pytest.raises(ValueError, match=r"Pass `checkpoint\['amp'\]`"):
+        import_state("apex", {"model": {}, "amp": {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 5}}})
+
+
+def test_path_instead_of_bytes_says_how_to_read_it() -> None:
+    with pytest.raises(TypeError, match=r"`Path\(path\)\.read_bytes\(\)`"):
+        import_state("deepspeed", "/tmp/x")  # pyright: ignore[reportArgumentType]
 
 
 def test_values_may_be_arrays_and_tensors_of_one_element() -> None:

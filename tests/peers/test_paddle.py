@@ -64,9 +64,10 @@ def test_import_goes_on_with_the_overflows_counted_so_far() -> None:
     assert float(advanced(policy, state, True).scale) == 128.0
 
 
-def test_empty_dict_is_a_disabled_scaler() -> None:
-    assert import_state("paddle", {})[0] == NoScaling()
+def test_empty_dict_of_a_disabled_scaler_is_written_but_not_read() -> None:
     assert export_state("paddle", NoScaling(), NoScaling().start()) == {}
+    with pytest.raises(ValueError, match=r"scaler that was disabled.*Received: an empty dict.*`NoScaling\(\)`"):
+        import_state("paddle", {})
 
 
 def test_static_scale_comes_back_as_static() -> None:

@@ -172,5 +172,6 @@ def _as_mapping(saved: Any) -> Mapping[str, Any]:
         return {"optimizer": cast("Sequence[Any]", saved)}
     raise TypeError(
         "`import_state` takes the mapping that a system saved, or the bytes of its pickle. "
-        f"Received: {type(saved).__name__}. `torch.load(path, weights_only=True)` reads one from a file."
+        f"Received: {type(saved).__name__}. From a file, `torch.load(path, weights_only=True)` reads the mapping, and "
+        "`Path(path).read_bytes()` the bytes."
     )

@@ -108,6 +108,15 @@ class Saved:
         return TypeError(f"`{key}` of {self.what} must be {wanted}. Received: {shown(value)}.")
 
 
+def check_not_disabled(what: str, mapping: Mapping[str, Any]) -> None:
+    """Raises if `mapping` is empty, as a disabled scaler saves it: loading it would switch scaling off in silence."""
+    if not mapping:
+        raise ValueError(
+            f"{what} saves an empty dict from a scaler that was disabled, and there is no state in it to load. "
+            "Received: an empty dict. Build the scaler with the policy wanted, or with `NoScaling()`, and load nothing."
+        )
+
+
 def _plain(value: Any) -> Any:
     """Returns the Python number inside an array or tensor of one element, and anything else as it is."""
     item = getattr(value, "item", None)

@@ -111,6 +111,11 @@ def read(mapping: Mapping[str, Any]) -> Imported:
         return read_iterations(Saved("apex's contrib FP16_Optimizer", mapping), floor=1.0)
     if "loss_scaler" in mapping:
         return _read_object(attributes_of(mapping["loss_scaler"]))
+    if isinstance(mapping.get("amp"), Mapping):
+        raise ValueError(
+            "apex amp saves one scaler for each loss, and a checkpoint holds them under the key it was saved with. "
+            f"Received keys: {shown_keys(mapping)}. Pass `checkpoint['amp']`."
+        )
     saved = Saved("apex amp", _only_loss(mapping)).only("loss_scale", "unskipped")
     policy = _amp_rule(saved.scale("loss_scale"), 2000, None, MAX_LOSS_SCALE)
     return started(policy, clean_steps=saved.count("unskipped"))

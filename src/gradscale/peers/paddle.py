@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from gradscale.peers._export import COMMON_SETTINGS, ladder_for, values_of
-from gradscale.peers._saved import Imported, Saved, started
+from gradscale.peers._saved import Imported, Saved, check_not_disabled, started
 from gradscale.peers._settings import check_backoff, check_float32, check_growth
 from gradscale.peers.ladder import Ladder
 from gradscale.policies.checks import check_count
@@ -65,9 +65,8 @@ amp_scaler = partial(grad_scaler, init_loss_scaling=2.0**15, incr_every_n_steps=
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
-    """Returns the policy and the state of a `state_dict()`; an empty one is what a disabled scaler saves."""
-    if not mapping:
-        return started(NoScaling())
+    """Returns the policy and the state of a `state_dict()`; the empty one of a disabled scaler is refused."""
+    check_not_disabled(_WHAT, mapping)
     saved = Saved(_WHAT, mapping).only(*_KEYS)
     scale = float(saved.scale32("scale"))
     if not saved.flag("use_dynamic_loss_scaling"):

@@ -3,14 +3,16 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
+from gradscale._shown import shown_keys
 from gradscale.peers import apex
 from gradscale.peers._export import COMMON_SETTINGS, ladder_for, values_of
-from gradscale.peers._saved import Imported, Saved, started
+from gradscale.peers._saved import Imported, Saved, check_not_disabled, started
 from gradscale.peers._settings import check_kernel
 from gradscale.peers.ladder import Ladder, kernel_ladder
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import NoScaling, Static
 
+_WHAT = "torch's GradScaler"
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 _LIGHTNING = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
@@ -63,7 +65,7 @@ def sharded_grad_scaler(
 def read(mapping: Mapping[str, Any]) -> Imported:
     """Returns the policy and the state of a `state_dict()`: alone, as in Accelerate's `scaler.pt`, or of Lightning's.
 
-    An empty dict is what a disabled scaler saves.
+    The empty dict, which a disabled scaler saves, is refused, as it is by torch.
     """
     if isinstance(very_old := mapping.get("amp_scaling_state"), Mapping):
         return apex.read(cast("Mapping[str, Any]", very_old))
@@ -72,9 +74,14 @@ def read(mapping: Mapping[str, Any]) -> Imported:
 
 
 def _read_scaler(mapping: Mapping[str, Any]) -> Imported:
-    if not mapping:
-        return started(NoScaling())
-    saved = Saved("torch's GradScaler", mapping).only(*_KEYS)
+    check_not_disabled(_WHAT, mapping)
+    if mapping.keys().isdisjoint(_KEYS):
+        raise ValueError(
+            f"{_WHAT} saves the keys {', '.join(_KEYS)}, and a Lightning checkpoint holds them under one of the keys "
+            f"{', '.join(map(repr, _LIGHTNING))}. Received keys: {shown_keys(mapping)}. A run in BF16 or FP32 has no "
+            "scale to load."
+        )
+    saved = Saved(_WHAT, mapping).only(*_KEYS)
     scale, growth, backoff = saved.scale32("scale"), saved.factor("growth_factor"), saved.factor("backoff_factor")
     if growth == backoff == 1:  # as `write` stores a static scale
         return started(Static(float(scale)))
@@ -85,14 +92,15 @@ def _read_scaler(mapping: Mapping[str, Any]) -> Imported:
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     """Returns a dict for `GradScaler.load_state_dict`.
 
-    `Static` is written with both factors 1, which `load_state_dict` takes; `NoScaling` as the empty dict.
+    `Static` is written with both factors 1, which `load_state_dict` takes; `NoScaling` as the empty dict
+    of a disabled scaler, which only a disabled scaler loads.
     """
     if isinstance(policy, NoScaling):
         return {}
     values = values_of(state)
     ladder = Ladder(init_scale=1.0, growth_factor=1.0, backoff_factor=1.0)
     if not isinstance(policy, Static):
-        ladder = ladder_for("torch's GradScaler", policy, kernel_ladder(1.0, 2.0, 0.5, 2000), COMMON_SETTINGS)
+        ladder = ladder_for(_WHAT, policy, kernel_ladder(1.0, 2.0, 0.5, 2000), COMMON_SETTINGS)
     return {
         "scale": values.scale("scale"),
         "growth_factor": float(ladder.growth_factor),

@@ -19,7 +19,7 @@ DTYPES = {FP32: "float32", FP16: "mixed_float16"}
 """The dtype policy of the layers. Weights are always float32."""
 
 EPSILON = 1e-8
-"""Adam's, as other frameworks have it. Keras' own 1e-7 is larger than the classifier's gradients."""
+"""Adam's, as other frameworks have it. Keras's own 1e-7 is larger than the classifier's gradients."""
 
 
 class Probe:

@@ -1,4 +1,4 @@
-"""`Precision`, the settings of mixed-precision training, and the opt levels O0 to O3 of APEX."""
+"""`Precision`, the settings of mixed-precision training, and the opt levels O0 to O3 of apex."""
 
 from dataclasses import dataclass, replace
 from typing import Any, get_args
