@@ -18,6 +18,9 @@ OWN_PROCESS = ("keras_", "jax_many_devices")
 RANKS = {"torch_ddp": 2, "torch_fsdp2": 2, "torch_fsdp2_tp": 4, "torch_pipeline": 2}
 """Examples that `torchrun` starts, and on how many ranks."""
 
+RAY_SETTINGS = {"RAY_agent_register_timeout_ms": "120000"}
+"""A busy machine takes longer to start Ray than the 15 seconds that it allows."""
+
 TIMEOUT_S = 600
 """After which ranks that wait for each other are ended."""
 
@@ -37,6 +40,8 @@ def lines_printed(name: str) -> list[str]:
         return _lines_of_a_process(path)
     if name in RANKS:
         return _lines_of_ranks(path, RANKS[name])
+    if name.startswith("ray_"):
+        return _lines_of([path], os.environ | RAY_SETTINGS)
     with redirect_stdout(StringIO()) as printed:
         runpy.run_path(path, run_name="__main__")
     return printed.getvalue().splitlines()

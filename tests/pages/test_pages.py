@@ -45,7 +45,6 @@ def a_training_script(folder: Path) -> dict[str, Any]:
         "critic_loss": lambda critic, generator: critic(generator(noise).detach()).mean() - critic(x).mean(),
         "generator_loss": lambda critic, generator: -critic(generator(noise)).mean(),
         "stage_module": nn.Linear(4, 2),
-        "pipeline_group": None,  # as in a single process
     }
     return names
 

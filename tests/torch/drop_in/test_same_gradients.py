@@ -146,6 +146,20 @@ def test_policy_sees_both_optimizers_as_one_step(overflows: int | None, policy: 
     assert each.scaler.metrics() == pytest.approx(together.scaler.metrics(), nan_ok=True)
 
 
+def test_policy_sees_unscaled_gradients_where_the_scale_was_set_between_two_optimizers() -> None:
+    peaks = []
+    for new_scale in (None, 2.0**12):
+        pair = Pair(OURS("cpu", policy=Headroom()))
+        pair.backward()
+        pair.scaler.step(pair.optimizers[0])
+        if new_scale is not None:
+            pair.scaler.update(new_scale)
+        pair.scaler.step(pair.optimizers[1])
+        pair.scaler.update()
+        peaks.append(pair.scaler._rule.state.peak)
+    assert peaks == [1.0, 1.0]
+
+
 def test_counts_results_and_losses_are_those_of_one_step() -> None:
     pair = Pair(OURS("cpu", init_scale=8.0))
     pair.backward(factor=NAN)

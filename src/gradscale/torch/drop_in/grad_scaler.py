@@ -395,7 +395,9 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             numbers = (self._growth_factor, self._backoff_factor, int(self._growth_interval))
             update.by_kernel(scale, tracker, overflow, *numbers, self._bounds)
         else:
-            seen = update.seen_by([state["sizes"] for state in states.values() if "sizes" in state], overflow, scale)
+            made_with = scale if self._updated is None or self._updated.made_with is None else self._updated.made_with
+            sizes = [state["sizes"] for state in states.values() if "sizes" in state]
+            seen = update.seen_by(sizes, overflow, made_with)
             update.by_policy(self._rule, scale, tracker, seen, self._bounds)
         self._bound.lowered(scale, by=update.lowest_factor(self._rule, self._backoff_factor))
 
