@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ GOAL = 1.00
 RANKS = (2, 4)
 TORCH, OURS, PREDICTIVE = "torch GradScaler", "LossScaler", "Headroom"
 
-Wrap = Callable[[nn.Module], nn.Module]
+Wrap = Callable[[nn.Module], Any]
 Seconds = dict[str, list[float]]
 
 WRAPS: dict[str, Wrap] = {"DDP": nn.parallel.DistributedDataParallel, "FSDP2": fully_shard}

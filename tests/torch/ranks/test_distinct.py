@@ -43,7 +43,7 @@ class Experts(nn.Module):
         return torch.cat([self.shared(x), self.expert(x)])
 
 
-def stage_of_shards() -> tuple[nn.Module, Any]:
+def stage_of_shards() -> tuple[Any, Any]:
     """Returns one of two stages, each sharded over two ranks, and the group of ranks that have distinct stages."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
     return fully_shard(linear(mesh.get_local_rank("stage")), mesh=mesh["shard"]), mesh["stage"].get_group()
