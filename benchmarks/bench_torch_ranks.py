@@ -38,7 +38,13 @@ TORCH, OURS, PREDICTIVE = "torch GradScaler", "LossScaler", "Headroom"
 Wrap = Callable[[nn.Module], Any]
 Seconds = dict[str, list[float]]
 
-WRAPS: dict[str, Wrap] = {"DDP": nn.parallel.DistributedDataParallel, "FSDP2": fully_shard}
+
+def _sharded(model: nn.Module) -> nn.Module:
+    fully_shard(model)
+    return model
+
+
+WRAPS: dict[str, Wrap] = {"DDP": nn.parallel.DistributedDataParallel, "FSDP2": _sharded}
 
 
 class Products(nn.Module):

@@ -11,7 +11,7 @@ from tests.examples.run import RANKS, lines_printed
 EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "char_gpt.py"})
 """All programs, without the model that those on many ranks share."""
 
-SLOW = {"torch_fsdp2_tp"}
+SLOW = {"torch_fsdp2", "torch_fsdp2_tp", "torch_pipeline"}
 
 CLOSING = re.compile(r"(?P<before>[\d.]+) -> (?P<after>[\d.]+)\b.*, skipped (?P<skipped>\d+) of (?P<steps>\d+)")
 """How the last line of every example ends: what was learned, and what became of the steps."""
