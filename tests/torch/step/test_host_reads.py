@@ -276,6 +276,7 @@ def uploading(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def test_a_loop_copies_nothing_to_the_device(monkeypatch: pytest.MonkeyPatch, policy: Policy, ranks: int) -> None:
     monkeypatch.setattr("gradscale.torch.step.remember.HostCopy", NeverThere)
     monkeypatch.setattr(Agreement, "ranks", ranks)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: ranks)
     monkeypatch.setattr("gradscale.torch.ranks.faults.HostCopy", NoFaults)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: SimpleNamespace(wait=lambda: None))
     model = small_model().to("meta")
