@@ -10,6 +10,7 @@ from tests.conformance.adapters import NO_TABLES, Array, Difference, Step
 from tests.conformance.reported import reported
 
 from gradscale import Policy
+from gradscale.engine.saved_text import opened
 from gradscale.torch import LossScaler
 from gradscale.torch.compat import has_grad_dtype
 
@@ -73,7 +74,7 @@ class TorchSession:
         return self._model.after(self._scaler.step(self._model.optimizer, clip_norm=clip_norm))
 
     def state(self) -> dict[str, Any]:
-        return self._scaler.state_dict()["state"]
+        return opened(self._scaler.state_dict())["state"]
 
     def metrics(self) -> dict[str, Any]:
         return self._scaler.metrics()

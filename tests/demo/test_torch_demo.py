@@ -223,7 +223,7 @@ def test_one_model_can_be_chosen(tmp_path: Path) -> None:
 def test_an_unknown_model_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     shown = invoke("--framework", "torch", "--model", "bert", "--out", tmp_path)
     assert shown.exit_code == 2
-    assert "`--model` must be one of all, cnn, gpt. Received: bert." in shown.stderr
+    assert "`--model` must be one of all, cnn, gpt. Received: 'bert'." in shown.stderr
 
 
 @pytest.mark.slow

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from tests.stories import next_of
 
-from gradscale import Dynamic, NoScaling, Seen, preset
+from gradscale import Dynamic, Headroom, NoScaling, Seen, preset
 from gradscale.engine.saved import check_state, read_saved, write_saved
+from gradscale.engine.saved_text import KEY, write_text
+from gradscale.numpy import LossScaler
 
 FLOAT64 = {
     "chainer": preset("chainer", interval=3),
@@ -63,3 +65,11 @@ def test_a_scale_outside_the_bounds_of_its_policy_is_refused_with_these_bounds()
 
 def test_a_run_without_a_scale_loads() -> None:
     assert read_saved(write_saved(NoScaling(), NoScaling().start())).policy == NoScaling()
+
+
+def test_the_one_text_of_pytorchs_scaler_is_read_by_every_scaler() -> None:
+    plain = write_saved(policy := Headroom(), policy.start(), 0.25)
+    assert read_saved({KEY: write_text(plain)}) == read_saved(plain)
+    scaler = LossScaler(Dynamic())
+    scaler.load_state_dict({KEY: write_text(plain)})
+    assert scaler.policy == Headroom()

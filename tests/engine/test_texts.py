@@ -48,7 +48,7 @@ def test_a_scaler_is_shown_with_its_scale_its_counts_and_the_last_status() -> No
 
 @pytest.mark.parametrize("policy", [Dynamic(2.0**-3, 1.1, min_scale=2.0**-24), LogMax(beta1=0.9), Headroom("bf16")])
 def test_what_is_shown_makes_the_same_policy(policy: Any) -> None:
-    assert eval(repr(policy), vars(gradscale)) == policy
+    assert eval(repr(policy), dict(vars(gradscale))) == policy
 
 
 def test_settings_that_are_arrays_are_shown_and_not_compared() -> None:

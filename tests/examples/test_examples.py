@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 from tests.examples.run import EXAMPLES as FOLDER
-from tests.examples.run import lines_printed
+from tests.examples.run import RANKS, lines_printed
 
-EXAMPLES = sorted(FOLDER.glob("*.py"))
+EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "char_gpt.py"})
+"""All programs, without the model that those on many ranks share."""
+
+SLOW = {"torch_fsdp2", "torch_fsdp2_tp", "torch_pipeline"}
 
 CLOSING = re.compile(r"(?P<before>[\d.]+) -> (?P<after>[\d.]+)\b.*, skipped (?P<skipped>\d+) of (?P<steps>\d+)")
 """How the last line of every example ends: what was learned, and what became of the steps."""
@@ -21,19 +24,32 @@ def needed(name: str) -> list[str]:
     return [framework, *(backends[word] for word in rest.split("_") if framework == "keras" and word in backends)]
 
 
+def check_closing(line: str) -> None:
+    """Fails unless the last line of an example says that it has learned, and skipped few steps."""
+    closing = CLOSING.search(line)
+    assert closing is not None, line
+    assert float(closing["after"]) < 0.5 * float(closing["before"])
+    assert int(closing["skipped"]) < 0.1 * int(closing["steps"])
+
+
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 12
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem not in RANKS], ids=lambda path: path.stem)
 def test_the_example_learns_and_seldom_skips(path: Path) -> None:
     if missing := [name for name in needed(path.stem) if find_spec(name) is None]:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    last_line = lines_printed(path.stem)[-1]
-    closing = CLOSING.search(last_line)
-    assert closing is not None, last_line
-    assert float(closing["after"]) < 0.5 * float(closing["before"])
-    assert int(closing["skipped"]) < 0.1 * int(closing["steps"])
+    check_closing(lines_printed(path.stem)[-1])
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RANKS])
+def test_the_ranks_of_the_example_skip_together_and_learn(name: str) -> None:
+    pytest.importorskip("torch")
+    lines = lines_printed(name)
+    # The example raises if ranks end with other weights, as they would if not all of them had skipped this step.
+    assert lines[0].endswith(", overflow")
+    check_closing(lines[-1])
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -1,6 +1,8 @@
 """The code of README and of every page runs as it stands; that of Keras and MXNet in their own tests."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +44,33 @@ def a_training_script(folder: Path) -> dict[str, Any]:
         "loss_b": decoder(code).square().mean(),
         "critic_loss": lambda critic, generator: critic(generator(noise).detach()).mean() - critic(x).mean(),
         "generator_loss": lambda critic, generator: -critic(generator(noise)).mean(),
+        "stage_module": nn.Linear(4, 2),
     }
     return names
+
+
+@contextmanager
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sets what `torchrun` does for the only rank there is, and ends the process group if the page has not."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    import torch.distributed as dist
+    from tests.torch.process_group import end_process_group
+
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            end_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:.*tensorboard:UserWarning")  # Lightning, of a logger that is not installed
 @pytest.mark.parametrize("page", pages_with(None))
 def test_the_code_on_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    frameworks = set(FRAMEWORK.findall("\n".join(block.code for block in blocks(ROOT / page))))
+    code = "\n".join(block.code for block in blocks(ROOT / page))
+    frameworks = set(FRAMEWORK.findall(code))
     for framework in frameworks:
         pytest.importorskip(framework)
     monkeypatch.chdir(tmp_path)
-    run_page(page, a_training_script(tmp_path) if "torch" in frameworks else None)
+    with one_rank(monkeypatch) if "init_process_group" in code else nullcontext():
+        run_page(page, a_training_script(tmp_path) if "torch" in frameworks else None)

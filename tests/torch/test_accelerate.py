@@ -111,3 +111,28 @@ def test_saved_run_goes_on_with_its_scale(tmp_path: Path) -> None:
     run.accelerator.load_state(tmp_path)
     assert scaler.state_dict() == saved
     assert scaler.get_scale() == 256.0
+
+
+def test_two_optimizers_on_one_backward_pass_are_unscaled_alike() -> None:
+    """Accelerate unscales both before it clips, and calls `update` after each `step`."""
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp16")
+    accelerator.scaler, accelerator.native_amp = GradScaler("cpu", init_scale=8.0), True
+    parts = [nn.Linear(2, 2, bias=False) for _ in range(2)]
+    for part in parts:
+        nn.init.ones_(part.weight)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1.0) for part in parts]
+    first, second, *optimizers = accelerator.prepare(*parts, *optimizers)
+    for clips in (False, True):
+        with torch.no_grad():
+            second.weight.fill_(1.0)
+        accelerator.backward((first.weight.sum() + second.weight.sum()) * 1.0)
+        first.weight.grad[0, 0] = torch.inf
+        if clips:
+            accelerator.clip_grad_norm_(second.parameters(), 100.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert first.weight.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        assert second.weight.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert accelerator.scaler.get_scale() == 2.0

@@ -57,7 +57,7 @@ class Regression(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-2, fused=self.fused)
 
 
-def fit(module: Regression, scaler: Any, epochs: int = 4, ckpt_path: Path | None = None, **kwargs: Any) -> Any:
+def fit(module: Any, scaler: Any, epochs: int = 4, ckpt_path: Path | None = None, **kwargs: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 8, generator=generator)
     trainer = lightning.Trainer(
@@ -105,3 +105,35 @@ def test_checkpoint_of_a_run_with_torchs_scaler_is_taken_over(tmp_path: Path) ->
     fit(Regression(), scaler, epochs=2, ckpt_path=tmp_path / "run.ckpt")
     assert scaler.get_scale() == 256.0 * 2**2
     assert scaler.get_growth_interval() == 3
+
+
+class TwoOptimizers(lightning.LightningModule):
+    """Two parameters with an optimizer each, stepped by hand on one backward pass; the first overflows at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+        self.weights: list[list[float]] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward((self.first + self.second).sum())
+        if index == 0:
+            poison(self.first)
+        for optimizer in optimizers:
+            optimizer.step()
+        self.weights.append([self.first[1].item(), self.second[1].item()])
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD([each], lr=1.0) for each in (self.first, self.second)]
+
+
+def test_two_optimizers_on_one_backward_pass_are_unscaled_alike() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    module = TwoOptimizers()
+    fit(module, scaler, epochs=1)
+    assert module.weights == [[1.0, 0.0], [0.0, -1.0], [-1.0, -2.0], [-2.0, -3.0]]
+    assert scaler.get_scale() == 8.0, "halved once, and doubled once after two clean steps"

@@ -11,7 +11,7 @@ from tests.torch.helpers import small_model
 from torch import nn
 
 from gradscale import Dynamic, Headroom, NoScaling, Static
-from gradscale.torch import GradScaler, LossScaler
+from gradscale.torch import GradScaler, LossScaler, ShardedGradScaler
 
 
 @pytest.mark.parametrize("adapter", ["torch", "torch drop-in"])
@@ -74,8 +74,47 @@ def test_arguments_of_other_steps_and_misspelt_ones_are_answered() -> None:
     scaler: Any = LossScaler(small_model())
     with pytest.raises(TypeError, match=r"^`scaler\.step` has no argument 'max_norm'\. .* Use `clip_norm=1\.0`\.$"):
         scaler.step(OPTIMIZER, max_norm=1.0)
-    with pytest.raises(TypeError, match=r"^`LossScaler` has no argument 'polcy'\. .* Did you mean 'policy'\?$"):
-        LossScaler(small_model(), polcy="dynamic")  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"^`LossScaler` has no argument 'policyy'\. .* Did you mean 'policy'\?$"):
+        LossScaler(small_model(), policyy="dynamic")  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler])
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ({"initial_scale": 8.0}, r"Use `init_scale=8\.0`\."),
+        ({"scale_window": 500}, r"Use `growth_interval=500`\."),
+        ({"min_loss_scale": 1.0}, r"Use `min_scale=1\.0`\."),
+        ({"growth_intervall": 500}, r"Did you mean 'growth_interval'\?"),
+    ],
+)
+def test_drop_in_answers_keywords_of_other_constructors_and_misspelt_ones(given: Any, hint: str, kind: Any) -> None:
+    name, value = next(iter(given.items()))
+    text = rf"^`{kind.__name__}` has no argument '{name}'\. Received: {name}={value}\. {hint}$"
+    with pytest.raises(TypeError, match=text):
+        kind("cpu", **given)
+
+
+class Clipping(torch.optim.SGD):
+    """An optimizer whose `step` clips."""
+
+    def step(self, closure: Any = None, *, max_norm: float = 0.0) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return max_norm
+
+
+def test_drop_in_says_how_to_clip_before_anything_is_changed() -> None:
+    owner = nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([owner], lr=1.0), GradScaler("cpu", init_scale=8.0)
+    scaler.scale(owner.sum()).backward()
+    text = r"which has no argument 'clip_norm'\. Received: clip_norm=1\.0\. Call `scaler\.unscale_\(optimizer\)`, then"
+    with pytest.raises(TypeError, match=text):
+        scaler.step(optimizer, clip_norm=1.0)
+    assert owner.grad is not None
+    assert owner.grad.item() == 8.0
+    scaler.step(optimizer)
+    assert owner.item() == 0.0
+    scaler.scale(owner.sum()).backward()
+    assert scaler.step(Clipping([owner], lr=1.0), max_norm=2.0) == 2.0
 
 
 def test_policies_can_be_named_as_on_the_command_line() -> None:

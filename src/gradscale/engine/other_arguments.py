@@ -101,7 +101,7 @@ def _explained(function: F, text_of: Callable[[Mapping[str, Any], Collection[str
 def _argument_text(function: str, unknown: Mapping[str, Any], known: Collection[str]) -> str:
     """Returns the text about the first of these keywords for which a known one is meant, or nothing."""
     for name, value in unknown.items():
-        meant = OTHER_ARGUMENTS.get(name)
+        meant = OTHER_ARGUMENTS.get(name) or OTHER_SETTINGS.get(name)
         hint = f" Use `{meant}={short(value)}`." if meant in known else did_you_mean(name, known)
         if hint:
             return f"`{function}` has no argument {name!r}. Received: {name}={short(value)}.{hint}"

@@ -8,6 +8,7 @@ import numpy as np
 
 from gradscale._shown import short, shown, shown_keys
 from gradscale.engine.measurement import UNKNOWN_RATIO
+from gradscale.engine.saved_text import opened
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_number
 from gradscale.policies.contract import Policy, ScaleState, check_policy
 from gradscale.record import Record, numbers, with_values
@@ -39,12 +40,13 @@ def write_saved(policy: Policy, state: ScaleState, amax_ratio: float = UNKNOWN_R
 
 
 def read_saved(mapping: Mapping[str, Any]) -> Saved:
-    """Returns what `write_saved` wrote.
+    """Returns what `write_saved` wrote, as it is or as the one text that PyTorch's scaler makes of it.
 
     Raises:
         TypeError: a value has the wrong type.
         ValueError: a key is missing or unknown, or a value is out of range.
     """
+    mapping = opened(mapping)
     _check_parts(mapping)
     policy = policy_from_dict(mapping["policy"])
     check_policy(policy)

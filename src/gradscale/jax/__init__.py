@@ -9,6 +9,7 @@ from gradscale.jax import compat  # noqa: F401
 
 # isort: split
 from gradscale.engine.culprits import Culprit
+from gradscale.engine.desync import ScaleDesync
 from gradscale.engine.stuck import ScaleStuck
 from gradscale.jax.apply import apply
 from gradscale.jax.optimizer import init
@@ -19,6 +20,7 @@ from gradscale.jax.value_and_grad import value_and_grad
 
 __all__ = [
     "Culprit",
+    "ScaleDesync",
     "ScaleStuck",
     "ScaledState",
     "Scaler",

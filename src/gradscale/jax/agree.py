@@ -1,8 +1,8 @@
 """Agree, the second stage: one measurement for all devices that share the scale."""
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,29 +10,51 @@ from jax import Array, lax
 
 from gradscale.engine.measurement import LARGEST_NORM, Measurement
 from gradscale.engine.plan import Plan
-from gradscale.jax.compat import device_axes, vary, varying_axes
+from gradscale.jax.axes import Axes, size
+from gradscale.jax.compat import vary, varying_axes
 from gradscale.jax.measure import LocalSizes
-from gradscale.jax.tree import Gradients
-
-AxisNames = str | Sequence[str] | None
-"""Names of mapped axes; None means all axes of `shard_map` and `pmap`."""
 
 
-def agree(local: LocalSizes, loss_finite: Array, plan: Plan, axes: Sequence[str]) -> tuple[Measurement, Array]:
-    """Returns what all devices together measured, and whether the loss was finite on all of them.
+class Agreed(NamedTuple):
+    """What all devices that share the scale know after they agreed.
+
+    Attributes:
+        measurement: what all of them together measured.
+        loss_finite: whether the loss was finite on all of them.
+        scale_range: their lowest and highest scale, or None where there is nothing to compare.
+    """
+
+    measurement: Measurement
+    loss_finite: Array
+    scale_range: Array | None
+
+    @property
+    def in_sync(self) -> Array | bool:
+        """Whether all devices have the same scale."""
+        return True if self.scale_range is None else self.scale_range[0] == self.scale_range[1]
+
+
+def agree(local: LocalSizes, loss_finite: Array, scale: Array, plan: Plan, axes: Axes) -> Agreed:
+    """Returns what all devices together measured, and whether their losses were finite and their scales the same.
 
     Two small all-reduces where parameters are sharded, one where they are not, none without axes.
     """
+    local = _summed(local, axes)
+    shares = [] if plan.edge is None else [_share(local)]
+    # Compared in the all-reduce that is made anyway, as a maximum and a minimum; also where JAX's types say that all
+    # devices have the same, since a process may have loaded another one. `NoScaling` has nothing to compare.
+    compares = plan.checks and bool(axes.shared)
+    scales = [scale, -scale] if compares else []
     # Packed into one vector: the latency of a collective does not depend on a few numbers more.
-    shares = [] if local.upper_share is None else [local.upper_share]
-    numbers = [*local.magnitudes, *_summed(local.squares, axes), *shares, (~loss_finite).astype(jnp.float32)]
-    packed = _worst(jnp.stack(jnp.broadcast_arrays(*numbers)), axes)
-    ends = list(itertools.accumulate(len(part) for part in (local.magnitudes, local.squares, shares)))
-    magnitudes, squares, share, nonfinite_losses = jnp.split(packed, ends)
+    parts = [local.magnitudes, local.squares, shares, scales, [(~loss_finite).astype(jnp.float32)]]
+    packed = _worst(jnp.stack(jnp.broadcast_arrays(*itertools.chain(*parts))), axes.shared)
+    ends = list(itertools.accumulate(map(len, parts)))[:-1]
+    magnitudes, squares, share, highest, nonfinite_losses = jnp.split(packed, ends)
     measurement = _measurement(magnitudes, squares, plan)
     if shares:
         measurement = measurement._replace(upper_share=share[0].astype(jnp.float32))
-    return measurement, nonfinite_losses[0] == 0
+    scale_range = jnp.stack([-highest[1], highest[0]]).astype(jnp.float32) if compares else None
+    return Agreed(measurement, nonfinite_losses[0] == 0, scale_range)
 
 
 def _measurement(magnitudes: Array, squares: Array, plan: Plan) -> Measurement:
@@ -63,24 +85,6 @@ def _root(total: Array) -> Array:
     return jnp.where(total == 0, 0.0, jnp.sqrt(jnp.where(total == 0, 1.0, total)))
 
 
-def mapped_axes(axis_names: AxisNames, averaged: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Returns the axes to agree over.
-
-    Under plain `jit` there are none, and none are needed: a sharded array is one array there. An axis of `vmap` is not
-    found: by default its scales are independent, unless gradients are `averaged` over it.
-
-    Raises:
-        ValueError: an axis is not mapped here, or it cannot be told whether one is of devices.
-    """
-    # All of them by default: with `check_vma=False` and no agreement, the scales of devices would diverge silently.
-    if axis_names is None:
-        return device_axes(averaged)
-    axes = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
-    for axis in axes:
-        _check_mapped(axis)
-    return axes
-
-
 def zeros(kind: Any) -> Array:
     """Returns zeros of a type, with its sharding and its varying axes."""
     # A branch of `cond` and the carry of a loop must have the same varying axes as their counterpart. A constant has
@@ -88,13 +92,6 @@ def zeros(kind: Any) -> Array:
     plain = jnp.zeros_like(kind)
     axes = tuple(sorted(varying_axes(kind) - varying_axes(jax.typeof(plain))))
     return vary(plain, axes) if axes else plain
-
-
-def averaged(gradients: Gradients, axes: str | Sequence[str]) -> Gradients:
-    """Returns gradients averaged over `axes`: one all-reduce. Of next values, the largest."""
-    # Scales and amax histories of FP8, of which flax takes the maximum too where a layer is used twice.
-    overwrites = lax.pmax(gradients.overwrites, axes) if gradients.overwrites else ()
-    return Gradients(lax.pmean(gradients.trained, axes), overwrites)
 
 
 def anywhere(flag: Array, axes: Sequence[str]) -> Array:
@@ -112,28 +109,24 @@ def _worst(values: Array, axes: Sequence[str]) -> Array:
     return jnp.where(packed[1] > 0, jnp.nan, packed[0])
 
 
-def _summed(squares: Sequence[Array], axes: Iterable[str]) -> list[Array]:
-    """Returns each value summed over its varying axes.
-
-    Those are the squares of gradients whose parameters are sharded. With `check_vma=False` and `pmap` JAX tracks no
-    varying axes and nothing is summed: reduced gradients are the same on all devices there.
-    """
+def _summed(local: LocalSizes, axes: Axes) -> LocalSizes:
+    """Returns squares and counts of each gradient, summed over the axes over which its parameter is sharded."""
     # One `psum` for each set of axes: stacked values share their varying axes, so others must not be among them.
-    together = [tuple(sorted(varying_axes(jax.typeof(square)) & set(axes))) for square in squares]
-    sums = list(squares)
+    values = [*local.squares, *local.above]
+    together = [
+        axes.distinct(place, value) for part in (local.squares, local.above) for place, value in enumerate(part)
+    ]
     for names in sorted(set(together) - {()}):
         places = [place for place, own in enumerate(together) if own == names]
-        for place, total in zip(places, lax.psum(jnp.stack([squares[place] for place in places]), names), strict=True):
-            sums[place] = total
-    return sums
+        for place, total in zip(places, lax.psum(jnp.stack([values[place] for place in places]), names), strict=True):
+            values[place] = total
+    elements = [
+        count * size(axes.distinct(place, value))
+        for place, (count, value) in enumerate(zip(local.elements, local.above, strict=True))
+    ]
+    return local._replace(squares=values[: len(local.squares)], above=values[len(local.squares) :], elements=elements)
 
 
-def _check_mapped(axis: str) -> None:
-    try:
-        lax.axis_size(axis)
-    except NameError as error:
-        raise ValueError(
-            "An axis must be mapped where the step runs, by `shard_map`, `pmap` or `vmap(axis_name=...)`. "
-            f"Received: {axis!r}. Found here: {list(jax.sharding.get_abstract_mesh().manual_axes)}. "
-            "Under plain `jit` none is needed."
-        ) from error
+def _share(local: LocalSizes) -> Array:
+    """Returns the share of all elements that are above the edge."""
+    return jnp.sum(jnp.stack([jnp.float32(0), *local.above])) / max(1, sum(local.elements))

@@ -9,27 +9,31 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradscale.engine import decide as engine
-from gradscale.engine.measurement import Measurement
 from gradscale.formats import FP32
+from gradscale.jax.agree import Agreed
 from gradscale.kernels.jax import wide_type
 from gradscale.policies.contract import Policy, Seen
 
 
 def decide(
-    policy: Policy, before: Any, used: Any, measurement: Measurement, loss_finite: Array, clip_norm: float | None
+    policy: Policy, before: Any, used: Any, agreed: Agreed, clip_norm: float | None
 ) -> tuple[Seen, engine.Outcome]:
     """Returns the facts of the step, unscaled, and the decision that follows from them.
 
     `before` is the state before the first attempt, `used` the one whose scale made the gradients: `before` itself where
     nothing was run again.
     """
-    seen = measurement.seen(used.scale, loss_finite, jnp)
+    measurement = agreed.measurement
+    seen = measurement.seen(used.scale, agreed.loss_finite, jnp)
     if measurement.amax is not None:
         seen = replace(seen, amax=_as_float32(seen.amax))
     # If the last attempt overflowed too, the rule continues from the state before the first, and backs off once.
     # Gradients that are NaN at any scale would otherwise lower the scale to its minimum in a few steps.
     state = before if used is before else jax.tree.map(lambda *pair: jnp.where(seen.finite, *pair), used, before)
-    return seen, engine.decide(policy, state, seen, jnp, clip_norm, used.scale)
+    # Gradients that scales of several sizes made cannot be unscaled. As after a loss that is not finite, the step is
+    # skipped and no scale changes: they stay apart, and the next step is skipped too.
+    judged = seen if agreed.scale_range is None else replace(seen, loss_finite=seen.loss_finite & agreed.in_sync)
+    return seen, engine.decide(policy, state, judged, jnp, clip_norm, used.scale)
 
 
 def unscaled(gradients: Sequence[Array], outcome: engine.Outcome, *, gated: bool) -> list[Array]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradscale._extras import require
-from gradscale.jax.agree import AxisNames, averaged
+from gradscale.jax.axes import Axes, AxisNames
 from gradscale.jax.jmp import all_finite
 from gradscale.jax.tree import Gradients, Leaf, split
 from gradscale.peers.flax import dynamic_scale
@@ -93,6 +93,7 @@ class DynamicScale(struct.PyTreeNode):
                 while each keeps its own gradients.
         """
         scale = _smallest(self.scale, jnp.float32)
+        means = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
 
         @wraps(fun)
         def scaled(*args: Any) -> tuple[Any, Any]:
@@ -111,7 +112,7 @@ class DynamicScale(struct.PyTreeNode):
             parts = split(grads, "grads")
             trained = tuple(jnp.asarray(grad, jnp.float32) / scale for grad in parts.of(Leaf.TRAINED))
             gradients = Gradients(trained, parts.of(Leaf.OVERWRITTEN))
-            gradients = gradients if axis_name is None else averaged(gradients, axis_name)
+            gradients = Axes(means=means).averaged(gradients)
             finite = _agreed(all_finite(gradients.trained), agree_axis)
             grads = parts.filled(gradients)
             return DynamicScaleResult(self._after(finite), finite, (loss, *others) if has_aux else loss, grads)

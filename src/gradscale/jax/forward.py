@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gradscale.jax.agree import averaged
-from gradscale.jax.compat import varying_axes
-from gradscale.jax.tree import Gradients, Leaf, Split, is_nnx_object, split
+from gradscale.jax.axes import Axes
+from gradscale.jax.tree import Gradients, Split, is_nnx_object, split
 from gradscale.policies.contract import Policy
 
 
@@ -79,22 +78,12 @@ class Forward:
     params: Split
     pullback: Callable[[Array], tuple[Gradients]]
 
-    def gradients(self, scale: Array, mean_axes: Sequence[str]) -> Gradients:
-        """Runs the backward pass from `scale` and returns the scaled gradients, averaged over `mean_axes`."""
+    def gradients(self, scale: Array, axes: Axes) -> Gradients:
+        """Runs the backward pass from `scale` and returns the scaled gradients, averaged if the caller asked for it."""
         # `ones_like` gives the cotangent the loss's type and varying axes, which `shard_map` with `check_vma=True`
         # requires of it. A bare scale has none.
         (gradients,) = self.pullback((jnp.ones_like(self.loss) * scale).astype(self.loss.dtype))
-        return averaged(gradients, tuple(mean_axes)) if mean_axes else gradients
-
-    def check_mean(self, mean_axes: Sequence[str]) -> None:
-        """Raises if JAX has summed the gradients already: their mean would be their sum."""
-        known = varying_axes(jax.typeof(self.loss)) & set(mean_axes)
-        if known and not all(known <= varying_axes(jax.typeof(leaf)) for leaf in self.params.of(Leaf.TRAINED)):
-            raise ValueError(
-                "`mean_axes` is for `pmap` and for `shard_map` with `check_vma=False`, where each device has gradients "
-                f"of its own. Here JAX sums them over {sorted(known)} itself. Take the mean of the loss inside "
-                "`fun` instead, with `jax.lax.pmean`."
-            )
+        return axes.averaged(gradients)
 
 
 def forward(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jax import Array
 
 from gradscale.engine.plan import Plan
-from gradscale.kernels.jax import peak, share_above, square, total
+from gradscale.kernels.jax import count_above, elements, peak, square, total
 
 
 class LocalSizes(NamedTuple):
@@ -17,12 +17,14 @@ class LocalSizes(NamedTuple):
     Attributes:
         magnitudes: largest magnitude of each gradient if the policy needs it, else the sum of its magnitudes.
         squares: sum of the squares of each gradient.
-        upper_share: share of all elements above the edge that the policy watches, or None.
+        above: elements of each gradient above the edge that the policy watches.
+        elements: of how many each is, as Python numbers.
     """
 
     magnitudes: list[Array]
     squares: list[Array]
-    upper_share: Array | None
+    above: list[Array]
+    elements: list[int]
 
 
 def measure(gradients: Sequence[Array], plan: Plan) -> LocalSizes:
@@ -38,5 +40,6 @@ def measure(gradients: Sequence[Array], plan: Plan) -> LocalSizes:
     return LocalSizes(
         magnitudes=[size(gradient) for gradient in gradients] if reads_magnitudes else [],
         squares=[square(gradient) for gradient in gradients] if plan.norm else [],
-        upper_share=None if plan.edge is None else share_above(gradients, plan.edge),
+        above=[] if plan.edge is None else [count_above(gradient, plan.edge) for gradient in gradients],
+        elements=[] if plan.edge is None else [elements(gradient) for gradient in gradients],
     )

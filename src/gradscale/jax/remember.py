@@ -5,9 +5,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gradscale.engine import result as engine
 from gradscale.engine.culprits import Culprit
+from gradscale.engine.desync import ScaleDesync
 from gradscale.engine.uncalled import to_be_called
 from gradscale.kernels.jax_text import shown
 
@@ -22,15 +24,18 @@ class StepResult(engine.StepResult):
     """The result of one step. A pytree: return it from a compiled function, or stack it in a `scan`.
 
     The attributes that it shares with every other adapter are arrays, and reading them does not synchronize. `skipped`,
-    `status` and `culprits` synchronize with the device, and so are called outside of compiled functions.
+    `status` and `culprits` synchronize with the device, and so are called outside of compiled functions. They raise
+    `ScaleDesync` where the step found that the devices have different scales; it was then skipped on all of them.
 
     Attributes:
         gated: whether a step can be skipped at all. `NoScaling` checks nothing.
         clip_norm: the bound on the norm, or None.
+        scale_range: lowest and highest scale of the devices that share it; None where no axis is mapped.
     """
 
     gated: bool = True
     clip_norm: float | None = None
+    scale_range: Any = None
 
     def select(self, new: T, old: T) -> T:
         """Returns `new` if the step was applied, else `old`: for batch statistics and other state outside `apply`.
@@ -42,7 +47,7 @@ class StepResult(engine.StepResult):
     @to_be_called
     def skipped(self) -> bool:
         """Returns whether weights and optimizer state were left as they were. Synchronizes with the device."""
-        self._check_single()
+        self._check_one()
         return super().skipped()
 
     @to_be_called
@@ -51,20 +56,28 @@ class StepResult(engine.StepResult):
 
         Does not read the gradients again: the sizes were kept from the step.
         """
-        self._check_single()
+        self._check_one()
         return super().culprits()
 
     @staticmethod
     def _shown(value: Any) -> Any:
         return shown(value)
 
-    def _check_single(self) -> None:
-        """Raises if this is a stack of results."""
+    def _check_one(self) -> None:
+        """Raises if this is a stack of results, or if devices found that their scales differ."""
         shape = jnp.shape(self.applied)
         if shape:
             raise ValueError(
                 "Call this on the result of one step. Received: results stacked in the shape "
                 f"{shape}, by `scan`, `vmap` or `pmap`. Take one: `jax.tree.map(lambda leaf: leaf[0], results)`."
+            )
+        # Copied first: an operation on an array of several processes must be run by all of them.
+        lowest, highest = (0.0, 0.0) if self.scale_range is None else np.asarray(self.scale_range).tolist()
+        if lowest != highest:
+            raise ScaleDesync(
+                "A scale must be the same on all devices that share it. "
+                f"Received: scales from {lowest:g} to {highest:g}. Every step is skipped until they are. Start all "
+                "devices from one scaler; for independent scales pass `axis_names=()`."
             )
 
 

@@ -32,13 +32,13 @@ def attempts(step: Step, state: Any, pull: Pull, loss_finite: Array, retries: in
     loss that is not finite.
     """
     # Agreed on before the loop: a device that left it alone would leave the others blocked in an all-reduce.
-    loss_finite = ~anywhere(~loss_finite, step.axes)
+    loss_finite = ~anywhere(~loss_finite, step.axes.shared)
 
     def body(carry: _Carry) -> _Carry:
         last = step.attempt(carry.state, pull(carry.state.scale), loss_finite)
         lowered = backed_off(step.policy, carry.state, _overflow(), jnp)
-        overflowed = loss_finite & ~last.measurement.finite(carry.state.scale, jnp)
-        again = overflowed & (carry.tried < retries) & (lowered.scale < carry.state.scale)
+        overflowed = loss_finite & ~last.agreed.measurement.finite(carry.state.scale, jnp)
+        again = overflowed & last.agreed.in_sync & (carry.tried < retries) & (lowered.scale < carry.state.scale)
         return _Carry(lowered, again, carry.tried + 1, last)
 
     # The first attempt runs inside the loop too, so that the backward pass is compiled once: a peeled one had 28

@@ -15,12 +15,13 @@ from gradscale.engine.other_names import OtherNames
 from gradscale.engine.saved import check_state, read_saved, write_saved
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, Progress, StuckCheck
 from gradscale.engine.texts import policy_text, scaler_text
-from gradscale.jax.agree import AxisNames
+from gradscale.jax.axes import AxisNames
 from gradscale.jax.forward import checked_loss
 from gradscale.jax.remember import StepResult
+from gradscale.jax.replicas import check_replicas
 from gradscale.jax.saved import register_with_flax
 from gradscale.jax.step import Step
-from gradscale.jax.tree import Gradients, as_pytree, register, split
+from gradscale.jax.tree import Gradients, Leaf, as_pytree, register, split
 from gradscale.jax.weights import weights_of
 from gradscale.kernels.jax_text import shown
 from gradscale.peers.specs import as_policy
@@ -99,6 +100,7 @@ class Scaler(OtherNames):
         clip_norm: float | None = None,
         norm: bool = False,
         axis_names: AxisNames = None,
+        specs: Any = None,
     ) -> tuple[Any, "Scaler", StepResult]:
         """Returns scaled gradients unscaled and clipped, the scaler of the next step, and the result.
 
@@ -113,10 +115,13 @@ class Scaler(OtherNames):
             clip_norm: bound on the norm of all gradients together, unscaled.
             norm: measure the norm for the result even if nothing is clipped.
             axis_names: mapped axes to agree over. By default all axes of `shard_map` and `pmap`.
+            specs: the `PartitionSpec` of the gradients, or a pytree of them, as in `in_specs`. Needed for the norm
+                under `pmap` and with `check_vma=False`.
         """
         check_clip("clip_norm", clip_norm)
-        step = Step.of(self.policy, clip_norm, norm, axis_names)
         parts = split(grads, "grads")
+        step = Step.of(self.policy, clip_norm, norm, parts, axis_names, (), specs)
+        step.axes.check_scale(self.loss_scale, parts.of(Leaf.TRAINED))
         finite = [jnp.all(jnp.isfinite(checked_loss(one, NoScaling()))) for one in jax.tree.leaves(loss)]
         gradients = Gradients(*(tuple(map(jnp.asarray, leaves)) for leaves in parts.differentiable))
         last = step.attempt(self.state, gradients, jnp.all(jnp.stack([jnp.bool_(True), *finite])))
@@ -159,16 +164,31 @@ class Scaler(OtherNames):
                 high.
 
         Raises:
+            ScaleDesync: devices that share the scale have different ones.
             ScaleStuck: the run is stuck. It names the non-finite parameters, and the likely cause.
+            ValueError: this is a stack of scalers, as `pmap` and `vmap` return it.
         """
         state = self.state
+        if shape := jnp.shape(state.scale):
+            raise ValueError(
+                "Call this on one scaler. Received: scalers stacked in the shape "
+                f"{shape}, by `vmap` or `pmap`. Take one: `jax.tree.map(lambda leaf: leaf[0], scaler)`."
+            )
+        check_replicas(state)
+        if result is not None:
+            result.skipped()  # raises where the devices found that their scales differ
         loss_finite = bool(state.stuck if result is None else result.loss_finite)
         last = StepResult(applied=False, scale=state.scale, next_scale=state.scale) if result is None else result
         progress = Progress.of(state, loss_finite)
         StuckCheck(max_consecutive_skips).check(progress, last, lambda: None if params is None else weights_of(params))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the policy and its state as plain values that go through JSON. Synchronizes with the device."""
+        """Returns the policy and its state as plain values that go through JSON. Synchronizes with the device.
+
+        Raises:
+            ScaleDesync: devices that share the scale have different ones.
+        """
+        check_replicas(self.state)
         return write_saved(self.policy, self.state)
 
     @classmethod

@@ -8,8 +8,9 @@ from jax import Array
 
 from gradscale.engine.decide import check_clip
 from gradscale.engine.other_arguments import explains_settings
-from gradscale.jax.agree import AxisNames, zeros
+from gradscale.jax.agree import zeros
 from gradscale.jax.apply import check_accumulation, gated
+from gradscale.jax.axes import AxisNames
 from gradscale.jax.optimizer import in_types_of, trainable, update
 from gradscale.jax.scaler import Scaler, static_policy
 from gradscale.jax.tree import Gradients, Leaf, holds, split
@@ -35,6 +36,7 @@ def scaled(
     clip_norm: float | None = None,
     *,
     axis_names: AxisNames = None,
+    specs: Any = None,
     wide_state: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that takes scaled gradients: it unscales, checks and clips them for `tx`, or skips.
@@ -66,6 +68,8 @@ def scaled(
         policy: the rule for the scale, or its name, as for `Scaler`.
         clip_norm: bound on the norm of all gradients together, unscaled.
         axis_names: mapped axes to agree over. By default all axes of `shard_map` and `pmap`.
+        specs: the `PartitionSpec` of the gradients, or a pytree of them, as in `in_specs`. Needed for the norm under
+            `pmap` and with `check_vma=False`.
         wide_state: keep the state of `tx` in float32 where parameters are narrower. In FP16, moments lose the small
             gradients that the scale preserved, and a squared gradient below 6e-8 becomes zero.
     """
@@ -79,7 +83,9 @@ def scaled(
 
     def step(updates: Any, state: Any, params: Any = None, *, loss: Any = None, **extra: Any) -> tuple[Any, Any]:
         loss_scale(state)  # raises if this is not a state of `scaled`
-        grads, scaler, result = state.scaler.step(updates, loss, clip_norm=clip_norm, axis_names=axis_names)
+        grads, scaler, result = state.scaler.step(
+            updates, loss, clip_norm=clip_norm, axis_names=axis_names, specs=specs
+        )
 
         def change() -> tuple[Any, Any]:
             changes, inner = update(tx, grads, state.inner, params, extra)

@@ -10,7 +10,7 @@ from jax import Array
 from gradscale.engine.decide import check_clip
 from gradscale.engine.other_arguments import explains_arguments
 from gradscale.engine.retries import check_retries
-from gradscale.jax.agree import AxisNames, mapped_axes
+from gradscale.jax.axes import AxisNames
 from gradscale.jax.bf16 import note_if_bf16
 from gradscale.jax.forward import Forward, Signature, forward
 from gradscale.jax.remember import StepResult
@@ -34,6 +34,7 @@ def value_and_grad(
     retries: int = 0,
     axis_names: AxisNames = None,
     mean_axes: str | tuple[str, ...] = (),
+    specs: Any = None,
 ) -> Gradient:
     """Returns a function like `jax.value_and_grad(fun)` that takes a scaler first, and returns four things.
 
@@ -65,11 +66,16 @@ def value_and_grad(
         axis_names: mapped axes to agree over: what one device finds counts for all of them. By default all axes of
             `shard_map` and `pmap`, and `mean_axes`.
         mean_axes: mapped axes to average the gradients over before they are measured, under `pmap` and with
-            `check_vma=False`.
+            `check_vma=False`. They are then those of the mean of all devices' losses.
+        specs: the `PartitionSpec` of what is differentiated, or a pytree of them, as in `in_specs`. Needed only under
+            `pmap` and with `check_vma=False`, where parameters are sharded over mapped axes.
 
     Raises:
         TypeError: `argnums` or `retries` is not an integer, or `clip_norm` not a number.
         ValueError: `retries` is negative, or `clip_norm` not positive.
+
+    The function that is returned raises ValueError where an axis is not mapped, the scale differs between devices that
+    share it, or the norm of sharded parameters is asked for without `specs`, as far as JAX's types show it.
     """
     check_clip("clip_norm", clip_norm)
     check_retries(retries)
@@ -79,13 +85,13 @@ def value_and_grad(
     def value_and_gradients(scaler: Scaler, *args: Any, **kwargs: Any) -> tuple[Any, Any, Scaler, StepResult]:
         nonlocal types_known
         _check_scaler(scaler)
-        means = mapped_axes(mean_axes)
-        step = Step.of(scaler.policy, clip_norm, norm, axis_names, means)
         run = forward(fun, signature, scaler.policy, args, kwargs)
+        step = Step.of(scaler.policy, clip_norm, norm, run.params, axis_names, mean_axes, specs)
+        step.axes.check_scale(scaler.loss_scale, [run.loss, *run.params.of(Leaf.TRAINED)])
         if not types_known:
             types_known = True
             note_if_bf16(run.pullback, scaler.policy)
-        last, retried = _backward(step, scaler.state, run, retries, means)
+        last, retried = _backward(step, scaler.state, run, retries)
         gradients, state, result = step.finish(scaler.state, last, run.params.names, retried)
         if gradients.overwrites and result.gated:
             # A backward pass that overflowed may have put an inf into an amax history.
@@ -97,15 +103,12 @@ def value_and_grad(
     return value_and_gradients
 
 
-def _backward(
-    step: Step, state: Any, run: Forward, retries: int, mean_axes: tuple[str, ...]
-) -> tuple[Attempt, Array | int]:
+def _backward(step: Step, state: Any, run: Forward, retries: int) -> tuple[Attempt, Array | int]:
     """Runs the backward pass, and again while it overflows; returns the last attempt and the number of retries."""
-    run.check_mean(mean_axes)
     loss_finite = jnp.isfinite(run.loss)
     if retries and step.plan.checks and run.params.of(Leaf.TRAINED):
-        return attempts(step, state, functools.partial(run.gradients, mean_axes=mean_axes), loss_finite, retries)
-    return step.attempt(state, run.gradients(state.scale, mean_axes), loss_finite), 0
+        return attempts(step, state, functools.partial(run.gradients, axes=step.axes), loss_finite, retries)
+    return step.attempt(state, run.gradients(state.scale, step.axes), loss_finite), 0
 
 
 def _check_scaler(scaler: Any) -> None:

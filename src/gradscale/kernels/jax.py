@@ -31,10 +31,20 @@ def square(gradient: Array) -> Array:
 
 def share_above(gradients: Sequence[Array], edge: float) -> Array:
     """Returns the share of all elements whose magnitude is above `edge`; inf and NaN are. Complex ones count as two."""
-    parts = [part for gradient in gradients for part in _wide_parts(gradient)]
+    counts = [count_above(gradient, edge) for gradient in gradients]
+    return jnp.sum(jnp.stack([jnp.float32(0), *counts])) / max(1, sum(map(elements, gradients)))
+
+
+def count_above(gradient: Array, edge: float) -> Array:
+    """Returns how many elements have a magnitude above `edge`, as a float32; inf and NaN do."""
     # Counted as integers: a float32 sum of ones stops at 2**24.
-    counts = [jnp.sum(~(jnp.abs(part) <= edge), dtype=jnp.uint32).astype(jnp.float32) for part in parts]
-    return jnp.sum(jnp.stack([jnp.float32(0), *counts])) / max(1, sum(part.size for part in parts))
+    counts = [jnp.sum(~(jnp.abs(part) <= edge), dtype=jnp.uint32).astype(jnp.float32) for part in _wide_parts(gradient)]
+    return counts[0] if len(counts) == 1 else counts[0] + counts[1]
+
+
+def elements(gradient: Array) -> int:
+    """Returns how many real numbers the array holds."""
+    return sum(part.size for part in real_parts(gradient))
 
 
 def real_parts(gradient: Array) -> tuple[Array, ...]:

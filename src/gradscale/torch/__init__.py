@@ -10,11 +10,13 @@ from gradscale.torch import compat as compat  # first: it raises where torch is 
 from gradscale.engine.stuck import ScaleStuck
 from gradscale.torch.casting import casts, float_function, half_function, promote_function
 from gradscale.torch.drop_in.grad_scaler import GradScaler
+from gradscale.torch.drop_in.sharded import ShardedGradScaler
 from gradscale.torch.emulation import emulate
 from gradscale.torch.masters import MasterWeights
 from gradscale.torch.precision.explain import Explanation, explain
 from gradscale.torch.precision.levels import O0, O1, O2, O3, Precision
 from gradscale.torch.precision.prepare import prepare
+from gradscale.torch.ranks.errors import RankFailed, ScaleDesync
 from gradscale.torch.scaler import LossScaler
 from gradscale.torch.step.result import Culprit, StepResult
 
@@ -29,7 +31,10 @@ __all__ = [
     "LossScaler",
     "MasterWeights",
     "Precision",
+    "RankFailed",
+    "ScaleDesync",
     "ScaleStuck",
+    "ShardedGradScaler",
     "StepResult",
     "casts",
     "emulate",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,10 @@ from gradscale.engine.measurement import Measurement
 from gradscale.engine.other_arguments import explains_arguments, explains_settings
 from gradscale.engine.other_names import OtherNames
 from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
+from gradscale.engine.saved_text import KEY, write_text
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.engine.texts import policy_text, scaler_text
+from gradscale.kernels.torch import CPU
 from gradscale.peers import import_state
 from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
@@ -23,15 +25,17 @@ from gradscale.torch.accumulation.closure import RETRIES, holder_of, make_closur
 from gradscale.torch.accumulation.edits import unscale, unscale_rest
 from gradscale.torch.accumulation.guard import Guard, OnSkip
 from gradscale.torch.accumulation.retry import Retry, check_backward, check_retriable, synchronizing
-from gradscale.torch.accumulation.window import Windows, map_losses
+from gradscale.torch.accumulation.window import Window, Windows, map_losses
 from gradscale.torch.bf16 import note_if_bf16
 from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, warn_of_half
 from gradscale.torch.fused_sgd import refuse_broken_fused_sgd
-from gradscale.torch.step.agree import Agreement
+from gradscale.torch.ranks.log import note_loaded_policy
+from gradscale.torch.ranks.pipeline import Pipeline, wrapped
+from gradscale.torch.step.agree import Agreement, check_agree
 from gradscale.torch.step.apply import apply, multiply
 from gradscale.torch.step.decide import Decision, Rule
 from gradscale.torch.step.gradients import Names, collect, numbers_of, parameters_of
-from gradscale.torch.step.host_copy import shown
+from gradscale.torch.step.host_copy import host_value, shown
 from gradscale.torch.step.measure import measure, measure_sizes
 from gradscale.torch.step.no_scaling import step_without_scaling
 from gradscale.torch.step.plan import StepPlan, plan_step
@@ -61,12 +65,19 @@ class LossScaler(OtherNames):
             `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
         device: where the scale is kept; by default where the first loss is.
         group: process group whose ranks decide together; by default every rank of an initialized `torch.distributed`.
+            `"alone"` is this process by itself, where ranks train separate models.
+        distinct: the group over which plain parameters are distinct, such as the stages of a pipeline; or a mapping of
+            modules and parameters, such as experts, to groups. All others are taken to be the same on every rank.
+        agree: `"auto"` sends nothing to other ranks at a clean step under plain DDP, whose reduced gradients are the
+            same everywhere; `"always"` sends a few numbers at every step, so that a gradient which one rank writes
+            after the reduction is found, too.
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
             or call a function with it. `"ignore"` does nothing.
     """
 
     _adapter: ClassVar[str] = "torch"
+    _join_config: Any = None
 
     @explains_settings("LossScaler(model, policy={})")
     def __init__(
@@ -76,16 +87,19 @@ class LossScaler(OtherNames):
         *,
         device: torch.device | str | None = None,
         group: Any = None,
+        distinct: Any = None,
+        agree: Literal["auto", "always"] = "auto",
         max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
         on_stuck: OnStuck = "raise",
     ) -> None:
         self._modules = check_modules(model)
         self._names = Names(self._modules)
         self._rule = Rule(as_policy(policy), device=None if device is None else torch.device(device))
-        self._agreement = Agreement(group)
+        self._agreement = Agreement(self._modules, group, distinct, always=check_agree(agree) == "always")
         self._memory = Memory(max_consecutive_skips, on_stuck)
-        self._windows = Windows(self._rule, self._names)
+        self._windows = Windows(self._rule, self._names, self._agreement.mark)
         self._buffers: list[BufferGuard] = []
+        self._pipeline: Pipeline | None = None
         self._warned_of_half = False
         self._types_known = False
 
@@ -180,40 +194,26 @@ class LossScaler(OtherNames):
             RuntimeError: nothing was scaled or no backward pass was run since the last step, gradients from before it
                 were not cleared, or an optimizer has a kernel that is known to be wrong. Nothing has been changed then.
             ScaleStuck: step after step was skipped, and no lower scale is left to try.
+            RankFailed: another rank could not take part in the step.
+            ScaleDesync: ranks have different scales.
         """
-        check_optimizers(optimizers)
-        check_clip("clip_norm", clip_norm)
-        check_clip("clip_value", clip_value)
-        refuse_broken_fused_sgd(optimizers)
         if not self.policy.needs:
-            wants_norm = norm or clip_norm is not None
-            result = step_without_scaling(self._rule, optimizers, self._names, clip_norm, clip_value, norm=wants_norm)
-            self._memory.last = result
-            return result
-        window = self._windows.ready(optimizers)
-        if window.unscaled:
-            unscale_rest(collect(optimizers), window, self.policy, self._names)
-        samples = self._memory.samples
-        plan = plan_step(
-            self._rule,
-            optimizers,
-            window,
-            norm=norm,
-            sample=samples,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-        )
-        if plan.divided_first:
-            call = "`step` with a gradient that is held twice" if clip_value is None else "`clip_value`"
-            refuse_narrow(call, plan.divided_first, self._names)
+            return self._step_without_scaling(optimizers, clip_norm, clip_value, norm=norm)
+        samples, window = self._memory.samples, self._windows.open
+        self._agreement.begin(self._join_config)
         try:
-            measurement, decision = self._decided(plan)
+            plan = self._planned(optimizers, clip_norm, clip_value, norm=norm)
+            measurement = self._measured(plan)
+        except Exception as error:
+            self._agreement.fail(error, optimizers, self.join_device, window)
+            raise
+        try:
+            decision = self._decided(plan, measurement)
             self._warn_of_half(plan, samples)
             self._memory.begin(optimizers, plan.divisor.device)
-            updated = apply(plan, decision.applied, decision.factor)
+            updated = apply(plan, decision.applied, decision.factor, decision.known)
         except BaseException:
-            # Some gradients may have been divided: closed, so that another step cannot divide them again.
-            self._windows.close(optimizers)
+            self._windows.close(optimizers)  # as in `_measured`
             raise
         if plan.divides and not updated:
             # The kernel that checks and divides has one flag for all gradients. A gradient that was not finite is not
@@ -235,7 +235,7 @@ class LossScaler(OtherNames):
         """
         check_optimizers(optimizers)
         if self.policy.needs:
-            window = self._windows.ready(optimizers)
+            window = self._ready(optimizers)
             unscale(window.unscaled.rest_of(collect(optimizers)), window, self.policy, self._names)
         yield
 
@@ -245,7 +245,8 @@ class LossScaler(OtherNames):
 
         Gradients narrower than float32 are widened before they are divided by the scale. If they overflow, the next
         `step` is skipped and lowers the scale, even if the loss made from them is not finite, or none is made: the
-        scale is too high for the batches to come, too. Does not synchronize.
+        scale is too high for the batches to come, too. Does not synchronize, except for gradients that are DTensors,
+        of which each rank sees its own part: there all ranks agree.
 
         Args:
             loss: a scalar loss.
@@ -261,7 +262,11 @@ class LossScaler(OtherNames):
         unscaled = tuple(None if grad is None else window.unscale(grad) for grad in grads)
         present = [numbers_of(grad.detach()) for grad in unscaled if grad is not None]
         finite = torch.isfinite(measure_sizes(present, window.scale.device).total)
-        window.note_overflow(~finite & window.is_finite(loss))
+        overflowed = ~finite & window.is_finite(loss)
+        if any(hasattr(grad, "to_local") for grad in unscaled):
+            # One rank's shard has overflowed, and a loss made from all of them is then not finite on every rank.
+            overflowed = torch.full_like(overflowed, self._agreement.any_rank(overflowed.reshape(1))[0])
+        window.note_overflow(overflowed)
         return unscaled
 
     def closure(self, evaluate: Callable[[], Tensor], optimizer: Optimizer | None = None) -> Callable[[], Any]:
@@ -291,15 +296,40 @@ class LossScaler(OtherNames):
             self._retry(loss, 0 if once else RETRIES, {}, parameters)
 
         def settle() -> StepResult:
+            self._agreement.begin()
             window = self._windows.get(parameters[0].device)
             samples = self._memory.samples
             plan = plan_step(self._rule, [owner], window, norm=True, sample=samples, fold=False)
-            measurement, decision = self._decided(plan)
+            measurement = measure(plan)
+            decision = self._decided(plan, measurement)
             self._warn_of_half(plan, samples)
             multiply(plan.gradients.values, torch.where(decision.applied, decision.factor, 1.0))
             return self._close(plan, measurement, decision)
 
         return make_closure(evaluate, parameters, backward, settle)
+
+    def wrap_loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `loss_fn` for a schedule of `torch.distributed.pipelining`. Call it on every rank.
+
+            scaler = LossScaler(stage_module, distinct=pipeline_group)
+            schedule = ScheduleGPipe(stage, n_microbatches, loss_fn=scaler.wrap_loss(loss_fn))
+            schedule.step(x)  # on the last rank: schedule.step(target=y, losses=losses)
+            scaler.step(optimizer, clip_norm=1.0)
+
+        The gradients that leave the last stage are scaled, and `losses` are not. Stages without a loss take part in
+        `step` with the scale that all ranks share. Calls by which the schedule finds out shapes are ignored. Does not
+        synchronize.
+
+        Args:
+            loss_fn: takes the output of the last stage and the target, and returns the loss.
+        """
+        pipeline = self._pipeline = self._pipeline or Pipeline(self._windows, self._modules)
+
+        def scaled(loss: Tensor) -> Tensor:
+            self._note_types(loss)
+            return pipeline.scaled(loss) if self.policy.needs else loss
+
+        return wrapped(loss_fn, scaled)
 
     def protect_buffers(self, *modules: nn.Module) -> None:
         """Restores the buffers of `modules`, by default of the model, whenever a step is skipped.
@@ -322,6 +352,23 @@ class LossScaler(OtherNames):
         """
         return Guard(lambda: self.last, targets, on_skip)
 
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Returns the hook with which torch's `Join([model, scaler])` lets a rank without batches follow the others."""
+        from gradscale.torch.ranks.join import FollowingRank
+
+        del kwargs
+        return FollowingRank(lambda: self._agreement.follow(self._rule, self.join_device))
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of what is sent inside `Join`."""
+        return self._rule.device or next((each.device for module in self._modules for each in module.parameters()), CPU)
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group of what is sent inside `Join`."""
+        return self._agreement.group or torch.distributed.group.WORLD
+
     def metrics(self) -> dict[str, float]:
         """Returns scale, counts, skip rate, gradient norm and headroom. Never synchronizes: values may be a step old.
 
@@ -331,11 +378,14 @@ class LossScaler(OtherNames):
         return self._memory.metrics(self._rule.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the policy and its state as plain values: all it takes to continue bit-exactly. Synchronizes."""
-        return write_saved(self._rule.policy, self._rule.state, float(self._rule.amax_ratio))
+        """Returns the policy and its state as one JSON text: all it takes to continue bit-exactly. Synchronizes."""
+        saved = write_saved(self._rule.policy, self._rule.state, float(self._rule.amax_ratio))
+        return {KEY: write_text(saved)}
 
     def load_state_dict(self, mapping: Mapping[str, Any] | bytes, system: str | None = None) -> None:
         """Loads a saved policy and state, and discards gradients not yet stepped.
+
+        The saved policy replaces the present one, which the log says if it is another.
 
         Args:
             mapping: what `state_dict` returned; or the dict of torch's `GradScaler`; or another system's, or the bytes
@@ -343,6 +393,7 @@ class LossScaler(OtherNames):
             system: whose dict it is, as in `gradscale.import_state`, where it is neither of the first two.
         """
         saved = _read(mapping, system)
+        note_loaded_policy(self.policy, saved.policy)
         self._rule.load(as_policy(saved.policy), saved.state, saved.amax_ratio)
         self._memory.forget()
         # Zeros, as `zero_grad(set_to_none=False)` leaves them, have no scale.
@@ -366,15 +417,62 @@ class LossScaler(OtherNames):
         Retry(list(together.values()), self._rule, self._agreement.any_rank).backward(loss, window, retries, kwargs)
         window.end_backward()
 
-    def _decided(self, plan: StepPlan) -> tuple[Measurement, Decision]:
-        """Returns the measurement, and the decision that is the same on every rank: stages one to three."""
-        measurement, seen = self._agreement.agree(plan, measure(plan), self._rule)
+    def _step_without_scaling(
+        self, optimizers: Sequence[Optimizer], clip_norm: float | None, clip_value: float | None, *, norm: bool
+    ) -> StepResult:
+        _check_step(optimizers, clip_norm, clip_value)
+        wants_norm = norm or clip_norm is not None
+        self._memory.last = step_without_scaling(
+            self._rule, self._agreement, optimizers, self._names, clip_norm, clip_value, norm=wants_norm
+        )
+        return self._memory.last
+
+    def _ready(self, optimizers: Sequence[Optimizer]) -> Window:
+        """Returns the window whose gradients are used, or raises if the order of calls is wrong."""
+        if self._pipeline is not None:
+            self._pipeline.ready(optimizers)
+        return self._windows.ready(optimizers)
+
+    def _planned(
+        self, optimizers: Sequence[Optimizer], clip_norm: float | None, clip_value: float | None, *, norm: bool
+    ) -> StepPlan:
+        """Returns the plan of a step, or raises if its gradients cannot be used."""
+        _check_step(optimizers, clip_norm, clip_value)
+        window = self._ready(optimizers)
+        if window.unscaled:
+            unscale_rest(collect(optimizers), window, self.policy, self._names)
+        plan = plan_step(
+            self._rule,
+            optimizers,
+            window,
+            norm=norm,
+            sample=self._memory.samples,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+        )
+        if plan.divided_first:
+            call = "`step` with a gradient that is held twice" if clip_value is None else "`clip_value`"
+            refuse_narrow(call, plan.divided_first, self._names)
+        return plan
+
+    def _measured(self, plan: StepPlan) -> Measurement:
+        """Returns the measurement of this rank: stage one."""
+        try:
+            return measure(plan)
+        except BaseException:
+            # Some gradients may have been divided: closed, so that another step cannot divide them again.
+            self._windows.close(plan.optimizers)
+            raise
+
+    def _decided(self, plan: StepPlan, measurement: Measurement) -> Decision:
+        """Returns the decision, the same on every rank: stages two and three."""
+        seen, known = self._agreement.agree(plan, measurement, self._rule)
         if not plan.gradients and self._agreement.ranks == 1:
-            return measurement, self._rule.hold(seen)
+            return self._rule.hold(seen)
         decision = self._rule.decide(
             seen, plan.divisor, plan.clip_norm, follows_amax=plan.estimates_amax, measured=plan.amax
         )
-        return measurement, decision
+        return decision._replace(known=known)
 
     def _warn_of_half(self, plan: StepPlan, samples: bool) -> None:
         if samples and not self._warned_of_half:
@@ -392,9 +490,21 @@ class LossScaler(OtherNames):
         for guard in self._buffers:
             guard.settle(decision.applied)
         result = result_of(plan, measurement, decision, self._rule, self._names, updated=updated)
+        skipped = host_value(decision.applied) == 0.0 if updated is None else not updated
+        if skipped and self._agreement.ranks > 1:
+            # Now, when all ranks know of it: a user may ask on one of them alone.
+            result.found = self._agreement.culprits(result.culprits())
         self._windows.close(plan.optimizers)
         self._memory.keep(result, decision.state, plan.optimizers)
         return result
+
+
+def _check_step(optimizers: Sequence[Optimizer], clip_norm: float | None, clip_value: float | None) -> None:
+    """Raises unless a step can be made with these arguments."""
+    check_optimizers(optimizers)
+    check_clip("clip_norm", clip_norm)
+    check_clip("clip_value", clip_value)
+    refuse_broken_fused_sgd(optimizers)
 
 
 def _read(mapping: Any, system: str | None) -> Saved:

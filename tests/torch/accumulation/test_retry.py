@@ -119,7 +119,7 @@ def test_a_retry_backs_off_whatever_the_hysteresis_says_and_spends_no_credit() -
     result = scaler.step(optimizer)
     assert not result.skipped()
     assert result.scale.item() == 1024.0
-    assert scaler.state_dict()["state"]["credits"] == 3
+    assert scaler._rule.state.credits == 3
 
 
 @pytest.mark.parametrize(

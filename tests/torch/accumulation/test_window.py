@@ -108,7 +108,7 @@ def test_a_step_whose_ranks_cannot_agree_is_over_and_its_gradients_must_be_clear
     before, saved = weights(model), scaler.state_dict()
     with monkeypatch.context() as patched:
         patched.setattr(Agreement, "ranks", 2)
-        patched.setattr(Agreement, "over_ranks", lose_connection)
+        patched.setattr("gradscale.torch.step.agree.exchange", lose_connection)
         with pytest.raises(ConnectionError):
             scaler.step(optimizer)
     with pytest.raises(RuntimeError, match=NOT_SCALED):  # some gradients may be divided already
@@ -428,3 +428,13 @@ def test_gradients_left_over_are_refused_after_a_backward_pass_that_raised_too()
     scaler.backward(loss_of(model))
     with pytest.raises(RuntimeError, match=STALE):
         scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_of_two_losses_in_one_backward_pass_either_counts(bad: int) -> None:
+    """The hook of the first to be reached must not be undone by that of the second: no gradient is there yet."""
+    model, optimizer, scaler = setup()
+    losses = [scaler.scale(loss_of(model, seed) * (NAN if seed == bad else 1.0)) for seed in (0, 1)]
+    (losses[0] + losses[1]).backward()
+    result = scaler.step(optimizer)
+    assert (str(result.status()), result.next_scale.item()) == ("nonfinite_loss", 256.0)

@@ -9,6 +9,7 @@ from tests.torch.helpers import poison
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradscale.engine.saved_text import KEY
 from gradscale.torch import GradScaler, StepResult
 
 Optimizer = torch.optim.Optimizer
@@ -54,6 +55,11 @@ def last_of(scaler: GradScaler) -> StepResult:
     """Returns the result of a step that has been made."""
     assert scaler.last is not None
     return scaler.last
+
+
+def saved_by(scaler: Any) -> dict[str, Any]:
+    """Returns the entries that torch's scaler saves."""
+    return {name: value for name, value in scaler.state_dict().items() if name != KEY}
 
 
 def train(

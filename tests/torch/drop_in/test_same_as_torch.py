@@ -16,6 +16,7 @@ from tests.torch.drop_in.helpers import (
     linear_pair,
     parameter,
     ready,
+    saved_by,
     train,
 )
 from tests.torch.helpers import OPTIMIZERS, autocast, poison
@@ -354,9 +355,9 @@ def test_update_leaves_the_tracker_alone_when_it_sets_the_scale() -> None:
         scaler.step(optimizer)
         scaler.update()
         scaler.update(2.0)
-        first = scaler.state_dict()
+        first = saved_by(scaler)
         scaler.update(torch.tensor(4.0))
-        return first, scaler.state_dict()
+        return first, saved_by(scaler)
 
     ours, theirs = both(run)
     assert ours == theirs

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import pickle
 from typing import Any
 
@@ -145,8 +146,17 @@ def test_scale_set_by_hand_is_saved_in_both_places() -> None:
     run(scaler, [False, False])
     scaler.update(512.0)
     saved = scaler.state_dict()
-    assert (saved["scale"], saved["gradscale"]["state"]["scale"]) == (512.0, 512.0)
-    assert (saved["_growth_tracker"], saved["gradscale"]["state"]["clean_steps"]) == (2, 2)
+    state = json.loads(saved["gradscale"])["state"]
+    assert (saved["scale"], state["scale"]) == (512.0, 512.0)
+    assert (saved["_growth_tracker"], state["clean_steps"]) == (2, 2)
+
+
+@pytest.mark.parametrize("settings", [{"hysteresis": 3}, {"policy": Headroom()}, {"min_scale": 2.0}])
+def test_an_entry_that_is_no_text_yet_is_read(settings: dict[str, Any]) -> None:
+    saved = GradScaler("cpu", **settings).state_dict()
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict(saved | {"gradscale": json.loads(saved["gradscale"])})
+    assert scaler.state_dict() == saved
 
 
 def test_static_scale_exported_for_torch_is_loaded() -> None:
@@ -193,7 +203,7 @@ BESIDE = {"gradscale": GradScaler("cpu", hysteresis=2).state_dict()["gradscale"]
         ({"growth_interval": 2.5}, TypeError, r"`growth_interval` must be an integer"),
         ({"growth_interval": 10**400}, ValueError, r"`growth_interval` must be at most 2\*\*63 - 1"),
         ({"_growth_tracker": 10**400}, ValueError, r"`_growth_tracker` must be a count of steps"),
-        ({"gradscale": 7}, TypeError, r"`gradscale` of a saved GradScaler must be a mapping\. Received: int\."),
+        ({"gradscale": 7}, TypeError, r"`gradscale` of a saved GradScaler must hold a mapping\. Received: int\."),
         ({"gradscale": {"least": 1.0}}, ValueError, r"holds a policy and its state, or max_scale and min_scale\."),
         (BESIDE | {"growth_factor": 0.5}, AssertionError, r"The growth factor must be > 1\.0\."),
         (BESIDE | {"growth_interval": 0}, ValueError, r"`growth_interval` must be at least 1"),

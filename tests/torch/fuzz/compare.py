@@ -14,6 +14,7 @@ from tests.torch.fuzz.subject import Subject
 from torch import Tensor
 
 from gradscale.engine.saved import read_saved
+from gradscale.engine.saved_text import opened
 from gradscale.torch import MasterWeights
 
 LOOSE_SCALE = 4 * LOOSE
@@ -162,7 +163,7 @@ def _scales(reference: Reference, subject: Subject) -> Iterator[str]:
     """Yields numbers of the scale's state that differ."""
     saved = subject.scaler.state_dict()
     inexact = reference.setup.policy in INEXACT
-    theirs: dict[str, Any] = saved["state"]
+    theirs: dict[str, Any] = opened(saved)["state"]
     for key, mine in reference.rule.state.to_dict().items():
         if isinstance(mine, str) or reference.rule.estimates:
             continue

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch.drop_in.helpers import OURS, TORCH
+from tests.torch.drop_in.helpers import OURS, TORCH, saved_by
 from torch import Tensor, nn
 
 pytestmark = [
@@ -83,9 +83,29 @@ class World:
         self.losses: list[tuple[Tensor, float | None]] = []
         self.saved: list[dict[str, Any]] = []
         self.divided_by: list[int] = []
+        self.unscaled: set[int] = set()
+        self.stepped: set[int] = set()
+        self.updated: set[int] | None = None
 
     def all_parameters(self) -> list[nn.Parameter]:
         return [*self.parameters, *self.spare]
+
+    def new_gradients(self) -> None:
+        """Notes that `scale` or a backward pass was called."""
+        self.unscaled, self.stepped, self.updated = set(), set(), None
+
+    def note_update(self) -> None:
+        """Notes the optimizers that were stepped before an `update`, and those that were only unscaled."""
+        self.updated = self.stepped | (self.updated or set())
+        self.unscaled -= self.updated
+
+    def refuse_same_gradients(self, index: int) -> None:
+        """Raises if there were no new gradients since an `update`, and the optimizer was not stepped before it."""
+        if self.updated is None:
+            return
+        if index not in self.updated or self.unscaled:
+            raise Differs("two optimizers on the gradients of one backward pass, with an `update` between them")
+        self.new_gradients()
 
     def shares_divided(self, index: int) -> bool:
         """Returns whether another optimizer has divided gradients of this one since the last backward pass began."""
@@ -105,6 +125,7 @@ def scale(world: World, draw: random.Random) -> None:
     loss = torch.stack([(each.float().square() * draw.choice([0.5, -0.25, 1.0])).sum() for each in chosen]).sum()
     loss = loss * draw.choice([1.0] * 12 + [NAN, INF])
     several = draw.random() < 0.2
+    world.new_gradients()
     scaled = world.scaler.scale([loss, loss * 0.5] if several else loss)
     made_with = world.scaler.get_scale() if several else None
     world.losses += [(each, made_with) for each in (scaled if several else [scaled])]
@@ -116,6 +137,7 @@ def backward(world: World, draw: random.Random) -> None:
         if made_with not in (None, world.scaler.get_scale()):
             raise Differs("one of several losses is differentiated at another scale than it was made with")
         world.divided_by.clear()
+        world.new_gradients()
         loss.backward(retain_graph=True)
 
 
@@ -133,8 +155,10 @@ def drop_gradient(world: World, draw: random.Random) -> None:
 
 def unscale(world: World, draw: random.Random) -> None:
     index = draw.randrange(len(world.optimizers))
+    world.refuse_same_gradients(index)
     world.scaler.unscale_(world.optimizers[index])
     world.divided_by.append(index)
+    world.unscaled.add(index)
 
 
 def clip(world: World, draw: random.Random) -> None:
@@ -151,20 +175,24 @@ def step(world: World, draw: random.Random) -> Any:
 
 
 def step_of(world: World, index: int) -> Any:
+    world.refuse_same_gradients(index)
     returned = world.scaler.step(world.optimizers[index])
     world.divided_by.append(index)
+    world.stepped.add(index)
     return returned
 
 
 def update(world: World, draw: random.Random) -> None:
     world.scaler.update()
     world.divided_by.clear()
+    world.note_update()
 
 
 def set_scale(world: World, draw: random.Random) -> None:
     number = draw.choice([2.0, 64.0, 3.0])
     world.scaler.update(torch.tensor(number) if draw.random() < 0.5 else number)
     world.divided_by.clear()
+    world.note_update()
 
 
 def zero_grad(world: World, draw: random.Random) -> None:
@@ -189,11 +217,11 @@ def change_setting(world: World, draw: random.Random) -> None:
 
 
 def save(world: World, draw: random.Random) -> None:
-    world.saved.append(world.scaler.state_dict())
+    world.saved.append(saved_by(world.scaler))
 
 
 def load(world: World, draw: random.Random) -> None:
-    saved = draw.choice(world.saved) if world.saved else world.scaler.state_dict()
+    saved = draw.choice(world.saved) if world.saved else saved_by(world.scaler)
     if draw.random() < 0.2:
         saved = {key: value for key, value in saved.items() if key != draw.choice(sorted(saved))}
     world.scaler.load_state_dict({} if draw.random() < 0.1 else saved)
@@ -216,8 +244,10 @@ def whole_round(world: World, draw: random.Random) -> None:
     order = draw.sample(range(len(world.optimizers)), len(world.optimizers))
     for index in order:
         if draw.random() < 0.4:
+            world.refuse_same_gradients(index)
             world.scaler.unscale_(world.optimizers[index])
             world.divided_by.append(index)
+            world.unscaled.add(index)
             nn.utils.clip_grad_norm_(held_by(world.optimizers[index]), 1.0)
         step_of(world, index)
     update(world, draw)
@@ -275,7 +305,7 @@ def observed(world: World) -> Any:
         [as_comparable(each) for each in world.all_parameters()],
         [as_comparable(each.grad) for each in world.all_parameters()],
         [[as_comparable(optimizer.state.get(each)) for each in held_by(optimizer)] for optimizer in world.optimizers],
-        world.scaler.state_dict(),
+        saved_by(world.scaler),
         (world.scaler.get_scale(), world.scaler._get_growth_tracker(), world.scaler.is_enabled()),
         [hasattr(optimizer, "found_inf") for optimizer in world.optimizers],
     )

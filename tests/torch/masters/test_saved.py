@@ -69,11 +69,29 @@ def test_what_was_loaded_can_be_saved_again_before_any_step(storage: Storage) ->
     other = wrapped(copy.deepcopy(model), storage)
     other.load_state_dict(copy.deepcopy(saved))
     again = other.state_dict()
-    assert again["masters"]["values"].keys() == saved["masters"]["values"].keys() == {0, 1, 2, 3}
-    assert same(again["masters"]["values"].values(), saved["masters"]["values"].values())
-    assert same(
-        [entry["exp_avg"] for entry in again["state"].values()], [entry["exp_avg"] for entry in saved["state"].values()]
-    )
+    assert again["state"].keys() == saved["state"].keys() == {0, 1, 2, 3}
+    for name in ("master", "exp_avg"):
+        assert same(
+            [entry[name] for entry in again["state"].values()], [each[name] for each in saved["state"].values()]
+        )
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_masters_without_state_of_the_inner_optimizer_are_saved_and_it_still_starts_a_state(storage: Storage) -> None:
+    model = half_model()
+    optimizer = wrapped(model, storage)
+    optimizer.refine({weight: weight.detach().float() * (1 + 2.0**-13) for weight in model.parameters()})
+    saved = through_a_file(optimizer.state_dict())[0]
+    assert saved["state"] == {}
+    twin = copy.deepcopy(model)
+    other, plain = wrapped(twin, storage), INNER["adamw fused"](copy.deepcopy(model).parameters())
+    plain.load_state_dict(saved)
+    other.load_state_dict(saved)
+    assert same(values_of(other), values_of(optimizer))
+    train(model, optimizer, range(2))
+    train(twin, other, range(2))
+    assert same(everything(twin, other), everything(model, optimizer))
+    assert not plain.state
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -190,7 +208,7 @@ def test_a_state_that_does_not_fit_is_refused_with_nothing_changed() -> None:
     train(model, optimizer, range(2))
     before = everything(model, optimizer)
     saved = optimizer.state_dict()
-    del saved["masters"]["values"][2]
+    del saved["state"][2]["master"]
     with pytest.raises(ValueError, match=r"Parameter 2 has shape \(2, 8\), and its saved master None\."):
         optimizer.load_state_dict(saved)
     saved["masters"]["version"] = 2

@@ -56,7 +56,7 @@ def there_and_back(storage: MasterStorage, value: Tensor, dtype: torch.dtype) ->
     """Returns the weight, what is stored, and the value that the two make."""
     weight = value.to(dtype)
     stored = storage.store(weight)
-    storage.write([value], [weight], [stored])
+    storage.write([value], [weight], [stored], [weight])
     return weight, stored, storage.read([weight], [stored], StepBuffer())[0].clone()
 
 
@@ -138,7 +138,7 @@ def test_all_65536_weights_stay_as_they_are(name: Storage, dtype: torch.dtype) -
     value = storage.read([weight], [stored], StepBuffer())[0]
     expected = before.float()
     assert equal_or_both_nan(value, expected)
-    storage.write([value], [weight], [stored])
+    storage.write([value], [weight], [stored], [weight])
     numbers = ~before.isnan()
     assert same_bits(weight[numbers], before[numbers])
     assert bool(weight[~numbers].isnan().all())
@@ -154,7 +154,7 @@ def test_values_written_back_as_they_were_read_change_nothing(name: Storage, dty
         stored.data.copy_(value)
     before, stored_before = weight.clone(), stored.detach().clone()
     with torch.no_grad():
-        storage.write([found], [weight], [stored])
+        storage.write([found], [weight], [stored], [weight])
     assert same_bits(weight, before)
     assert torch.equal(stored, stored_before)
 

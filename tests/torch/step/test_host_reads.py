@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +192,16 @@ def test_micro_batches_and_a_batch_given_up_read_nothing(monkeypatch: pytest.Mon
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
+class NoFaults:
+    """What ranks have found at a step where nothing is wrong."""
+
+    def __init__(self, *values: Tensor) -> None:
+        self._count = len(values)
+
+    def read(self) -> list[float]:
+        return [0.0] * self._count
+
+
 class NeverThere:
     """A host copy from a device that is always busy."""
 
@@ -265,7 +276,8 @@ def uploading(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def test_a_loop_copies_nothing_to_the_device(monkeypatch: pytest.MonkeyPatch, policy: Policy, ranks: int) -> None:
     monkeypatch.setattr("gradscale.torch.step.remember.HostCopy", NeverThere)
     monkeypatch.setattr(Agreement, "ranks", ranks)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
+    monkeypatch.setattr("gradscale.torch.ranks.faults.HostCopy", NoFaults)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: SimpleNamespace(wait=lambda: None))
     model = small_model().to("meta")
     optimizer = Folding(model.parameters())
     scaler = LossScaler(model, policy, device="meta")

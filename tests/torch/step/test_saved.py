@@ -12,6 +12,7 @@ from tests.torch.helpers import INF, loss_of, poison, same, small_model, train_s
 from torch import Tensor, nn
 
 from gradscale import Dynamic, NoScaling, Policy, Static, export_state, preset
+from gradscale.engine.saved import write_saved
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
 from gradscale.policies.log_max import LogMax
@@ -182,7 +183,7 @@ def test_a_checkpoint_goes_through_torch_save_without_code(tmp_path: Any) -> Non
 
 
 def damaged(**changes: Any) -> dict[str, Any]:
-    saved = LossScaler(policy=Dynamic()).state_dict()
+    saved = write_saved(Dynamic(), Dynamic().start())
     return {"policy": saved["policy"], "state": {**saved["state"], **changes}}
 
 
@@ -191,6 +192,12 @@ def damaged(**changes: Any) -> dict[str, Any]:
     [
         ({}, ValueError, r"has the keys \['policy', 'state'\]\. Received: \[\].*`gradscale.import_state`"),
         ({"scale": 1.0}, ValueError, r"Received: \['scale'\]"),
+        (
+            {"gradscale": "[" * 10_000},
+            ValueError,
+            r"`gradscale` of a saved scaler is JSON\. Received: '\[+\.\.\.\[+'\.",
+        ),
+        ({"gradscale": "[1]"}, TypeError, r"takes what `state_dict` returned\. Received: list\."),
         ([], TypeError, r"`load_state_dict` takes what `state_dict` returned\. Received: list\."),
         ({"policy": {"kind": "Magic"}, "state": {}}, ValueError, r"kind='Magic'\. Known: .*Dynamic"),
         ({"policy": [], "state": {}}, TypeError, r"`policy` of a saved LossScaler must be a mapping\. Received: \[\]"),

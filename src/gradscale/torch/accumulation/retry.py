@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -162,9 +162,16 @@ def check_retriable(modules: Sequence[nn.Module]) -> None:
         if sender := synchronizing(module):
             raise RuntimeError(
                 f"`retries` cannot run the backward pass of {type(sender).__name__} again: it sends its gradients to "
-                "the other ranks while it runs, once per forward pass. Call `backward(loss)` without `retries`, or run "
-                "it inside `model.no_sync()` and reduce the gradients yourself."
+                f"the other ranks while it runs, once per forward pass. {_INSTEAD[_is_ddp(sender)]}"
             )
+
+
+_INSTEAD = {
+    False: "Call `backward(loss)` without `retries`.",
+    True: "Call `backward(loss)` without `retries`, or run it inside `model.no_sync()` and reduce the gradients "
+    "yourself.",
+}
+"""What to do in place of `retries`, by whether the module is DDP: FSDP cannot run a backward pass again at all."""
 
 
 def synchronizing(root: nn.Module) -> nn.Module | None:
@@ -172,10 +179,15 @@ def synchronizing(root: nn.Module) -> nn.Module | None:
     return next(filter(_sends, root.modules()), None) if dist.is_available() else None
 
 
+def _is_ddp(module: nn.Module) -> bool:
+    return isinstance(module, nn.parallel.DistributedDataParallel)
+
+
 def _sends(module: nn.Module) -> bool:
     # DDP reduces once per forward pass, so that the gradients of a second backward pass would differ between ranks.
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        return module.require_backward_grad_sync
+    if _is_ddp(module):
+        return cast(bool, module.require_backward_grad_sync)
+    # FSDP has freed or resharded its parameters after the first one: FSDP2 of torch 2.13 crashes in the second.
     return any(
         "FullyShardedDataParallel" in kind.__name__ or "FSDPModule" in kind.__name__ for kind in type(module).__mro__
     )

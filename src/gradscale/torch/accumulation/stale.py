@@ -26,6 +26,9 @@ class StaleGradients:
     # parameters of a model that was replaced.
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
+        # FSDP2 keeps gradients in shards, which take the place of the modules' parameters outside of forward and
+        # backward passes only.
+        self._at_start = self._of_modules()
         self._modules_suffice = False
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
@@ -91,6 +94,11 @@ class StaleGradients:
     def _held_by_no_optimizer(self) -> list[weakref.ref[Tensor]]:
         """Returns the parameters of modules and graphs that no known optimizer holds. Slow: not for every step."""
         held = {id(parameter) for parameter in parameters_of(self._known)}
-        of_modules: Iterator[Tensor] = chain.from_iterable(module.parameters() for module in self._modules)
-        found = {id(parameter): weakref.ref(parameter) for parameter in of_modules} | self._leaves
+        at_start = {key: reference for key, reference in self._at_start.items() if reference() is not None}
+        found = at_start | self._of_modules() | self._leaves
         return [reference for key, reference in found.items() if key not in held]
+
+    def _of_modules(self) -> dict[int, weakref.ref[Tensor]]:
+        """Returns the parameters that the modules have now, by id."""
+        parameters: Iterator[Tensor] = chain.from_iterable(module.parameters() for module in self._modules)
+        return {id(parameter): weakref.ref(parameter) for parameter in parameters}

@@ -16,11 +16,13 @@ from gradscale.torch.accumulation.leaves import leaves_of
 from gradscale.torch.accumulation.stale import StaleGradients
 from gradscale.torch.accumulation.unscaled import Unscaled
 from gradscale.torch.checks import check_order, refuse_stale, refuse_unknown_parameters
+from gradscale.torch.local import local
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.gradients import Names, values_of
 from gradscale.torch.step.host_copy import moved
 
 Optimizer = torch.optim.Optimizer
+Mark = Callable[[Tensor], Tensor | None]
 
 
 class Held(NamedTuple):
@@ -62,9 +64,12 @@ class Window:
         retries: how often a backward pass was run again.
         rescaled: ids of the parameters whose gradients a retry has multiplied to its scale; None without one.
         unscaled: the gradients that are unscaled already.
+        noted_overflow: whether overflows outside of `step` were looked for, which other ranks do not know of.
     """
 
-    def __init__(self, scale: Tensor, gradients: StaleGradients, begin: Callable[[], "Window"]) -> None:
+    def __init__(
+        self, scale: Tensor, gradients: StaleGradients, begin: Callable[[], "Window"], mark: "Mark | None" = None
+    ) -> None:
         """Opens a window.
 
         Args:
@@ -72,6 +77,8 @@ class Window:
             gradients: finds stale gradients when the first backward pass begins.
             begin: begins a backward pass, and returns the window that is open then: another one, for a loss whose
                 backward pass comes late.
+            mark: returns what the gradient of a loss is multiplied by, to tell other ranks whether the loss is finite;
+                None if they need not be told so.
         """
         # A step inside `torch.inference_mode()` makes a scale that autograd cannot keep for the backward pass.
         self.scale = scale.clone() if scale.is_inference() else scale
@@ -84,6 +91,8 @@ class Window:
         self.unscaled = Unscaled(scale)
         self._gradients = gradients
         self._begin = begin
+        self._mark = mark
+        self.noted_overflow = False
         self._left_gradients = False
         self._left: list[Held] = []
 
@@ -111,9 +120,12 @@ class Window:
         return wide * moved(1.0 / self.scale, grad.device, wide.dtype)
 
     def is_finite(self, output: Tensor) -> Tensor:
-        """Returns whether `output` is finite, a 0-d bool on the scaler's device."""
+        """Returns whether `output` is finite, a 0-d bool on the scaler's device: of a DTensor, the part held here.
+
+        The step asks all ranks. A sum of parts is not finite if one of them is not.
+        """
         # Times 0: NaN if the loss is inf or NaN, else 0. `isfinite` takes twice as many kernels.
-        return (output.detach() * 0 == 0).all().to(self.scale.device)
+        return (local(output.detach()) * 0 == 0).all().to(self.scale.device)
 
     def note_loss(self, finite: Tensor) -> None:
         """Notes whether a loss, whose backward pass begins, is finite."""
@@ -125,6 +137,7 @@ class Window:
 
         A loss that was not finite before them takes precedence.
         """
+        self.noted_overflow = True
         self.overflowed = self.overflowed | (overflowed.to(self.scale.device) & self.loss_finite)
 
     @property
@@ -161,17 +174,23 @@ class Window:
             cleared = largest(values, self.scale.device).sum() == 0
             self.loss_finite, self.overflowed = self.loss_finite | cleared, self.overflowed & ~cleared
 
-    def _on_backward(self, made_with: Tensor, finite: Tensor | None, grad: Tensor) -> Tensor | None:
-        """Begins the backward pass of a loss, and multiplies it to the scale of the open window if that is another."""
+    def _on_backward(self, made_with: Tensor, finite: Tensor | None, grad: Tensor) -> Tensor:
+        """Begins the backward pass of a loss, and returns its gradient for the scale of the open window.
+
+        Marked, if the loss is not finite and other ranks must know.
+        """
         # A loss may be scaled before a `step` and differentiated after it. Its gradients then belong to the next step,
         # and must have that step's scale.
         window = self._begin()
+        mark = None
         if finite is not None:
             window.note_loss(finite)
-        torch.autograd.Variable._execution_engine.queue_callback(window.end_backward)  # type: ignore[attr-defined]
-        if window.scale is made_with:
-            return None
-        return grad * (window.scale / made_with).to(grad.device, grad.dtype)
+            mark = self._mark(finite) if self._mark else None
+        after_backward(window.end_backward)
+        factors = [mark, None if window.scale is made_with else window.scale / made_with]
+        for factor in factors:
+            grad = grad if factor is None else grad * factor.to(grad.device, grad.dtype)
+        return grad
 
 
 class Windows:
@@ -181,21 +200,30 @@ class Windows:
         open: the window that is open; None between a step and the next loss.
     """
 
-    def __init__(self, rule: Rule, names: Names) -> None:
+    def __init__(self, rule: Rule, names: Names, mark: Mark | None = None) -> None:
         self.open: Window | None = None
+        self._mark = mark
         self._rule = rule
         self._names = names
         self._stale = StaleGradients(names.modules)
+        self._begun = -1
 
     def get(self, device: torch.device) -> Window:
         """Returns the open window, or opens one. The first decides that the scale is kept on `device`."""
         if self.open is None:
             self._rule.settle(device)
-            self.open = Window(self._rule.scale, self._stale, partial(self.begin, device))
+            self.open = Window(self._rule.scale, self._stale, partial(self.begin, device), self._mark)
         return self.open
 
     def begin(self, device: torch.device) -> Window:
-        """Returns the window of a backward pass that begins: a new one, if the batch of the open one was abandoned."""
+        """Returns the window of a backward pass that begins: a new one, if the batch of the open one was abandoned.
+
+        A pass begins once, whatever number of scaled losses it has.
+        """
+        running = torch._C._current_graph_task_id()  # -1 outside of one
+        if self.open is not None and running == self._begun != -1:
+            return self.open
+        self._begun = running
         if self.open is not None and self.open.abandoned:
             # What is known of its losses and gradients would be held against the next batch.
             self.open = None
@@ -215,6 +243,11 @@ class Windows:
             raise
         return window
 
+    def any_written(self, parameters: Iterable[Tensor]) -> bool:
+        """Returns whether one of `parameters` has a gradient that was made or written to since the last step."""
+        stale = {id(each) for each in self._stale.uncleared()}
+        return any(each.grad is not None and id(each) not in stale for each in parameters)
+
     def sharing_the_scale(self, loss: Tensor) -> list[Tensor]:
         """Returns every known tensor whose gradient has the scale, or gets it from the backward pass of `loss`."""
         self._stale.note_graph(loss)
@@ -229,6 +262,13 @@ class Windows:
         """
         self.open = None
         self._stale.remember(optimizers, zeros=zeros)
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Calls `function` at the end of the backward pass that runs now, after all that was queued until its last node."""
+    # Queued again at the end: FSDP2 reduces gradients in a callback that is queued after the loss' hook was called.
+    queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    queue(partial(queue, function))
 
 
 def map_losses(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""`GradScaler`, a drop-in for torch's own."""
+"""`GradScaler` and `ShardedGradScaler`, drop-ins for torch's own."""

@@ -20,7 +20,17 @@ class Counters:
 
     # On a device two small kernels a step; the rest is computed when it is asked for, every few steps.
 
-    __slots__ = ("_at_floor", "_floor", "_last_applied", "_made_with", "_overflow", "_steps", "scale", "skipped")
+    __slots__ = (
+        "_at_floor",
+        "_floor",
+        "_last_applied",
+        "_made_with",
+        "_overflow",
+        "_previous",
+        "_steps",
+        "scale",
+        "skipped",
+    )
 
     def __init__(self, scale: float, applied: int = 0, skipped: int = 0, consecutive_skips: int = 0) -> None:
         self.scale: Any = scale
@@ -31,6 +41,7 @@ class Counters:
         self._made_with: Any = scale
         self._floor = 0.0
         self._at_floor: Any = False
+        self._previous: tuple[Any, Any, Any] = (self._steps, self.skipped, self._last_applied)
 
     @property
     def applied(self) -> Any:
@@ -61,6 +72,7 @@ class Counters:
             floor: scale from which on no lower one is expected to help.
             at_floor: whether the policy says so, a leaf of its state.
         """
+        self._previous = (self._steps, self.skipped, self._last_applied)
         self._steps += 1
         self._floor, self._at_floor = floor, at_floor
         known = host_value(overflow)
@@ -72,3 +84,7 @@ class Counters:
             self.skipped += bool(known)
             self._last_applied = self._last_applied if known else self._steps
             self.scale, self._made_with, self._overflow = host_value(scale), host_value(made_with), bool(known)
+
+    def uncount(self) -> None:
+        """Takes the last step back, which `count` then counts again: once more optimizers have been stepped for it."""
+        self._steps, self.skipped, self._last_applied = self._previous

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
+from gradscale.engine.other_arguments import explains_arguments
 from gradscale.engine.other_names import OtherNames
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.engine.texts import policy_text
@@ -18,12 +19,16 @@ from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
 from gradscale.torch.bf16 import note_if_bf16
 from gradscale.torch.drop_in import refusals, saved, settings, stepped, unscale, update
+from gradscale.torch.drop_in.ranks import Ranks
+from gradscale.torch.drop_in.same_gradients import Start, States, Updated, flags_of
 from gradscale.torch.drop_in.scale_bound import ScaleBound
 from gradscale.torch.drop_in.scaled import rescaled, scaled
 from gradscale.torch.drop_in.steps import Steps
 from gradscale.torch.fused_sgd import fault_of_fused_sgd
+from gradscale.torch.ranks.log import note_loaded_policy
 from gradscale.torch.step import apply
 from gradscale.torch.step.decide import Rule
+from gradscale.torch.step.gradients import parameters_of
 from gradscale.torch.step.measure import any_overflow, multiply_and_check
 from gradscale.torch.step.result import StepResult
 
@@ -66,6 +71,9 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             the run is stuck.
         on_stuck: what to do then. `"warn"`, once until a step is applied again, with the likely cause; or `"raise"` a
             `ScaleStuck` in every `update`, call a function with it once, or `"ignore"` it.
+        group: the ranks that decide together at every step, a process group: needed where plain gradients differ by
+            rank, as those of the stages of a pipeline do. By default every rank where a parameter is a DTensor, and
+            none where all are plain; `"alone"` never any.
 
     Attributes:
         last: the result of the last `step`; None before the first, when disabled, and for an optimizer that takes the
@@ -73,7 +81,9 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
     """
 
     _adapter: ClassVar[str] = "torch drop-in"
+    _unscales_half: ClassVar[bool] = False
 
+    @explains_arguments("GradScaler")
     def __init__(
         self,
         device: str = "cuda",
@@ -89,6 +99,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         hysteresis: int = 1,
         max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
         on_stuck: OnStuck = "warn",
+        group: Any = None,
     ) -> None:
         settings.check_device(device)
         factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
@@ -104,6 +115,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self._rule: Rule | None = None
         self._bound = ScaleBound()
         self._divided: list[Optimizer] = []
+        self._updated: Updated | None = None
+        self._ranks = Ranks(group)
         self._warned_of_fused_sgd = False
         self._types_known = False
         if self._enabled:
@@ -117,9 +130,11 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
     def __repr__(self) -> str:
         """Returns scale, counts and the status of the last step as text. Never synchronizes."""
         if not self._enabled:
-            return "GradScaler(enabled=False)"
+            return f"{type(self).__name__}(enabled=False)"
         about = settings.text_of(self) if self._rule is None else [policy_text(self._rule.policy)]
-        return self._steps.text(about, self._init_scale if self._scale is None else self._scale, self.last)
+        return self._steps.text(
+            type(self).__name__, about, self._init_scale if self._scale is None else self._scale, self.last
+        )
 
     def scale(self, outputs: Any) -> Any:
         """Returns `outputs` times the scale: a tensor, or an iterable of tensors and further iterables.
@@ -128,6 +143,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """
         if not self._enabled:
             return outputs
+        self._updated = None
         return scaled(outputs, self._scale_for, self._followed)
 
     def _scale_for(self, device: torch.device) -> Tensor:
@@ -154,6 +170,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         # New gradients: parameters that optimizers share may be divided once more. Known only when the backward pass
         # begins: its loss may have been scaled long before.
         self._divided.clear()
+        self._updated = None
         scale = self._scale
         return None if scale is None or scale._version == version else rescaled(grad, made_with, scale)
 
@@ -168,6 +185,30 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if self._rule is not None:
             self._rule.settle(scale.device)
 
+    def _divisor_of(self, optimizer: Optimizer, method: str) -> Tensor:
+        """Returns the scale that made the gradients of `optimizer`, which `method` needs: that of the last `scale`.
+
+        Without `scale` and a backward pass since the last `update`, they are those that were there before it, unless
+        the optimizer was stepped on them: then they are new, and taken to be made with the present scale.
+        """
+        if self._scale is None and self._ranks.always:
+            # A rank that never has a loss, such as the first stage of a pipeline.
+            self._lazy_init_scale_growth_tracker(next(parameters_of([optimizer])).device)
+        scale, _ = self._check_scale_growth_tracker(method)
+        updated = self._updated
+        if updated is None:
+            return scale
+        key = id(optimizer)
+        if key in updated.stepped:
+            self._updated = updated.without_merge()
+            return scale
+        if key in updated.unscaled and self._per_optimizer_states[key]["stage"] is OptState.READY:
+            self._per_optimizer_states[key] = updated.unscaled[key]
+        if updated.made_with is None:
+            return scale
+        self._steps.resume_losses()
+        return updated.made_with
+
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, once, and notes whether they were finite and still are.
 
@@ -175,20 +216,25 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """
         if not self._enabled:
             return
-        scale, _ = self._check_scale_growth_tracker("unscale_")
+        scale = self._divisor_of(optimizer, "unscale_")
         refusals.refuse_second_unscale(self._per_optimizer_states[id(optimizer)]["stage"])
-        self._unscale(optimizer, scale, allow_fp16=False)
+        self._unscale(optimizer, scale, allow_fp16=self._unscales_half)
 
     def _unscale(self, optimizer: Optimizer, scale: Tensor, *, allow_fp16: bool) -> None:
-        refusals.refuse_divided(optimizer, self._divided)
         state = self._per_optimizer_states[id(optimizer)]
-        if (policy := update.sizing_policy(self._rule)) is not None:
-            state["sizes"] = update.measure_for(policy, unscale.gradients_of(optimizer), scale)
-        # torch takes the inverse in float64, which not every device has. In float32 it is correctly rounded too, and
-        # exact for powers of two.
-        factor, no = scale.reciprocal(), torch.zeros((), dtype=torch.float32, device=scale.device)
-        flags = self._unscale_grads_(optimizer, factor, no, allow_fp16)
-        unscale.note_unscaled(optimizer, state, flags, scale, self._bound)
+
+        def divide() -> dict[torch.device, Tensor]:
+            refusals.refuse_divided(optimizer, self._divided)
+            if (policy := update.sizing_policy(self._rule)) is not None:
+                state["sizes"] = update.measure_for(policy, unscale.gradients_of(optimizer), scale)
+            # torch takes the inverse in float64, which not every device has. In float32 it is correctly rounded too,
+            # and exact for powers of two.
+            factor, no = scale.reciprocal(), torch.zeros((), dtype=torch.float32, device=scale.device)
+            flags = self._unscale_grads_(optimizer, factor, no, allow_fp16)
+            return unscale.still_finite(optimizer, flags, scale, self._bound)
+
+        flags = self._ranks.agree(optimizer, state, scale, divide)
+        unscale.note_unscaled(optimizer, state, flags, scale.device)
         self._divided.append(optimizer)
 
     def _unscale_grads_(
@@ -200,15 +246,20 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         return multiply_and_check(gradients, inv_scale, found_inf)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        scale = self._divisor_of(optimizer, "_check_inf_per_device")
         state = self._per_optimizer_states[id(optimizer)]
-        gradients, state["sharing"] = unscale.gradients_and_sharing(optimizer)
         if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
             # A subclass or a library has replaced it, to reduce the flag over ranks or for another device: its version
             # must be called here too.
             return super()._check_inf_per_device(optimizer)
-        own = getattr(optimizer, "grad_scale", None)
-        return unscale.check_scaled(gradients, own, state, scale, self._bound, update.sizing_policy(self._rule))
+
+        def check() -> dict[torch.device, Tensor]:
+            gradients, state["sharing"] = unscale.gradients_and_sharing(optimizer)
+            own, policy = getattr(optimizer, "grad_scale", None), update.sizing_policy(self._rule)
+            return unscale.check_scaled(gradients, own, state, scale, self._bound, policy)
+
+        state["found_inf_per_device"] = self._ranks.agree(optimizer, state, scale, check)
+        return state["found_inf_per_device"]
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Returns what `optimizer.step(*args, **kwargs)` returns with unscaled gradients; None if the step is skipped.
@@ -219,7 +270,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         refusals.refuse_closure(*args, **kwargs)
-        scale, _ = self._check_scale_growth_tracker("step")
+        refusals.refuse_clip(optimizer, kwargs)
+        scale = self._divisor_of(optimizer, "step")
         state = self._per_optimizer_states[id(optimizer)]
         refusals.refuse_second_step(state["stage"])
         if state["stage"] is OptState.UNSCALED and state["found_inf_per_device"]:
@@ -248,7 +300,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if state["stage"] is OptState.READY:
             refusals.refuse_divided(optimizer, self._divided)
             self._check_inf_per_device(optimizer)
-            divisor = self._get_scale_async()
+            divisor = scale
             if state.get("sharing"):
                 # The kernel writes the divided gradient back, and would divide it for each parameter that holds it.
                 stepped.divide_once(optimizer, scale)
@@ -262,13 +314,13 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
     def _step_gated(self, optimizer: Optimizer, scale: Tensor, *args: Any, **kwargs: Any) -> Any:
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
-            self._unscale(optimizer, scale, allow_fp16=apply.takes_gate(optimizer))
+            self._unscale(optimizer, scale, allow_fp16=self._unscales_half or apply.takes_gate(optimizer))
         if not state["found_inf_per_device"]:
             raise refusals.unchecked_gradients(optimizer)
         return self._maybe_opt_step(optimizer, state, *args, **kwargs)
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        scale, _ = self._check_scale_growth_tracker("step")
+        scale = self._divisor_of(optimizer, "step")
         step = stepped.step_gated(optimizer, optimizer_state, scale, *args, **kwargs)
         return self._remembered(optimizer, scale, step)
 
@@ -280,6 +332,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale after the steps of all optimizers, or sets it to `new_scale`.
 
+        Another `update` merges with the one before it if neither `scale` nor a backward pass was called between them,
+        as in a loop that calls `step` and `update` for each optimizer: the scale backs off or grows once.
         Does not synchronize with the device, except to check a `new_scale` that is a tensor there.
 
         Raises:
@@ -288,17 +342,22 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
-        states = self._per_optimizer_states.values()
-        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        states = dict(self._per_optimizer_states)
+        number = None if new_scale is None else settings.checked_scale(new_scale, self._device, self._bounds)
+        if number is None:
+            if not flags_of(states):
+                raise AssertionError("No inf checks were recorded prior to update.")
+            states = self._reopened(scale, tracker) | states
+        flags = flags_of(states)
         overflow = any_overflow(flags, scale.device)
         results = self._steps.pending(overflow, scale)
-        if new_scale is None:
-            if not flags:
-                raise AssertionError("No inf checks were recorded prior to update.")
-            self._move(scale, tracker, overflow)
+        start = Start(scale.clone(), tracker.clone(), None if self._rule is None else self._rule.state, states)
+        if number is None:
+            self._move(scale, tracker, overflow, states)
         else:
-            number = settings.checked_scale(new_scale, self._device, self._bounds)
             self._bound.set(scale.fill_(number), number)
+        ended = start.ended(scale, tracker)
+        self._updated = Updated.after(states, ended, merges=number is None, previous=self._updated)
         after = scale.clone()
         for result in results:
             result.next_scale = after
@@ -319,15 +378,26 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """
         return self._steps.metrics()
 
-    def _move(self, scale: Tensor, tracker: Tensor, overflow: Tensor) -> None:
+    def _reopened(self, scale: Tensor, tracker: Tensor) -> States:
+        """Takes the last update back if this one is for the same gradients, and returns what was noted for it."""
+        start = None if self._updated is None else self._updated.start
+        if start is None or not start.restored(scale, tracker):
+            return {}
+        if self._rule is not None:
+            self._rule.state = start.rule_state
+        self._steps.reopen()
+        return start.states
+
+    def _move(self, scale: Tensor, tracker: Tensor, overflow: Tensor, states: States) -> None:
         # Before the update, which changes the version that distinguishes writes by others.
         self._bound.revalidate(scale)
         if self._rule is None:
             numbers = (self._growth_factor, self._backoff_factor, int(self._growth_interval))
             update.by_kernel(scale, tracker, overflow, *numbers, self._bounds)
         else:
-            states = self._per_optimizer_states.values()
-            seen = update.seen_by([state["sizes"] for state in states if "sizes" in state], overflow, scale)
+            made_with = scale if self._updated is None or self._updated.made_with is None else self._updated.made_with
+            sizes = [state["sizes"] for state in states.values() if "sizes" in state]
+            seen = update.seen_by(sizes, overflow, made_with)
             update.by_policy(self._rule, scale, tracker, seen, self._bounds)
         self._bound.lowered(scale, by=update.lowest_factor(self._rule, self._backoff_factor))
 
@@ -352,7 +422,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         setattr(self, f"_{name}", value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns torch's five entries, and one that torch ignores where a policy, hysteresis or bounds were given.
+        """Returns torch's five entries, and one that torch ignores: the text of a policy or of bounds, or None.
 
         Synchronizes with the device.
         """
@@ -365,7 +435,10 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """Loads a saved state of this class or of torch's, before the first `scale` or after."""
         if self._enabled and state_dict:
             # All of it is read and checked before anything is set.
-            found = saved.read_scaler(state_dict, None if self._rule is None else self._rule.policy, self._bounds)
+            present = None if self._rule is None else self._rule.policy
+            found = saved.read_scaler(state_dict, present, self._bounds)
+            note_loaded_policy(present, found.policy)
+            self._updated = Updated()
             state_dict, self._bounds, self._rule = found.numbers, found.bounds, found.rule
             self._steps.restart(found.counters())
         super().load_state_dict(state_dict)

@@ -1,10 +1,12 @@
 """Whether the losses of a step were finite: what torch's scaler does not know, for the result and the stuck check."""
 
+from collections.abc import Mapping
 from functools import reduce
 
 import torch
 from torch import Tensor
 
+from gradscale.torch.local import local
 from gradscale.torch.step.host_copy import moved
 
 
@@ -22,9 +24,18 @@ class Losses:
         """Forgets the losses of a step that is done."""
         self._sums.clear()
 
+    def kept(self) -> dict[torch.device, Tensor]:
+        """Returns the sums, for `resume`."""
+        return dict(self._sums)
+
+    def resume(self, kept: Mapping[torch.device, Tensor]) -> None:
+        """Goes on from the sums that `kept` returned."""
+        self._sums = dict(kept)
+
     def add(self, loss: Tensor) -> None:
         """Adds a loss, in float32 or wider, without its graph. Does not synchronize with the device."""
-        total = loss.detach() if loss.numel() == 1 else loss.detach().sum()
+        held = local(loss.detach())
+        total = held if held.numel() == 1 else held.sum()
         before = self._sums.get(loss.device)
         self._sums[loss.device] = total.reshape(()) if before is None else before + total.reshape(())
 

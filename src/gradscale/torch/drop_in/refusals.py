@@ -1,17 +1,24 @@
 """What `GradScaler` refuses: calls in the wrong order, and gradients that would be divided twice, never or in FP16."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from gradscale._shown import short
+from gradscale.engine.other_arguments import OTHER_ARGUMENTS
+from gradscale.engine.other_names import ANSWERS
 from gradscale.torch.checks import some
 from gradscale.torch.drop_in.unscale import gradients_of
 from gradscale.torch.step.gradients import Names, parameters_of
 
 Optimizer = torch.optim.Optimizer
+
+CLIPS = frozenset((*OTHER_ARGUMENTS, *OTHER_ARGUMENTS.values()))
+"""Names for what `LossScaler.step` does as well: it clips."""
 
 
 def refuse_second_unscale(stage: OptState) -> None:
@@ -32,6 +39,18 @@ def refuse_closure(*args: Any, **kwargs: Any) -> None:
     """Raises torch's error if a closure is among the arguments of `step`."""
     if "closure" in kwargs or (args and callable(args[0])):
         raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+
+
+def refuse_clip(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
+    """Raises if `step` is asked to clip, by any scaler's name for it, unless the optimizer's own `step` takes it."""
+    if not (asked := [name for name in given if name in CLIPS]):
+        return
+    takes = inspect.signature(optimizer.step).parameters
+    if asked[0] not in takes and not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values()):
+        raise TypeError(
+            "`scaler.step` passes keywords on to the `step` of the optimizer, which has no argument "
+            f"{asked[0]!r}. Received: {asked[0]}={short(given[asked[0]])}. {ANSWERS['torch drop-in']['clip']}"
+        )
 
 
 def refuse_half(optimizer: Optimizer, gradients: Iterable[Tensor]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from gradscale.engine.saved import read_saved, write_saved
+from gradscale.engine.saved_text import KEY, read_text, write_text
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_number
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
@@ -20,9 +21,6 @@ from gradscale.torch.drop_in.settings import Bounds, check_factors, check_interv
 from gradscale.torch.drop_in.steps import Steps
 from gradscale.torch.drop_in.update import LARGEST_TRACKER
 from gradscale.torch.step.decide import Rule
-
-EXTRA = "gradscale"
-"""Key of the entry that torch's `GradScaler` does not have, and ignores when it loads."""
 
 FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 
@@ -41,6 +39,11 @@ class Saved:
     bounds: Bounds
     rule: Rule | None
 
+    @property
+    def policy(self) -> Policy | None:
+        """The policy; None for torch's own rule."""
+        return None if self.rule is None else self.rule.policy
+
     def counters(self) -> Counters:
         """Returns the steps counted so far: those of the policy's state. torch saves none."""
         scale = self.numbers["scale"]
@@ -50,20 +53,20 @@ class Saved:
         return Counters(scale, int(state.applied), int(state.skipped), int(state.consecutive_skips))
 
 
-def write_extra(rule: Rule | None, bounds: Bounds, scale: float, tracker: int) -> dict[str, Any]:
-    """Returns the entry beside torch's five, or an empty dict if the five are enough."""
+def write_extra(rule: Rule | None, bounds: Bounds, scale: float, tracker: int) -> dict[str, str]:
+    """Returns the entry beside torch's five, which torch ignores when it loads, or an empty dict if these suffice."""
     if rule is not None:
         # torch's tensors are the current ones: users and libraries set the scale, not the rule.
         state = replace(rule.state, scale=np.float32(scale), clean_steps=np.int32(tracker))
-        return {EXTRA: write_saved(rule.policy, state)}
-    return {} if bounds == Bounds() else {EXTRA: asdict(bounds)}
+        return {KEY: write_text(write_saved(rule.policy, state))}
+    return {} if bounds == Bounds() else {KEY: write_text(asdict(bounds))}
 
 
 def read_scaler(saved: Mapping[str, Any], policy: Policy | None, bounds: Bounds) -> Saved:
     """Returns a saved scaler, of this class or of torch's, or raises before anything is changed.
 
     Saved settings override those of the loading scaler, as in torch; `policy`, where None is torch's own rule, and
-    `bounds` are kept where they were not saved.
+    `bounds` are kept where neither was saved.
 
     Raises:
         KeyError: one of torch's five entries is missing.
@@ -80,9 +83,10 @@ def read_scaler(saved: Mapping[str, Any], policy: Policy | None, bounds: Bounds)
     if "policy" in extra:
         saved_rule = read_saved(extra)
         rule, bounds = Rule(saved_rule.policy, saved_rule.state), Bounds()
+    elif extra:
+        rule, bounds = None, Bounds(**extra)
     else:
         rule = None if policy is None else Rule(_adapted(policy, numbers))
-        bounds = Bounds(**extra) if extra else bounds
     numbers["scale"] = min(max(float(numbers["scale"]), bounds.min_scale), bounds.max_scale)
     return Saved(numbers, bounds, rule)
 
@@ -96,6 +100,7 @@ def contents_of_copy(rule: Rule | None, steps: Steps) -> dict[str, Any]:
         "_bound": ScaleBound(),
         "_divided": [],
         "_steps": copy.copy(steps),
+        "_updated": None,
         "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
     }
     if rule is not None:
@@ -120,13 +125,13 @@ def _number(name: str, saved: Mapping[str, Any]) -> Any:
 
 def _extra(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entry of this class, or an empty dict; raises unless it holds a policy or bounds."""
-    extra = saved.get(EXTRA, {})
+    extra = read_text(saved.get(KEY, {}))
     if not isinstance(extra, Mapping):
-        raise TypeError(f"`{EXTRA}` of a saved GradScaler must be a mapping. Received: {type(extra).__name__}.")
+        raise TypeError(f"`{KEY}` of a saved GradScaler must hold a mapping. Received: {type(extra).__name__}.")
     known = {field.name for field in fields(Bounds)}
     if extra and "policy" not in extra and set(extra) != known:
         raise ValueError(
-            f"`{EXTRA}` of a saved GradScaler holds a policy and its state, or {' and '.join(sorted(known))}. "
+            f"`{KEY}` of a saved GradScaler holds a policy and its state, or {' and '.join(sorted(known))}. "
             f"Received the keys: {sorted(map(str, extra))[:10]}."
         )
     return dict(extra)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from gradscale.engine.measurement import Measurement
 from gradscale.torch.drop_in.refusals import refuse_half
-from gradscale.torch.drop_in.unscale import gradients_of, sizes_of
+from gradscale.torch.drop_in.unscale import gradients_of
 from gradscale.torch.step import apply
 from gradscale.torch.step.host_copy import host_value
-from gradscale.torch.step.measure import any_overflow
+from gradscale.torch.step.measure import any_overflow, measure_sizes
 
 Optimizer = torch.optim.Optimizer
 
@@ -50,7 +50,7 @@ def step_folded(
     returned = apply.step_folded(optimizer, divisor, overflow.float(), *args, **kwargs)
     measured, overflowed = state.get("measured"), host_value(overflow)
     if measured is None and overflowed:
-        measured = sizes_of(gradients_of(optimizer), scale.device)
+        measured = measure_sizes(gradients_of(optimizer), scale.device)
     return Stepped(returned, overflow, measured, None if overflowed is None else not overflowed)
 
 
@@ -60,7 +60,7 @@ def step_gated(optimizer: Optimizer, state: dict[str, Any], scale: Tensor, *args
     if not bool(overflow):
         return Stepped(optimizer.step(*args, **kwargs), overflow, None, applied=True)
     apply.hold(optimizer)
-    measured = state.get("measured") or sizes_of(gradients_of(optimizer), scale.device)
+    measured = state.get("measured") or measure_sizes(gradients_of(optimizer), scale.device)
     return Stepped(None, overflow, measured, applied=False)
 
 

@@ -1,8 +1,8 @@
 """What `GradScaler` remembers: the steps since the last `update`, and the counts and the stuck check of all."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,20 @@ STUCK_AT = 1.0
 """Scale at or below which a lower one is not expected to help: the gradients do not fit into FP16 unscaled."""
 
 
+class Closed(NamedTuple):
+    """The steps that the last `update` has ended.
+
+    Attributes:
+        optimizers: those stepped.
+        results: theirs.
+        losses: the sums of the losses.
+    """
+
+    optimizers: Sequence[Optimizer]
+    results: Sequence[StepResult]
+    losses: Mapping[torch.device, Tensor]
+
+
 class Steps:
     """The optimizers stepped since the last `update`, their results and losses; and the counts since the start.
 
@@ -38,12 +52,17 @@ class Steps:
         self._memory = Memory(max_consecutive_skips, on_stuck)
         self._optimizers: list[Optimizer] = []
         self._results: list[StepResult] = []
+        self._closed = Closed((), (), {})
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy: the counts and settings. Results refer to gradients of the original."""
         memory = self._memory.__reduce__()
-        fresh = {"losses": Losses(), "_memory": memory[0](*memory[1]), "_optimizers": [], "_results": []}
-        return {"counters": self.counters.on_host()} | fresh
+        fresh = {"losses": Losses(), "_optimizers": [], "_results": []}
+        return fresh | {
+            "counters": self.counters.on_host(),
+            "_memory": memory[0](*memory[1]),
+            "_closed": Closed((), (), {}),
+        }
 
     def begin(self, optimizer: Optimizer, device: torch.device) -> None:
         """Notes that an optimizer is about to be stepped: its weights are measured before its first step."""
@@ -82,11 +101,22 @@ class Steps:
             at_floor: whether the policy could not lower the scale, a leaf of its state.
         """
         optimizers = self._optimizers
+        self._closed = Closed(optimizers, results, self.losses.kept())
         self.discard()
         self.counters.count(overflow, scale, results[-1].scale, max(STUCK_AT, floor), at_floor)
         # The one that was skipped, where the host knows: its gradients were the cause.
         skipped = [result for result in results if host_value(result.applied) == 0]
         self._memory.keep((skipped or results)[-1], self.counters, optimizers)
+
+    def resume_losses(self) -> None:
+        """Goes on with the losses of the steps that the last `update` has ended: more are taken on the same ones."""
+        self.losses.resume(self._closed.losses)
+
+    def reopen(self) -> None:
+        """Puts the steps that the last `update` has ended before those since then, and takes its count back."""
+        self._optimizers = [*self._closed.optimizers, *self._optimizers]
+        self._results = [*self._closed.results, *self._results]
+        self.counters.uncount()
 
     def discard(self) -> None:
         """Forgets the steps since the last `update`."""
@@ -103,13 +133,13 @@ class Steps:
         """Returns the newest numbers known on the host. Never synchronizes."""
         return self._memory.metrics(self.counters)
 
-    def text(self, about: Sequence[str], scale: Any, last: StepResult | None) -> str:
-        """Returns the scaler as text: `about`, scale, counts and the status of its last step. Never synchronizes."""
+    def text(self, name: str, about: Sequence[str], scale: Any, last: StepResult | None) -> str:
+        """Returns the scaler as text: its `name`, `about`, scale, counts and last status. Never synchronizes."""
         skipped = shown(self.counters.skipped)
         # The applied steps are computed on the device if the skipped ones are counted there.
         applied = skipped if isinstance(skipped, str) else self.counters.applied
         state = SimpleNamespace(scale=scale, applied=applied, skipped=skipped)
-        return scaler_text("GradScaler", about, state, last, shown)
+        return scaler_text(name, about, state, last, shown)
 
 
 def _result(optimizer: Optimizer, state: dict[str, Any], scale: Tensor, stepped: Stepped, losses: Losses) -> StepResult:

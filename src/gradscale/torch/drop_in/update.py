@@ -62,7 +62,7 @@ def sizing_policy(rule: Rule | None) -> Policy | None:
 
 def measure_for(
     policy: Policy, gradients: Sequence[Tensor], scale: Tensor, known: Measurement | None = None
-) -> tuple[Measurement, int]:
+) -> tuple[Measurement, Tensor | int]:
     """Returns what `policy` needs of one optimizer's scaled gradients, and their number of elements.
 
     Part of it may be `known` already.
@@ -74,7 +74,7 @@ def measure_for(
     return known._replace(upper_share=share), elements
 
 
-def seen_by(measured: Sequence[tuple[Measurement, int]], overflow: Tensor, scale: Tensor) -> Seen:
+def seen_by(measured: Sequence[tuple[Measurement, Tensor | int]], overflow: Tensor, scale: Tensor) -> Seen:
     """Returns what the policy sees of a step: all optimizers together, unscaled.
 
     `measured` has what `measure_for` returned for each optimizer. torch's scaler does not
@@ -82,9 +82,11 @@ def seen_by(measured: Sequence[tuple[Measurement, int]], overflow: Tensor, scale
     """
     amax = share = torch.zeros_like(scale)
     if measured:
-        elements = max(1, sum(size for _, size in measured))
         amax = torch.stack([found.amax for found, _ in measured if found.amax is not None]).amax()
         counted = [found.upper_share * size for found, size in measured if found.upper_share is not None]
-        share = torch.stack(counted).sum() / elements if counted else share
+        if counted:
+            # Numbers of this rank, or tensors that hold those of all ranks.
+            elements = torch.zeros_like(scale) + sum(size for _, size in measured)
+            share = torch.stack(counted).sum() / elements.clamp(min=1)
     together = Measurement(None, torch.where(overflow, torch.inf, 0.0).to(scale), amax=amax, upper_share=share)
     return together.seen(scale, torch.ones_like(overflow), torch)

@@ -13,6 +13,8 @@ from gradscale.torch.masters.step_buffers import StepBuffer
 class MasterStorage(ABC):
     """Computes float32 values from 16-bit weights and what is stored beside them, and writes them back.
 
+    All are plain tensors: of a distributed parameter, what this rank holds.
+
     Attributes:
         stored_bytes: bytes stored beside each element of a weight.
         stores_values: whether the float32 values themselves are stored, and not something to compute them from.
@@ -30,9 +32,16 @@ class MasterStorage(ABC):
         """Returns the float32 values. They are valid until `buffer` is used again."""
 
     @abstractmethod
-    def write(self, values: Sequence[Tensor], weights: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
+    def write(
+        self,
+        values: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        stored: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+    ) -> None:
         """Rounds the values into the weights, and stores what the rounding lost.
 
+        `parameters` are the model's own, of which `weights` are this rank's parts if they are distributed.
         Values that `read` returned, written back unchanged, must change nothing: where a fused kernel has skipped the
         step, the host does not know it, and `write` is called all the same.
         """
@@ -48,7 +57,7 @@ class MasterStorage(ABC):
 
     def restore(self, value: Tensor, weight: Tensor, stored: Tensor) -> None:
         """Loads saved values where they round to the weight. Elsewhere the weight takes precedence."""
-        self.write([refined(weight, value)], [weight], [stored])
+        self.write([refined(weight, value)], [weight], [stored], [weight])
 
     def state(self) -> dict[str, Any]:
         """Returns what else is needed to resume bit-exactly."""

@@ -34,8 +34,15 @@ class Kahan(MasterStorage):
             value.copy_(weight).sub_(error)
         return values
 
-    def write(self, values: Sequence[Tensor], weights: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
+    def write(
+        self,
+        values: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        stored: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+    ) -> None:
         """Rounds the values, and stores the rounding errors."""
+        del parameters
         for value, weight, error in zip(values, weights, stored, strict=True):
             weight.copy_(value)
             wide = weight.float()

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from gradscale.torch.cast import HALF_DTYPES
+from gradscale.torch.local import local
 from gradscale.torch.masters.contract import MasterStorage
+from gradscale.torch.masters.distributed import distributed_as, set_part, version_and_address
 from gradscale.torch.masters.step_buffers import StepBuffer
 
 WRITTEN = -1
@@ -21,8 +23,9 @@ class Master:
     Attributes:
         weight: the model's parameter.
         tensor: the parameter of the inner optimizer: the weight itself if it is not 16-bit. Where the storage does not
-            store values, it is empty between steps.
-        stored: what the storage stores beside the weight.
+            store values, it is empty between steps. Distributed as the weight is.
+        stored: what the storage stores beside the weight, or beside what this rank holds of it. If that is the values,
+            the same object as `tensor`, so that it is in a copy too.
         dtype: the dtype that the weight had when the master was made.
         version: the weight's version after the last step, which counts in-place writes.
         address: the address of the weight's data then, which changes when the data is replaced.
@@ -53,20 +56,20 @@ class Master:
     @property
     def weight_unchanged(self) -> bool:
         """Whether nothing else has written to the weight since `note_weight`."""
-        return self.version == self.weight._version and self.address == self.weight.data_ptr()
+        return version_and_address(self.weight) == (self.version, self.address)
 
     def note_weight(self) -> None:
         """Records version and address of the weight."""
-        self.version, self.address = self.weight._version, self.weight.data_ptr()
+        self.version, self.address = version_and_address(self.weight)
 
     def sync(self, storage: MasterStorage, loaded: Tensor | None) -> None:
         """Takes over a loaded value where it rounds to the weight, or what other code has written to the weight."""
         if loaded is not None:
-            storage.restore(loaded, self.weight, self.stored)
+            storage.restore(local(loaded), local(self.weight), local(self.stored))
         elif self.weight_unchanged:
             return
         else:
-            storage.adopt(self.weight, self.stored)
+            storage.adopt(local(self.weight), local(self.stored))
         self.note_weight()
 
     def value(self, storage: MasterStorage, loaded: Tensor | None) -> Tensor:
@@ -82,7 +85,7 @@ class Master:
             found.sync(storage, loaded)
         if storage.stores_values:
             return found.tensor
-        return storage.read([found.weight], [found.stored], StepBuffer())[0]
+        return distributed_as(found.weight, storage.read([local(found.weight)], [found.stored], StepBuffer())[0])
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy, in which only a write to the weight since `note_weight` is noted."""
@@ -99,7 +102,7 @@ class Master:
 
 def own_master(weight: Tensor) -> Master:
     """Returns a master that is the parameter itself. It does not fit a 16-bit parameter."""
-    return Master(weight, weight, weight, weight.dtype, weight._version, weight.data_ptr())
+    return Master(weight, weight, weight, weight.dtype, *version_and_address(weight))
 
 
 @torch.no_grad()
@@ -113,11 +116,15 @@ def made_anew(master: Master, storage: MasterStorage) -> Master:
     made = own_master(weight)
     if made.fits:
         return made
-    made.stored = made.tensor = storage.store(weight)
-    if not storage.stores_values:
+    part = local(weight.detach())
+    made.stored = storage.store(part)
+    values = made.stored if storage.stores_values else torch.empty_like(part, dtype=torch.float32)
+    made.tensor = nn.Parameter(distributed_as(weight, values), requires_grad=weight.requires_grad)
+    if storage.stores_values:
+        made.stored = made.tensor
+    else:
         # Empty between steps: a step sets its data to a float32 buffer for one chunk, and no copy of the model is kept.
-        empty = torch.empty(0, dtype=torch.float32, device=weight.device)
-        made.tensor = nn.Parameter(empty, requires_grad=weight.requires_grad)
+        set_part(made.tensor, values.new_empty(0))
     if master.is_half and master.dtype is weight.dtype:
         made.stored.copy_(master.stored)
         made.version = WRITTEN

@@ -11,6 +11,9 @@ ROUNDS = ((0x9E3779B97F4A7C15 - 2**64, 30), (0xBF58476D1CE4E5B9 - 2**64, 27), (0
 """Multipliers, as int64, and shifts of SplitMix64 (Steele, Lea and Flood, 2014). The first multiplier is 2**64 over
 the golden ratio: its multiples are spread evenly."""
 
+STREAM = 2**40
+"""Numbers of one stream, more than a step of any model draws."""
+
 
 class Noise:
     """Uniform random 64-bit numbers, the same on every device.
@@ -29,11 +32,15 @@ class Noise:
         self._steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self._position = 0
 
-    def draw(self, count: int, device: torch.device) -> Tensor:
-        """Returns the next `count` numbers of this step, as int64. Does not synchronize with the device."""
+    def draw(self, count: int, device: torch.device, *, stream: int = 0, advance: int | None = None) -> Tensor:
+        """Returns the next `count` numbers of this step, as int64. Does not synchronize with the device.
+
+        Numbers of different streams differ. All streams go on by `advance` numbers, by default by `count`: ranks that
+        hold parts of different sizes then still have the same numbers for what follows.
+        """
         steps = self._steps if self._steps.is_cpu else moved(self._steps, device)
         key = _mixed(_mixed(steps.clone()).add_(self._seed))
-        begin, self._position = self._position, self._position + count
+        begin, self._position = self._position + stream * STREAM, self._position + (advance or count)
         return _mixed(torch.arange(begin, begin + count, device=device).add_(key))
 
     def end_step(self, skip: Tensor | None) -> None:

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from gradscale.torch.cast import HALF_DTYPES, cast
 from gradscale.torch.compat import check_grad_fp32
+from gradscale.torch.local import local
 from gradscale.torch.masters import saved
 from gradscale.torch.masters.chunks import chunks
+from gradscale.torch.masters.distributed import set_part
 from gradscale.torch.masters.inner_optimizer import Gate, can_be_split, check_inner_optimizer, copy_settings, only
 from gradscale.torch.masters.master import Master, made_anew, own_master
 from gradscale.torch.masters.step_buffers import StepBuffer, set_gradients
@@ -36,6 +38,8 @@ class MasterWeights(Optimizer):
     The model's weight is the rounded master in every storage. A weight that other code has written to, for instance
     `load_state_dict` of the model, becomes the master at the next step. So does a weight whose dtype has been changed,
     as by `model.half()`: which parameters are 16-bit is found out at every step.
+
+    Masters of DTensors, as FSDP2 and tensor parallelism make them, are DTensors, and each rank updates its own part.
 
     Args:
         optimizer: the inner optimizer, which does the arithmetic, built on the model's parameters. Step only this
@@ -164,24 +168,24 @@ class MasterWeights(Optimizer):
         if not half:
             gate.step(self.optimizer, [master.tensor for master in masters])
             return
-        weights, stored = [master.weight for master in half], [master.stored for master in half]
-        tensors = [master.tensor for master in half]
+        parameters, tensors = [master.weight for master in half], [master.tensor for master in half]
+        weights, stored = list(map(local, parameters)), [local(master.stored) for master in half]
         values = self._storage.read(weights, stored, self._value_buffer)
         try:
             if not self._storage.stores_values:
-                # Through `data`: the tensor must stay the same object, by which the inner optimizer finds its state.
+                # The tensor must stay the same object, by which the inner optimizer finds its state.
                 for tensor, value in zip(tensors, values, strict=True):
-                    tensor.data = value
-            set_gradients(tensors, weights, self._grad_buffer)
+                    set_part(tensor, value)
+            set_gradients(tensors, parameters, self._grad_buffer)
             gate.step(self.optimizer, [master.tensor for master in masters])
             if not gate.known_to_skip:
-                self._storage.write(values, weights, stored)
+                self._storage.write(values, weights, stored, parameters)
         finally:
             # The buffers are reused for the next chunk, so that masters must not refer to them.
             for tensor in tensors:
                 tensor.grad = None
                 if not self._storage.stores_values:
-                    tensor.data = tensor.new_empty(0)
+                    set_part(tensor, local(tensor).new_empty(0))
         for master in half:
             master.note_weight()
 
@@ -212,7 +216,7 @@ class MasterWeights(Optimizer):
         self._loaded = {}
         for master in self._masters():
             if master.is_half:
-                master.stored.copy_(self._storage.store(master.weight))
+                local(master.stored).copy_(self._storage.store(local(master.weight)))
                 master.note_weight()
 
     @torch.no_grad()
@@ -223,7 +227,7 @@ class MasterWeights(Optimizer):
         """
         for master in self._masters():
             if master.is_half and master.weight in values:
-                self._storage.restore(values[master.weight], master.weight, master.stored)
+                self._storage.restore(local(values[master.weight]), local(master.weight), local(master.stored))
                 master.note_weight()
 
     @torch.no_grad()
@@ -235,7 +239,7 @@ class MasterWeights(Optimizer):
         values = {
             index: value.detach() for index, (weight, value) in enumerate(self.masters()) if weight.dtype in HALF_DTYPES
         }
-        return super().state_dict() | {saved.KEY: saved.entry_of(values, self.storage, self._storage.state())}
+        return saved.with_masters(super().state_dict(), values, self.storage, self._storage.state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a saved state of this class or of a plain optimizer, before or after the model's.
@@ -253,16 +257,15 @@ class MasterWeights(Optimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._make_fit()
-        masters, entry = list(self._masters()), state_dict.get(saved.KEY)
-        if entry is not None:
-            saved.check_entry(entry, masters)
-        self.optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != saved.KEY})
+        masters = list(self._masters())
+        values = saved.masters_in(state_dict, masters)
+        self.optimizer.load_state_dict(saved.without_masters(state_dict))
         copy_settings(self.optimizer.param_groups, self.param_groups)
         self.sync_from_model()
-        if entry is not None:
-            self._storage.load(entry["storage_state"])
-            # Applied at the next step: only then is it certain that the model has been loaded as well.
-            self._loaded = saved.on_device(entry["values"], masters)
+        if saved.KEY in state_dict:
+            self._storage.load(state_dict[saved.KEY]["storage_state"])
+        # Applied at the next step: only then is it certain that the model has been loaded as well.
+        self._loaded = saved.on_device(values, masters)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy or a pickle, without attributes set by schedulers and hooks."""

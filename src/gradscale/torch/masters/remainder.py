@@ -51,8 +51,15 @@ class Remainder(MasterStorage):
                 value.sub_(_unit(value).mul_(remainder))
         return values
 
-    def write(self, values: Sequence[Tensor], weights: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
+    def write(
+        self,
+        values: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        stored: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+    ) -> None:
         """Splits the values into weights and remainders."""
+        del parameters
         for value, weight, remainder in zip(values, weights, stored, strict=True):
             weight.copy_(value)
             (_split_bfloat16 if weight.dtype is torch.bfloat16 else _split_float16)(value, weight, remainder)

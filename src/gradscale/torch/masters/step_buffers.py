@@ -6,6 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradscale.torch.local import local
+from gradscale.torch.masters.distributed import distributed_as
+
 
 class StepBuffer:
     """Float32 memory, one block for each device, that is reused for one part of the model after the other."""
@@ -61,14 +64,13 @@ def set_gradients(masters: Sequence[Tensor], weights: Sequence[Tensor], buffer: 
             continue
         if grad.layout is not torch.strided:
             master.grad = grad.float()
-        elif grad.dtype is torch.float32 and grad.stride() == master.stride():
+        elif grad.dtype is torch.float32 and local(grad).stride() == local(master).stride():
             master.grad = grad
         else:
             to_cast.append((master, grad))
     if not to_cast:
         return
-    targets, grads = map(list, zip(*to_cast, strict=True))
-    cast = buffer.like(targets)
-    torch._foreach_copy_(cast, grads)  # pyright: ignore[reportPrivateImportUsage]
-    for master, grad in zip(targets, cast, strict=True):
-        master.grad = grad
+    cast = buffer.like([local(master) for master, _ in to_cast])
+    torch._foreach_copy_(cast, [local(grad) for _, grad in to_cast])  # pyright: ignore[reportPrivateImportUsage]
+    for (master, grad), part in zip(to_cast, cast, strict=True):
+        master.grad = distributed_as(grad, part)

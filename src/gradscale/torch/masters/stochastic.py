@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradscale.torch.masters.contract import MasterStorage
+from gradscale.torch.masters.distributed import part_number
 from gradscale.torch.masters.noise import Noise
 from gradscale.torch.masters.step_buffers import StepBuffer
 
@@ -40,11 +41,22 @@ class Stochastic(MasterStorage):
         torch._foreach_copy_(values, list(weights))  # pyright: ignore[reportPrivateImportUsage]
         return values
 
-    def write(self, values: Sequence[Tensor], weights: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
-        """Rounds the values into the weights. Values that the dtype holds exactly are unchanged."""
+    def write(
+        self,
+        values: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        stored: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+    ) -> None:
+        """Rounds the values into the weights. Values that the dtype holds exactly are unchanged.
+
+        Replicas of a parameter are rounded alike, and different parts of it by different random numbers.
+        """
         del stored
-        for value, weight in zip(values, weights, strict=True):
-            weight.copy_(_round(value, weight.dtype, self._noise))
+        for value, weight, parameter in zip(values, weights, parameters, strict=True):
+            words, whole = _words(value), _words(parameter)
+            noise = self._noise.draw(words, value.device, stream=part_number(parameter), advance=whole)
+            weight.copy_(_round(value, weight.dtype, noise))
 
     def restore(self, value: Tensor, weight: Tensor, stored: Tensor) -> None:
         """Does nothing: the weight is the value."""
@@ -64,7 +76,7 @@ class Stochastic(MasterStorage):
             self._noise.load(state)
 
 
-def _round(value: Tensor, dtype: torch.dtype, noise: Noise) -> Tensor:
+def _round(value: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     """Returns values that `dtype` holds exactly, or that are larger than its largest finite number.
 
     Uniform random bits are added to the bits that are cut off, and carry into the rest with the probability of rounding
@@ -82,7 +94,7 @@ def _round(value: Tensor, dtype: torch.dtype, noise: Noise) -> Tensor:
     return torch.where(value.abs() <= torch.finfo(dtype).max, rounded, value)
 
 
-def _cut(value: Tensor, bits: int, noise: Noise) -> Tensor:
+def _cut(value: Tensor, bits: int, noise: Tensor) -> Tensor:
     """Returns the values without their last `bits` bits, rounded away from zero with the probability of what is cut."""
     random = _random_bits(value, bits, noise)
     return random.add_(value.view(torch.int32)).bitwise_and_(-1 << bits).view(torch.float32)
@@ -94,8 +106,11 @@ def _lift(value: Tensor) -> Tensor:
     return (NORMAL - value.abs()).clamp_(min=0.0).ceil_().mul_(NORMAL).copysign_(value)
 
 
-def _random_bits(like: Tensor, bits: int, noise: Noise) -> Tensor:
-    """Returns uniform random int32 numbers of `bits` bits, at most 16."""
-    # Four are taken from one 64-bit number: drawing is most of the cost.
-    words = noise.draw(-(-like.numel() // 4), like.device)
-    return words.view(torch.int16)[: like.numel()].view(like.shape).to(torch.int32).bitwise_and_((1 << bits) - 1)
+def _words(like: Tensor) -> int:
+    """Returns how many 64-bit numbers hold 16 random bits for each element: drawing is most of the cost."""
+    return -(-like.numel() // 4)
+
+
+def _random_bits(like: Tensor, bits: int, noise: Tensor) -> Tensor:
+    """Returns uniform random int32 numbers of `bits` bits, at most 16, from random 64-bit numbers."""
+    return noise.view(torch.int16)[: like.numel()].view(like.shape).to(torch.int32).bitwise_and_((1 << bits) - 1)

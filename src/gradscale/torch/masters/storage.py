@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradscale.torch.masters.contract import MasterStorage, refined
 from gradscale.torch.masters.kahan import Kahan
@@ -23,16 +23,22 @@ class Full(MasterStorage):
 
     def store(self, weight: Tensor) -> Tensor:
         """Returns the weight in float32."""
-        return nn.Parameter(weight.detach().float(), requires_grad=weight.requires_grad)
+        return weight.detach().float()
 
     def read(self, weights: Sequence[Tensor], stored: Sequence[Tensor], buffer: StepBuffer) -> Sequence[Tensor]:
         """Returns what is stored, without a copy."""
         del weights, buffer
         return stored
 
-    def write(self, values: Sequence[Tensor], weights: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
+    def write(
+        self,
+        values: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        stored: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+    ) -> None:
         """Rounds the values into the weights: one multi-tensor kernel."""
-        del stored
+        del stored, parameters
         torch._foreach_copy_(list(weights), list(values))  # pyright: ignore[reportPrivateImportUsage]
 
     def adopt(self, weight: Tensor, stored: Tensor) -> None:

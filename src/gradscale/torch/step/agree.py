@@ -1,76 +1,193 @@
-"""Stage two, agree: the measurement, reduced over all ranks that share the scale."""
+"""Stage two, agree: the measurement, made the same on all ranks that share the scale."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradscale.engine.measurement import Measurement
-from gradscale.kernels.torch import single, single_norm
+from gradscale.engine.culprits import Culprit
+from gradscale.engine.measurement import LARGEST_NORM, Measurement
+from gradscale.engine.plan import Plan
 from gradscale.policies.contract import Seen
+from gradscale.torch.accumulation.window import Window
+from gradscale.torch.ranks.faults import Faults, gathered, refuse_distinct_meshes
+from gradscale.torch.ranks.join import check_joins
+from gradscale.torch.ranks.packet import Facts, Received, exchange, join_maximum
+from gradscale.torch.ranks.placements import Distinct, Placements
+from gradscale.torch.ranks.reduced import Reduced
+from gradscale.torch.ranks.store import leave_reason, meet
 from gradscale.torch.step.decide import Rule
+from gradscale.torch.step.gradients import Gradients
+from gradscale.torch.step.host_copy import in_host_memory
 from gradscale.torch.step.plan import StepPlan
 
+Optimizer = torch.optim.Optimizer
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """The ranks that decide together.
+ALONE = "alone"
+"""The group of a process that decides by itself."""
+
+COMPARE_EVERY = 64
+"""Calls of `step` between two rounds that only compare the scales, where the gradients tell everything else."""
+
+
+def check_agree(agree: str) -> str:
+    """Returns when ranks send a round, or raises if it is neither of the two names."""
+    if agree not in ("auto", "always"):
+        raise ValueError(f'`agree` must be "auto" or "always". Received: {agree!r}.')
+    return agree
+
+
+class Agreed(NamedTuple):
+    """What all ranks know of a step.
 
     Attributes:
-        group: a process group; None means every rank once `torch.distributed` is initialized, else this process alone.
+        seen: the facts that the decision is made from, in leaves.
+        clean: whether nothing keeps the step from being applied, where the host had to read it.
     """
 
-    group: "dist.ProcessGroup | None" = None
+    seen: Seen
+    clean: bool | None = None
+
+
+class Agreement:
+    """The ranks that decide together, and what they tell each other.
+
+    A step has one round at most (`gradscale.torch.ranks.packet`). Under plain DDP a step that is applied has none: the
+    reduced gradients tell every rank the same.
+
+    Attributes:
+        group: a process group; None is every rank once `torch.distributed` is initialized, `"alone"` only this one.
+        reduced: whether DDP has reduced the gradients.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module] = (), group: Any = None, distinct: Distinct = None, *, always: bool = False
+    ) -> None:
+        """Names the ranks.
+
+        Args:
+            modules: those trained, which tell how their parameters are spread.
+            group: as the attribute.
+            distinct: the group over which plain tensors are distinct, or a mapping of modules or parameters to such.
+            always: send a round at every step, also where the gradients tell everything.
+        """
+        self.group = group
+        self.reduced = Reduced(modules)
+        self._placements = Placements(modules, distinct)
+        self._always = always
+        self._calls = 0
+        self._faults: Faults | None = None
+        self._failed = False
+        self._reduced_last = False
+        self._meshes_compared = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the contents of a copy: what one step has left for the next is not part of it."""
+        return {**self.__dict__, "_faults": None, "_failed": False}
 
     @property
     def ranks(self) -> int:
         """How many ranks decide together."""
         # Looked up at every step: `torch.distributed` may be initialized after the scaler is built.
-        if not (dist.is_available() and dist.is_initialized()):
+        if self.group == ALONE or not (dist.is_available() and dist.is_initialized()):
             return 1
         return dist.get_world_size(self.group)
 
-    @np.errstate(all="ignore")
-    def agree(self, plan: StepPlan, measurement: Measurement, rule: Rule) -> tuple[Measurement, Seen]:
-        """Returns the sizes of whole gradients, and the facts of the step, the same on every rank, in leaves of `rule`.
+    def begin(self, join: Any = None) -> None:
+        """Begins a step. Raises what the last one has found on an accelerator, where it could not be read at once.
 
-        Gradients that overflowed outside of the step count as its own, and then a loss made from them is not the cause.
-        Does not synchronize with the device.
+        `join` is what torch's `Join` has set on the scaler.
         """
-        # Only where every rank has read sizes: a finite check reads them on the ranks that overflowed alone, and an
-        # all-reduce that some ranks do not join never returns. `values` is `grads` itself if all are plain and dense.
-        if plan.sizes and plan.gradients.values is not plan.gradients.grads:
-            measurement = joined(measurement, plan.gradients.grads)
-        window, xp = plan.window, rule.xp
-        overflowed = rule.leaf(window.overflowed)
-        loss_finite = xp.logical_or(rule.leaf(window.loss_finite), overflowed)
-        seen = rule.measurement(measurement).seen(rule.leaf(plan.divisor), loss_finite, xp, overflowed)
-        if plan.edited:
-            # From before the edits inside `unscaled`: a policy that saw clipped gradients would raise the scale until
-            # the backward pass overflows.
-            amax = xp.where(seen.finite, rule.leaf(window.unscaled.amax), np.inf)
-            seen = replace(seen, amax=amax, upper_share=rule.leaf(window.unscaled.share))
-        return measurement, seen if self.ranks == 1 else rule.leaves(self.over_ranks(rule.tensors(seen)))
+        self._calls += 1
+        faults, self._faults = self._faults, None
+        if faults is not None:
+            faults.raise_any()
+        check_joins(self.reduced.joining, join)
 
-    def over_ranks(self, seen: Seen) -> Seen:
-        """Returns `seen` as the worst that any rank saw: one small MAX all-reduce, or nothing for a single rank.
+    def fail(
+        self, error: Exception, optimizers: Sequence[Optimizer], device: torch.device, window: Window | None = None
+    ) -> None:
+        """Tells the other ranks that this one cannot take part in the step, so that none of them waits for it.
 
-        Each rank's own loss may be finite while the averaged gradients have another rank's NaN. Without this, one rank
-        would keep its scale because of the loss and another would back off, and their scales would differ.
+        They raise a `RankFailed` with the reason; this rank raises its `error`. Where their step has no round, they
+        learn it from the gradients of the next. `window` is the one that was open when the step began.
         """
         if self.ranks == 1:
-            return seen
-        flags = [(~seen.finite).float(), (~seen.loss_finite).float()]
-        # MAX may drop a NaN. `posinf`, because `nan_to_num` turns inf into the largest float32 by default.
-        sizes = [size.nan_to_num(nan=torch.inf, posinf=torch.inf) for size in (seen.amax, seen.norm, seen.upper_share)]
-        packed = torch.stack(flags + sizes)
-        dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.group)
-        bad, bad_loss, amax, norm, share = packed.unbind()
-        return Seen(finite=bad == 0, loss_finite=bad_loss == 0, amax=amax, norm=norm, upper_share=share)
+            return
+        reason = f"{type(error).__name__}: {error}"
+        valid = [each for each in optimizers if isinstance(each, Optimizer)]
+        if self._told(window) and self._quiet(valid, device):
+            # As `agree` on the other ranks, which have the same gradients.
+            clean = self.reduced.all_finite()
+            if clean and self._calls % COMPARE_EVERY != 1:
+                leave_reason(f"at the step before, which others have applied: {reason}")
+                self._failed = True
+                return
+            if not clean:
+                meet(self.group)
+        leave_reason(reason)
+        self._failed = False
+        if exchange(_failure(), None, device, self.group).facts.sends_amax:
+            join_maximum(device, self.group)
+
+    def mark(self, finite: Tensor) -> Tensor | None:
+        """Returns what the gradient of a loss is multiplied by, to tell the other ranks whether the loss is finite.
+
+        Called when its backward pass begins. None if DDP does not reduce its gradients. Those of a backward pass inside
+        `no_sync` are reduced with the last one.
+        """
+        if self.ranks == 1 or not self.reduced.all_wrapped:
+            return None
+        self._reduced_last = self.reduced.during_backward()
+        return torch.where(finite & (not self._failed), 1.0, torch.nan)
+
+    @np.errstate(all="ignore")
+    def agree(self, plan: StepPlan, measurement: Measurement, rule: Rule) -> Agreed:
+        """Returns the facts of the step, the same on every rank, in leaves of `rule`.
+
+        Gradients that overflowed outside of the step count as its own, and then a loss made from them is not the cause.
+        Does not synchronize with the device, except under DDP with an optimizer that is not fused.
+
+        Raises:
+            RankFailed: a rank cannot take part in the step.
+            ScaleDesync: the ranks have different scales.
+            RuntimeError: a norm is needed, and plain gradients differ between ranks; or their arguments do.
+        """
+        own = _own(plan, measurement, rule)
+        if self.ranks == 1:
+            return Agreed(own)
+        clean = None
+        if self._told(plan.window) and self._quiet(plan.optimizers, plan.divisor.device):
+            # The same on every rank, as the gradients are: all of them send the round, or none does.
+            clean = bool(own.finite & own.loss_finite)
+            if clean and self._calls % COMPARE_EVERY != 1:
+                return Agreed(own, clean)
+            if not clean:
+                meet(self.group)
+        received = self._round(plan, measurement, rule.tensors(own))
+        # What is not clean here is not clean anywhere; what is, may not be on another rank.
+        return Agreed(rule.leaves(_of_all(received, plan.divisor)), None if clean else clean)
+
+    @np.errstate(all="ignore")
+    def follow(self, rule: Rule, device: torch.device) -> None:
+        """Takes part in a step of other ranks, on a rank that has no batches left, and updates its scale as they do."""
+        device, scale = rule.settle(device), rule.scale
+        facts = Facts(scale=scale, scale_squared=scale.double().square(), follows=1.0)
+        received = exchange(facts, None, device, self.group)
+        if sends_amax := bool(received.facts.sends_amax):
+            received = received._replace(amax=join_maximum(device, self.group))
+        Faults(received.facts, scale, self.group).raise_any()
+        seen = rule.leaves(_of_all(received, scale))
+        norm = bool(received.facts.asks_norm)
+        follows_amax = norm and Plan.of(rule.policy).amax
+        decision = rule.decide(seen, scale, None, follows_amax=follows_amax, measured=sends_amax)
+        rule.commit(decision)
+        if not decision.applied:
+            self.culprits(())
 
     def any_rank(self, flags: Tensor) -> list[bool]:
         """Returns which of `flags`, a vector of bools, are set on any rank. Synchronizes with the device once."""
@@ -80,45 +197,157 @@ class Agreement:
         dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.group)
         return (packed != 0).tolist()  # type: ignore[return-value]
 
+    def culprits(self, own: Sequence[Culprit]) -> list[Culprit]:
+        """Returns the culprits of all ranks, the same on each. Every rank must call it. Synchronizes.
 
-@torch.no_grad()
-def joined(measurement: Measurement, grads: Sequence[Tensor]) -> Measurement:
-    """Returns the sizes of whole gradients from those of the shards that this rank holds, as FSDP2 keeps them.
+        The count is that of the rank which has most: others may hold the same elements, or others of the gradient.
+        """
+        found: dict[str, Culprit] = {}
+        for each in (culprit for row in gathered(list(own), self.group) for culprit in row):
+            known = found.setdefault(each.name, each)
+            kind = "nan" if "nan" in (known.kind, each.kind) else "inf"
+            most = max((number for number in (known.count, each.count) if number is not None), default=None)
+            found[each.name] = Culprit(each.name, kind, most)
+        return list(found.values())
 
-    One small all-reduce for each way in which gradients are sharded, and one more if both norms and the largest
-    magnitude were read. Every rank must call it. Does not synchronize with the device.
-    """
-    sharded = _sharded_over(grads)
-    if not sharded:
-        return measurement
-    has_norm, local, amax = measurement.norm is not None, cast(Tensor, measurement.sizes), measurement.amax
-    # Norms of shards add up as squares. SUM carries inf and NaN, MAX does not carry NaN.
-    sizes = local.square() if has_norm else _largest_of(local)
-    for group, positions in sharded:
-        part = sizes[positions]  # a copy, which is reduced and written back
-        dist.all_reduce(part, dist.ReduceOp.SUM if has_norm else dist.ReduceOp.MAX, group=group)
-        sizes[positions] = part
-        if has_norm and amax is not None:
-            amax = _largest_of(amax)
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-    if not has_norm:
-        total = sizes.amax()
-        return measurement._replace(sizes=sizes, total=total, amax=single(total))
-    sizes = sizes.sqrt()
-    total = torch.linalg.vector_norm(sizes)
-    return measurement._replace(sizes=sizes, total=total, norm=single_norm(total), amax=amax)
+    def norm(self, gradients: Gradients, measurement: Measurement, device: torch.device) -> Tensor:
+        """Returns the norm over the gradients of all ranks, where nothing else must be agreed. Every rank must call it.
+
+        Does not synchronize with the device.
+        """
+        norm = cast(Tensor, measurement.norm)
+        if self.ranks == 1:
+            return norm
+        facts = exchange(self._squares(gradients, measurement, norm), None, device, self.group).facts
+        if in_host_memory(device):
+            Faults(facts, torch.zeros_like(norm), self.group).raise_any()
+        return torch.where(facts.bad == 0, _norm_of(facts), torch.inf)
+
+    def _told(self, window: Window | None) -> bool:
+        """Returns whether the gradients of the step tell every rank the same, and forgets it: asked once in a step."""
+        reduced, self._reduced_last = self._reduced_last, False
+        return reduced and not (window is not None and (window.unscaled or window.noted_overflow))
+
+    def _quiet(self, optimizers: Sequence[Optimizer], device: torch.device) -> bool:
+        """Returns whether a clean step needs no round, as far as that is known before its gradients are."""
+        return not self._always and self.reduced.holds_for(optimizers, device, self.group)
+
+    def send(self, facts: Facts, amax: Tensor | None, scale: Tensor) -> Received:
+        """Returns what all ranks have seen, or raises what one of them has found. Every rank must call it.
+
+        On an accelerator that is raised when the next step begins, and this one is skipped. `facts` need not have the
+        scale, and whether there is an `amax`, the largest magnitude on this rank.
+        """
+        device, wide = scale.device, scale.double()
+        known = replace(facts, scale=wide, scale_squared=wide.square(), sends_amax=float(amax is not None))
+        received = exchange(known, amax, device, self.group)
+        faults = Faults(received.facts, scale, self.group)
+        self._failed = False
+        if not in_host_memory(device):
+            self._faults = faults
+            return received._replace(facts=replace(received.facts, bad=received.facts.bad + faults.any))
+        if received.amax is None and received.facts.sends_amax:
+            join_maximum(device, self.group)
+        faults.raise_any()
+        return received
+
+    def _round(self, plan: StepPlan, measurement: Measurement, own: Seen) -> Received:
+        """Returns what all ranks have seen of a step, or raises what one of them has found."""
+        received = self.send(self._facts(plan, measurement, own), _amax_of(plan, own), plan.window.scale)
+        if in_host_memory(plan.divisor.device) and plan.norm and not self._meshes_compared:
+            self._compare_meshes(plan, measurement, received.facts)
+        return received
+
+    def _compare_meshes(self, plan: StepPlan, measurement: Measurement, facts: Facts) -> None:
+        """Raises if meshes that are smaller than the group, and taken to hold the same, do not: once in a run."""
+        if facts.bad:
+            return
+        self._meshes_compared = True
+        if facts.smaller_meshes:
+            sizes = cast(Tensor, measurement.sizes)
+            held = self._placements.by_smaller_mesh(plan.gradients, sizes, self.group)
+            refuse_distinct_meshes(gathered(held, self.group))
+
+    def _facts(self, plan: StepPlan, measurement: Measurement, own: Seen) -> Facts:
+        """Returns what this rank sends of gradients and losses.
+
+        Sizes are 0 where a gradient is not finite: they would spoil every sum.
+        """
+        failure = _failure() if self._failed else Facts()
+        finite = own.finite.double()
+        counted = plan.edited or plan.edge is not None
+        elements = float(sum(map(Tensor.numel, plan.gradients.values))) if counted else 0.0
+        sums = self._squares(plan.gradients, measurement, own.norm, plan.divisor) if plan.norm else Facts()
+        return replace(
+            sums,
+            failed=failure.failed,
+            failed_rank=failure.failed_rank,
+            bad=1.0 - finite,
+            # A rank that has failed has made its gradients NaN to say so: they are not an overflow.
+            bad_loss=1.0 if self._failed else 1.0 - own.loss_finite.double(),
+            above=own.upper_share * elements,
+            elements=elements,
+            asks_norm=float(plan.norm),
+            smaller_meshes=float(
+                not self._meshes_compared and self._placements.has_smaller_mesh(plan.gradients, self.ranks)
+            ),
+        )
+
+    def _squares(
+        self, gradients: Gradients, measurement: Measurement, norm: Tensor, divisor: Tensor | None = None
+    ) -> Facts:
+        """Returns the squares of the gradients, divided by `divisor`, whose norm on this rank is `norm`."""
+        if self._placements.all_same(gradients):
+            spread, same, any_same = 0.0, norm.double().square(), len(gradients) > 0
+        else:
+            sizes = cast(Tensor, measurement.sizes).double()
+            sizes = sizes if divisor is None else sizes * (1.0 / divisor)
+            spread, same, any_same = self._placements.squares(gradients, sizes, self.group)
+        known = torch.isfinite(norm)
+        spread, same = (torch.where(known, size, 0.0) for size in (spread, same))
+        holders = known * float(any_same)
+        return Facts(bad=1.0 - known.double(), spread=spread, same=same, same_squared=same.square(), holders=holders)
 
 
-def _largest_of(sizes: Tensor) -> Tensor:
-    """Returns a copy with NaN as inf, since MAX may drop a NaN."""
-    return sizes.nan_to_num(nan=torch.inf, posinf=torch.inf)
+def _failure() -> Facts:
+    """Returns what a rank sends that has failed."""
+    return Facts(failed=1.0, failed_rank=float(dist.get_rank()))
 
 
-def _sharded_over(grads: Sequence[Tensor]) -> list[tuple[Any, list[int]]]:
-    """Returns the groups of ranks that share gradients among them, each with the positions of these gradients."""
-    found: dict[tuple[Any, int], list[int]] = {}
-    for position, grad in enumerate(grads):
-        for dim, placement in enumerate(getattr(grad, "placements", ())):
-            if placement.is_shard():
-                found.setdefault((grad.device_mesh, dim), []).append(position)  # type: ignore[attr-defined]
-    return [(mesh.get_group(dim), positions) for (mesh, dim), positions in found.items()]
+def _own(plan: StepPlan, measurement: Measurement, rule: Rule) -> Seen:
+    """Returns what this rank has seen, in leaves."""
+    window, xp = plan.window, rule.xp
+    overflowed = rule.leaf(window.overflowed)
+    loss_finite = xp.logical_or(rule.leaf(window.loss_finite), overflowed)
+    seen = rule.measurement(measurement).seen(rule.leaf(plan.divisor), loss_finite, xp, overflowed)
+    if not plan.edited:
+        return seen
+    # From before the edits inside `unscaled`: a policy that saw clipped gradients would raise the scale until the
+    # backward pass overflows.
+    amax = xp.where(seen.finite, rule.leaf(window.unscaled.amax), np.inf)
+    return replace(seen, amax=amax, upper_share=rule.leaf(window.unscaled.share))
+
+
+def _amax_of(plan: StepPlan, own: Seen) -> Tensor | None:
+    """Returns the largest magnitude on this rank, if it was read: 0 where it is not known."""
+    return torch.where(own.finite, own.amax, 0.0) if plan.amax or plan.edited else None
+
+
+def _of_all(received: Received, divisor: Tensor) -> Seen:
+    """Returns what all ranks have seen, as tensors."""
+    facts, unknown = received.facts, torch.zeros_like(divisor)
+    norm = _norm_of(facts)
+    # Squares overflow before the gradients do, and nothing can be clipped by an infinite norm.
+    finite = (facts.bad == 0) & (norm * divisor < LARGEST_NORM)
+    return Seen(
+        finite=finite,
+        loss_finite=facts.bad_loss == 0,
+        amax=unknown if received.amax is None else torch.where(finite, received.amax, torch.inf),
+        norm=torch.where(finite, norm, torch.inf),
+        upper_share=(facts.above / facts.elements.clamp(min=1)).float(),
+    )
+
+
+def _norm_of(facts: Facts) -> Tensor:
+    """Returns the norm over the gradients of all ranks: those that are the same on every rank count once."""
+    return (facts.spread + facts.same / facts.holders.clamp(min=1)).sqrt().float()

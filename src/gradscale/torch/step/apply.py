@@ -94,8 +94,10 @@ def _known_to_apply(optimizer: Optimizer, skip: Tensor) -> bool:
     return type(optimizer) in UNGATED and host_value(skip) == 0.0
 
 
-def apply(plan: "StepPlan", applied: Tensor, factor: Tensor) -> bool | None:
+def apply(plan: "StepPlan", applied: Tensor, factor: Tensor, known: bool | None = None) -> bool | None:
     """Updates all optimizers of the plan with their gradients times `factor` if `applied`, a 0-d bool, is set.
+
+    `known` is `applied`, where the host has read it already.
 
     Returns whether they were updated if the host knows it by then, else None. Synchronizes with the device only if one
     of the optimizers does not fold, and then once for all of them. A `clip_value` costs a pass of its own.
@@ -109,7 +111,7 @@ def apply(plan: "StepPlan", applied: Tensor, factor: Tensor) -> bool | None:
         clamp(gradients.values, torch.where(applied, torch.full_like(factor, clip_value), torch.inf))
     unfused = [optimizer for optimizer in optimizers if optimizer not in plan.folding]
     # Read once, before the first optimizer is stepped: all of them or none.
-    go = bool(applied) if unfused else None
+    go = (bool(applied) if known is None else known) if unfused else None
     if go and divisor is not None:
         rest = [optimizer for optimizer in unfused if optimizer not in plan.divided_first]
         multiply(gradients.owned_by(rest).values, factor)

@@ -26,6 +26,7 @@ class Decision(NamedTuple):
         factor: what every gradient is multiplied by, a 0-d float32 tensor: unscaling and clipping in one number.
         seen: the facts it was made from, in leaves.
         amax_ratio: the ratio of amax to norm for the next steps, a leaf.
+        known: whether the step is applied, where the host has read it.
     """
 
     state: Any
@@ -33,6 +34,7 @@ class Decision(NamedTuple):
     factor: Tensor
     seen: Seen
     amax_ratio: Any
+    known: bool | None = None
 
 
 class Rule:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from gradscale.torch.local import local
 from gradscale.torch.wrappers import own_module, own_name
 
 Optimizer = torch.optim.Optimizer
@@ -107,11 +108,17 @@ def keeps_masters(optimizer: Optimizer) -> bool:
 
 
 def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
-    """Returns the dense tensor that holds the numbers of `parameter.grad` here. A sparse one is coalesced in place."""
+    """Returns the dense tensor that holds the numbers of `parameter.grad` here.
+
+    A sparse gradient is coalesced in place, and one that ranks hold in summands is summed, placed as its parameter.
+    """
     if grad.layout is torch.strided:
+        if any(placement.is_partial() for placement in getattr(grad, "placements", ())):
+            # Each rank has a summand, as sequence parallel leaves them: no size and no bound is right before the sum.
+            grad = parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         # The local shard shares its memory with the DTensor, so what is written to it reaches the gradient. Lists that
         # mix DTensors and plain tensors are rejected by torch's multi-tensor kernels.
-        return grad.to_local() if hasattr(grad, "to_local") else grad  # type: ignore[attr-defined]
+        return local(grad)
     if grad.layout is not torch.sparse_coo:
         return grad.values()
     if not grad.is_coalesced():
@@ -121,9 +128,12 @@ def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
 
 
 def numbers_of(grad: Tensor) -> Tensor:
-    """Returns a dense tensor with the numbers of a gradient, to be read only: those of a sparse one are coalesced."""
+    """Returns a dense tensor with the numbers of a gradient held here, to be read only.
+
+    Those of a sparse one are coalesced.
+    """
     # Entries of one row may be finite and their sum not.
-    return grad.coalesce()._values() if grad.is_sparse else grad
+    return grad.coalesce()._values() if grad.is_sparse else local(grad)
 
 
 class Names:

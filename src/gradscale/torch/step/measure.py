@@ -107,10 +107,6 @@ def check(
         half: whether FP16 gradients are divided in FP16, whose range they then may leave.
         amax: whether the sizes are needed, as largest magnitudes.
     """
-    if any(hasattr(kind, "to_local") for kind in set(map(type, gradients))):
-        # DTensors: torch's kernel reduces its flag over the mesh; a norm of shards is partial, and finite on the ranks
-        # whose own shard is finite.
-        return _flagged(gradients, divisor), None
     on_cpu = host_copy.in_host_memory(divisor.device) and all_on_cpu(gradients)
     if on_cpu and not (grows or amax):
         overflow = _quick_check(gradients, divisor)

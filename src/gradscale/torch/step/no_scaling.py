@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gradscale.kernels.torch import CPU
 from gradscale.policies.contract import Seen
+from gradscale.torch.step.agree import Agreement
 from gradscale.torch.step.apply import clamp, multiply, step_folded
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.gradients import Gradients, Names, collect, keeps_masters, parameters_of
@@ -18,6 +19,7 @@ Optimizer = torch.optim.Optimizer
 
 def step_without_scaling(
     rule: Rule,
+    agreement: Agreement,
     optimizers: Sequence[Optimizer],
     names: Names,
     clip_norm: float | None,
@@ -27,12 +29,14 @@ def step_without_scaling(
 ) -> StepResult:
     """Updates the optimizers and counts the step. Nothing is checked; gradients are read only for a norm or a bound.
 
-    `clip_norm` needs `norm`. Does not synchronize with the device.
+    `clip_norm` needs `norm`, which takes one round with the other ranks. Does not synchronize with the device.
     """
     gradients = collect(optimizers if norm or clip_value is not None else ())
     # An optimizer may have no parameters yet: groups can be added later.
     device = rule.settle(next((parameter.device for parameter in parameters_of(optimizers)), CPU))
     measured = measure_sizes(gradients.values if norm else (), device, norm=True, amax=False)
+    if norm:
+        measured = measured._replace(norm=agreement.norm(gradients, measured, device))
     yes, scale = torch.ones((), dtype=torch.bool, device=device), rule.scale
     seen = Seen(finite=rule.leaf(yes), loss_finite=rule.leaf(yes), norm=rule.leaf(measured.norm))
     decision = rule.decide(seen, scale, clip_norm)

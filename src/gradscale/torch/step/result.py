@@ -98,11 +98,13 @@ class StepResult(engine.StepResult):
         parameter_names: the names of parameters.
         gradient_count: how many gradients the step had; 0 where they were not counted.
         known: whether the step was applied, if the host knows it already: no copy is needed then.
+        found: the culprits of all ranks, where they were gathered in the step.
     """
 
     traces: Traces | None = None
     gradient_count: int = 0
     known: bool | None = None
+    found: list[Culprit] | None = None
     parameter_names: Names = field(default_factory=lambda: Names(()))
     _flags: HostCopy | None = field(default=None, init=False)
 
@@ -147,8 +149,11 @@ class StepResult(engine.StepResult):
 
         Sizes were kept from the step, but not after `unscale_` and a fused step on a device. Counts of elements were
         kept where the host knew in the step that it is skipped: on the CPU, and with an optimizer that is not fused.
-        What was not kept is read now, from gradients that were neither cleared nor written to since.
+        What was not kept is read now, from gradients that were neither cleared nor written to since. With several ranks
+        the list is the same on all of them where the host knew in the step; else it is of the gradients held here.
         """
+        if self.found is not None:
+            return list(self.found)
         if self.traces is None or (self.sizes is None and not self.skipped()):
             return []
         sizes: list[float] = self.traces.sizes() if self.sizes is None else self.sizes.tolist()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gradscale.engine.diagnosis import Weights
 from gradscale.kernels.torch import largest
+from gradscale.torch.local import local
 from gradscale.torch.step.gradients import Names, parameters_of
 
 Optimizer = torch.optim.Optimizer
@@ -47,13 +48,9 @@ class WeightSizes:
 def _readable(optimizers: Sequence[Optimizer]) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the parameters whose numbers can be read, and the tensors that hold them: of a shard, the local one."""
     # By exact type: quantized weights and the like need not have the kernel, and a report is not worth an error.
-    held = [(each, _local(each.detach())) for each in parameters_of(optimizers)]
+    held = [(each, local(each.detach())) for each in parameters_of(optimizers)]
     found = [(each, values) for each, values in held if type(values) is Tensor and _is_dense_float(values)]
     return [each for each, _ in found], [values for _, values in found]
-
-
-def _local(values: Tensor) -> Tensor:
-    return values.to_local() if hasattr(values, "to_local") else values  # type: ignore[attr-defined]
 
 
 def _is_dense_float(values: Tensor) -> bool:

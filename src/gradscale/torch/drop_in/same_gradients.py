@@ -1,0 +1,90 @@
+"""The last `update` of `GradScaler`, kept until there are new gradients: optimizers may be stepped for the same ones.
+
+Lightning's manual optimization and Accelerate call `step` and `update` once for each optimizer of a backward pass. The
+gradients of the second were made with the scale from before the first `update`, and both updates are those of one step.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+States = dict[int, dict[str, Any]]
+"""What is noted of each optimizer, by its id, as in torch's scaler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What an `update` started from.
+
+    Attributes:
+        scale: the scale, a copy.
+        tracker: the clean steps, a copy.
+        rule_state: the state of the policy; None for torch's own rule.
+        states: what was noted of the optimizers.
+        versions: those of the two tensors after the update. Other code may write to them.
+    """
+
+    scale: Tensor
+    tracker: Tensor
+    rule_state: Any
+    states: States
+    versions: tuple[int, int] = (-1, -1)
+
+    def ended(self, scale: Tensor, tracker: Tensor) -> "Start":
+        """Returns the same, for an update that has written to `scale` and `tracker`."""
+        return replace(self, versions=(scale._version, tracker._version))
+
+    def restored(self, scale: Tensor, tracker: Tensor) -> bool:
+        """Sets both tensors to what they were before the update, and returns whether: not if others wrote to them."""
+        if (scale._version, tracker._version) != self.versions:
+            return False
+        scale.copy_(self.scale)
+        tracker.copy_(self.tracker)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What the last `update` leaves for optimizers that are stepped on the same gradients after it.
+
+    Attributes:
+        made_with: the scale that made those gradients; None if they are not known to be the same.
+        start: what the update started from, so that another merges with it; None where it may not.
+        stepped: the optimizers that were stepped before it, by their id.
+        unscaled: what was noted of optimizers whose gradients are divided already, and that were not stepped.
+    """
+
+    made_with: Tensor | None = None
+    start: Start | None = None
+    stepped: frozenset[int] = frozenset()
+    unscaled: States = field(default_factory=dict)
+
+    @staticmethod
+    def after(states: States, start: Start, merges: bool, previous: "Updated | None") -> "Updated":
+        """Returns what an `update` leaves.
+
+        Args:
+            states: what was noted of the optimizers.
+            start: what the update started from.
+            merges: whether another may merge with it.
+            previous: what the update before it left, if there were no new gradients since.
+        """
+        previous = Updated(start.scale) if previous is None else previous
+        known = previous.made_with is not None or not states
+        stepped, unscaled = previous.stepped, previous.unscaled
+        at = {stage: {key: state for key, state in states.items() if state["stage"] is stage} for stage in OptState}
+        stepped |= at[OptState.STEPPED].keys()
+        divided = {key: state for key, state in at[OptState.UNSCALED].items() if state["found_inf_per_device"]}
+        unscaled = {key: state for key, state in (unscaled | divided).items() if key not in stepped}
+        return Updated(previous.made_with if known else start.scale, start if merges else None, stepped, unscaled)
+
+    def without_merge(self) -> "Updated":
+        """Returns the same for gradients that are new, except those that are divided already."""
+        return Updated(unscaled=self.unscaled)
+
+
+def flags_of(states: States) -> list[Tensor]:
+    """Returns all flags that were noted: whether gradients of an optimizer, on a device, were not finite."""
+    return [flag for state in states.values() for flag in state["found_inf_per_device"].values()]

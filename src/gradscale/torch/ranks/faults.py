@@ -1,0 +1,76 @@
+"""What a round finds that no rank can go on with, and the errors that all of them raise."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from gradscale.torch.ranks.errors import RankFailed, ScaleDesync, check_arguments, refuse_distinct
+from gradscale.torch.ranks.packet import Facts
+from gradscale.torch.ranks.store import reasons
+from gradscale.torch.step.host_copy import HostCopy
+
+SAME_SCALE = 1e-6
+"""Relative difference of scales that are taken to be the same: sums of their squares are rounded."""
+
+SAME_GRADIENTS = 1e-4
+"""Relative difference of squared norms that are taken to be the same: ranks may sum them in another order."""
+
+
+class Faults:
+    """The faults that the sums of a round show, the same on every rank.
+
+    Attributes:
+        any: above 0 if there is one that keeps the step from being applied, a 0-d tensor.
+    """
+
+    def __init__(self, facts: Facts, scale: Tensor, group: Any) -> None:
+        self._group, self._scale = group, scale
+        ranks = dist.get_world_size(group)
+        # All of them at once have refused the step before, which nobody has applied.
+        failed = (facts.failed > 0) & (facts.failed < ranks)
+        parted = _differ(facts.scale, facts.scale_squared, ranks, SAME_SCALE)
+        distinct = _differ(facts.same, facts.same_squared, facts.holders, SAME_GRADIENTS)
+        self.any = failed.double() + parted + distinct
+        self._copy = HostCopy(
+            failed * facts.failed, facts.failed_rank, parted, distinct, facts.sends_amax, facts.asks_norm, facts.follows
+        )
+
+    def raise_any(self) -> None:
+        """Raises the first fault, if there is one. Waits for the numbers of the round, not for work queued since."""
+        failed, failed_ranks, parted, distinct, sent_amax, asked_norm, follow = map(round, self._copy.read())
+        if failed:
+            raise RankFailed(reasons(failed, failed_ranks, self._group))
+        if parted:
+            raise ScaleDesync(dict(gathered((dist.get_rank(), float(self._scale)), self._group)))
+        if distinct:
+            refuse_distinct()
+        check_arguments(dist.get_world_size(self._group) - follow, amax=sent_amax, norm=asked_norm)
+
+
+def refuse_distinct_meshes(rows: Sequence[Mapping[tuple[int, ...], float]]) -> None:
+    """Raises if meshes that are taken to hold the same do not.
+
+    `rows` has, for every rank, the sum of squares that it holds of each mesh that it is in.
+    """
+    totals: dict[tuple[int, ...], float] = {}
+    for row in rows:
+        for members, squares in row.items():
+            totals[members] = totals.get(members, 0.0) + squares
+    alike = [[total for members, total in totals.items() if len(members) == size] for size in set(map(len, totals))]
+    if any(max(sizes) - min(sizes) > SAME_GRADIENTS * max(sizes) for sizes in alike):
+        refuse_distinct()
+
+
+def gathered(value: Any, group: Any) -> list[Any]:
+    """Returns the value of every rank. Every rank must call it. Synchronizes with the device."""
+    rows: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(rows, value, group=group)
+    return rows
+
+
+def _differ(total: Any, squares: Any, count: Any, tolerance: float) -> Tensor:
+    """Returns whether `count` numbers, whose sum and sum of squares are given, differ relative to their mean."""
+    # Their variance, times the square of the count: 0 where all are equal.
+    return count * squares - total * total > tolerance**2 * total * total

@@ -1,0 +1,12 @@
+"""What all ranks would log alike, logged by one of them."""
+
+import torch.distributed as dist
+
+from gradscale.engine.saved_text import note_policy
+from gradscale.policies.contract import Policy
+
+
+def note_loaded_policy(present: Policy | None, saved: Policy | None) -> None:
+    """Logs on rank 0 that a load has replaced the policy, if it has. None is torch's own rule."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        note_policy(present, saved)

@@ -1,0 +1,321 @@
+"""Ranks that do not step alike: all of them raise, at once, and say why."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+from tests.torch.helpers import INF, poison
+from tests.torch.ranks.gpt import EXACT, GPT, batch_of
+from tests.torch.ranks.launch import Ranks, run_ranks
+from tests.torch.ranks.layouts import LAYOUTS, case
+from tests.torch.ranks.soak import Run
+from tests.torch.ranks.whole import digest_of, whole_state
+
+from gradscale import Dynamic
+from gradscale.torch import LossScaler
+from gradscale.torch.ranks import store
+
+pytestmark = pytest.mark.cpu_only("gloo, which has no other device")
+
+PERIOD = 64
+"""Calls of `step` under DDP between two that compare the scales."""
+
+
+class Raised(NamedTuple):
+    """What a rank raised in a step, if it did, and what came of it.
+
+    Attributes:
+        kind: the name of the type; empty if nothing was raised.
+        text: the message.
+        steps: how many steps it took.
+        untouched: whether weights and optimizer state are as before that step.
+        afterwards: status of another step, for which all ranks have loaded the same state.
+    """
+
+    kind: str
+    text: str
+    steps: int
+    untouched: bool
+    afterwards: str
+
+
+class Loop:
+    """A training loop on this rank."""
+
+    def __init__(self, layout: str | None) -> None:
+        self.model: Any = GPT(EXACT) if layout is None else LAYOUTS[layout].spread(GPT(EXACT))
+        run = Run("LossScaler", 0, {})
+        self.optimizer, self.scaler = run.optimizer(self.model), LossScaler(self.model, run.policy)
+        self.rank = dist.get_rank()
+        self.start = self.scaler.state_dict()
+
+    def backward(self, factor: float = 1.0) -> None:
+        inputs, targets = batch_of(0)
+        self.scaler.backward(EXACT.loss(self.model(inputs), targets) * factor)
+
+    def step(self, **arguments: Any) -> str:
+        return str(self.scaler.step(self.optimizer, **arguments).status())
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.backward()
+            self.step()
+            self.optimizer.zero_grad()
+
+    def refused_steps(self, *, clean: int, refused: int, bad_loss: bool = False) -> list[str]:
+        """Returns statuses or errors of `clean` steps, then of `refused` ones, in which rank 1 is, and of one more."""
+        found: list[str] = []
+        for step in range(clean + refused + 1):
+            within = clean <= step < clean + refused
+            self.backward(float("nan") if within and bad_loss and self.rank == 0 else 1.0)
+            try:
+                found.append(self.step(clip_norm=-1.0 if within and self.rank == 1 else 1.0))
+            except (ValueError, RuntimeError) as error:
+                found.append(type(error).__name__)
+            self.optimizer.zero_grad()
+        return found
+
+    def digest(self) -> str:
+        return digest_of(whole_state(self.model, self.optimizer), {})
+
+    def raised(self, step: Callable[[], Any], within: int = 1) -> Raised:
+        """Returns what is raised by one of `within` calls of `step`."""
+        kind, text, calls, before = "", "", 0, ""
+        while not kind and calls < within:
+            calls += 1
+            before = self.digest() if within == 1 else before
+            try:
+                step()
+            except Exception as error:
+                kind, text = type(error).__name__, str(error)
+            if not kind:
+                self.optimizer.zero_grad()
+        untouched = self.digest() == before
+        self.optimizer.zero_grad()
+        self.scaler.load_state_dict(self.start)
+        self.backward()
+        return Raised(kind, text, calls, untouched, self.step())
+
+
+def loads_alone(loop: Loop, after: int = 0, within: int = 1) -> Raised:
+    """Rank 0 loads another scale than rank 1 has."""
+    loop.train(after)
+    if loop.rank == 0:
+        loop.scaler.load_state_dict(LossScaler(policy=Dynamic(init_scale=1024.0)).state_dict())
+
+    def step() -> None:
+        loop.backward()
+        loop.step()
+
+    return loop.raised(step, within)
+
+
+def is_refused(loop: Loop) -> Raised:
+    """Rank 1 has not cleared its gradients."""
+    loop.backward()
+    loop.step()
+    if loop.rank == 0:
+        loop.optimizer.zero_grad()
+    loop.backward()
+    return loop.raised(loop.step)
+
+
+def has_a_bad_argument(loop: Loop) -> Raised:
+    """Rank 1 passes an argument that is refused."""
+    loop.backward()
+    return loop.raised(lambda: loop.step(clip_norm=1.0 if loop.rank == 0 else -1.0))
+
+
+def has_other_arguments(loop: Loop) -> Raised:
+    """Rank 1 clips, and rank 0 does not."""
+    loop.backward()
+    return loop.raised(lambda: loop.step(clip_norm=None if loop.rank == 0 else 1.0))
+
+
+def in_every_way(layout: str | None) -> dict[str, Raised]:
+    ways: dict[str, Callable[[Loop], Raised]] = {
+        "loads alone": loads_alone,
+        "loads alone later": lambda loop: loads_alone(loop, after=3),
+        "is refused": is_refused,
+        "has a bad argument": has_a_bad_argument,
+        "has other arguments": has_other_arguments,
+    }
+    return {name: way(Loop(layout)) for name, way in ways.items()}
+
+
+@pytest.fixture(scope="module", params=[case("FSDP2 on 2"), pytest.param(None, id="plain tensors")])
+def parted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Raised]]:
+    """What each of two ranks raises in every way to part, in a step that has a round."""
+    return run_ranks(2, in_every_way, request.param, folder=tmp_path_factory.mktemp("parted"))
+
+
+@pytest.mark.parametrize("way", ["loads alone", "loads alone later"])
+def test_scales_that_differ_are_named_on_every_rank_at_the_next_step(parted: Any, way: str) -> None:
+    for found in (ranks[way] for ranks in parted):
+        assert found.kind == "ScaleDesync"
+        assert "1024 on rank 0" in found.text
+        assert "65536 on rank 1" in found.text
+        assert found.untouched
+        assert found.afterwards == "applied"
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "reason"),
+    [
+        ("is refused", "RuntimeError", "Gradients from before"),
+        ("has a bad argument", "ValueError", "`clip_norm` must be"),
+    ],
+)
+def test_a_rank_that_is_refused_raises_its_error_and_the_others_name_it(
+    parted: Any, way: str, kind: str, reason: str
+) -> None:
+    other, refused = (ranks[way] for ranks in parted)
+    assert (refused.kind, other.kind) == (kind, "RankFailed")
+    assert reason in refused.text
+    assert f"Rank 1: {kind}: {refused.text}" in other.text
+    assert other.untouched
+    assert refused.untouched
+    assert (other.afterwards, refused.afterwards) == ("applied", "applied")
+
+
+def test_ranks_with_other_arguments_all_raise(parted: Any) -> None:
+    for found in (ranks["has other arguments"] for ranks in parted):
+        assert found.kind == "RuntimeError"
+        assert "same arguments" in found.text
+        assert found.untouched
+        assert found.afterwards == "applied"
+
+
+def has_no_batch() -> Raised:
+    """Rank 1 steps without a backward pass."""
+    loop = Loop(None)
+    loop.train(1)
+    if loop.rank == 0:
+        loop.backward()
+    return loop.raised(loop.step)
+
+
+def test_a_rank_without_a_batch_is_named_on_the_others(tmp_path: Path) -> None:
+    other, without = run_ranks(2, has_no_batch, folder=tmp_path)
+    assert (without.kind, other.kind) == ("RuntimeError", "RankFailed")
+    assert f"Rank 1: RuntimeError: {without.text}" in other.text
+    assert (other.afterwards, without.afterwards) == ("applied", "applied")
+
+
+def under_ddp() -> dict[str, Raised]:
+    ways: dict[str, Callable[[Loop], Raised]] = {
+        "loads alone": loads_alone,
+        "loads alone later": lambda loop: loads_alone(loop, after=3, within=PERIOD),
+        "is refused": is_refused_and_goes_on,
+    }
+    return {name: way(Loop("DDP on 2")) for name, way in ways.items()}
+
+
+def is_refused_and_goes_on(loop: Loop) -> Raised:
+    """Rank 1 has not cleared its gradients, and trains on without them."""
+    loop.train(1)
+    loop.backward()
+    loop.step()
+    if loop.rank == 0:
+        loop.optimizer.zero_grad()
+    loop.backward()
+    refused = ""
+    try:
+        loop.step()
+    except RuntimeError as error:
+        refused = str(error)
+    loop.optimizer.zero_grad()
+    loop.backward()
+    found = loop.raised(loop.step)
+    return found._replace(text=refused) if loop.rank == 1 else found
+
+
+@pytest.fixture(scope="module")
+def parted_under_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Raised]]:
+    """What each of two ranks raises under DDP, where a clean step has no round."""
+    return run_ranks(2, under_ddp, folder=tmp_path_factory.mktemp("parted"))
+
+
+@pytest.mark.parametrize("way", ["loads alone", "loads alone later"])
+def test_scales_that_differ_are_found_under_ddp(parted_under_ddp: Any, way: str) -> None:
+    found, other = (ranks[way] for ranks in parted_under_ddp)
+    assert found.steps == other.steps
+    for each in (found, other):
+        assert each.kind == "ScaleDesync"
+        assert "on rank 0" in each.text
+        assert "on rank 1" in each.text
+
+
+def test_a_rank_that_was_refused_under_ddp_is_named_at_the_next_step(parted_under_ddp: Any) -> None:
+    other, refused = (ranks["is refused"] for ranks in parted_under_ddp)
+    assert other.kind == "RankFailed"
+    assert "Rank 1: at the step before, which others have applied" in other.text
+    assert f"RuntimeError: {refused.text}" in other.text
+    assert other.afterwards == refused.afterwards == "applied"
+
+
+def is_refused_at_first() -> list[str]:
+    """Rank 1 is refused in the first step, at which scales are compared."""
+    return Loop("DDP on 2").refused_steps(clean=0, refused=1)
+
+
+def is_refused_twice() -> list[str]:
+    """Rank 1 is refused in two steps, and the second is the one that tells the others of the first."""
+    return Loop("DDP on 2").refused_steps(clean=1, refused=2)
+
+
+def is_refused_when_others_skip() -> list[str]:
+    """Rank 1 is refused in a step that is skipped because of rank 0's loss."""
+    return Loop("DDP on 2").refused_steps(clean=1, refused=1, bad_loss=True)
+
+
+@pytest.mark.parametrize(
+    ("way", "refused", "other"),
+    [
+        (is_refused_at_first, ["ValueError", "applied"], ["RankFailed", "applied"]),
+        (is_refused_twice, ["applied", "ValueError", "ValueError", "applied"], ["applied", "applied", "RankFailed"]),
+        (is_refused_when_others_skip, ["applied", "ValueError", "applied"], ["applied", "RankFailed", "applied"]),
+    ],
+)
+def test_no_rank_waits_for_one_that_is_refused_under_ddp(way: Any, refused: Any, other: Any, tmp_path: Path) -> None:
+    found = run_ranks(2, way, folder=tmp_path)
+    assert found[0][: len(other)] == other
+    assert found[0][-1] == "applied"
+    assert found[1] == refused
+
+
+def ends_when_refused() -> None:
+    loop = Loop("DDP on 2")
+    loop.train(2)
+    loop.backward()
+    loop.step(clip_norm=1.0 if loop.rank == 0 else -1.0)
+    loop.optimizer.zero_grad()
+    loop.train(1000)
+
+
+def test_a_rank_that_ends_when_it_is_refused_under_ddp_ends_the_others(tmp_path: Path) -> None:
+    ranks = Ranks(2, ends_when_refused, (), tmp_path)
+    assert ranks.wait() == [1, 1]
+    assert "`clip_norm` must be" in ranks.output(1)
+    assert "RuntimeError" in ranks.output(0) or "RankFailed" in ranks.output(0)
+
+
+def has_a_gradient_of_its_own() -> None:
+    """Rank 1 writes an inf to a gradient that DDP has reduced."""
+    store.PATIENCE_S = 2.0
+    loop = Loop("DDP on 2")
+    loop.train(2)
+    loop.backward()
+    if loop.rank == 1:
+        poison(loop.model.module.head.weight, INF)
+    loop.step()
+    loop.optimizer.zero_grad()
+    loop.train(1000)
+
+
+def test_a_gradient_written_to_on_one_rank_under_ddp_ends_all_ranks(tmp_path: Path) -> None:
+    ranks = Ranks(2, has_a_gradient_of_its_own, (), tmp_path)
+    assert ranks.wait() == [1, 1]
+    assert "not finite on this rank, and finite on others" in ranks.output(1)
