@@ -107,7 +107,6 @@ def test_json_holds_what_was_measured_and_on_what() -> None:
         ([], [1.0, None]),
         (["--clip", "0.5"], [0.5]),
         (["--no-clip"], [None]),
-        (["--clip", "0.5", "--no-clip"], [0.5, None]),
     ],
 )
 def test_what_is_said_of_clipping_is_measured(arguments: list[str], clips: list[float | None]) -> None:
@@ -153,6 +152,7 @@ def test_the_policy_is_that_of_the_loss_scaler() -> None:
             ["--clip", "0"],
             "`--clip` must be greater than 0. Received: 0.0. Without clipping: --no-clip.",
         ),
+        (["--clip", "1", "--no-clip"], "`--clip` and `--no-clip` exclude each other. Received: both. Leave out one of"),
         (["--clip", "nan"], "`--clip` must be greater than 0. Received: nan."),
         (["--parameters", "many"], "`--parameters` must be a number, as in 300k, 25M or 1.5B. Received: 'many'."),
         (["--parameters", "-5"], "`--parameters` must be a number, as in 300k, 25M or 1.5B. Received: '-5'."),

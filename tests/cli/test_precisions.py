@@ -51,6 +51,16 @@ def test_a_run_that_ends_in_nan_is_shown(capsys: pytest.CaptureFixture[str]) -> 
     assert "+nan ± nan" in capsys.readouterr().out
 
 
+def test_everything_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradscale._extras.installed", lambda name: name not in ("torch", "sklearn"))
+    shown = invoke()
+    assert shown.exit_code == 1
+    assert shown.stderr == (
+        "Error: `gradscale precisions` needs torch, sklearn, which are not installed. "
+        'Run: pip install "gradscale[torch,demo]"\n'
+    )
+
+
 def test_an_unknown_model_is_refused() -> None:
     shown = invoke("--model", "rnn")
     assert shown.exit_code == 2

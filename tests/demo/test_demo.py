@@ -179,6 +179,25 @@ def test_the_folder_of_the_plot_is_not_made_for_a_command_that_is_refused(tmp_pa
     assert not (tmp_path / "new").exists()
 
 
+def test_command_that_is_interrupted_leaves_no_file_and_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        assert not any(tmp_path.iterdir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["gradscale.cli.demo"], "_train", interrupted)
+    invoke("--steps", 1, "--out", tmp_path / "new" / "sub" / "plot.png")
+    assert not any(tmp_path.iterdir())
+
+
+def test_check_of_the_plot_keeps_an_older_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plot.png").write_text("older")
+    monkeypatch.setattr(sys.modules["gradscale.cli.demo"], "_train", lambda *_, **__: 1 / 0)
+    invoke("--steps", 1, "--out", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_text() == "older"
+
+
 def test_a_folder_gets_a_plot_of_its_own(tmp_path: Path) -> None:
     assert invoke("--steps", 1, "--out", tmp_path / "v1.2").exit_code == 2
     (tmp_path / "v1.2").mkdir()

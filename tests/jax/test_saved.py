@@ -126,3 +126,15 @@ def test_a_pickled_scaler_can_be_used_in_a_process_that_has_made_none(scaler: Sc
     )
     done = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, check=False)
     assert done.stdout == "96.0 3.0\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("saved", "kind", "text"),
+    [
+        ({}, ValueError, "A saved Scaler has the keys"),
+        (None, TypeError, "`from_dict` takes what `to_dict` returned. Received: NoneType"),
+    ],
+)
+def test_errors_of_from_dict_name_the_scaler_and_its_methods(saved: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        Scaler.from_dict(saved)

@@ -345,3 +345,8 @@ def test_a_loss_computed_in_bf16_is_noted_once_as_one_that_needs_no_scaler(
         (jax.jit(step) if compiled else step)(Scaler(policy), jnp.ones((3, 2)), jnp.ones((2, 3)))
     assert len(caplog.messages) == notes
     assert all("`value_and_grad` scales a loss that was computed in BF16" in each for each in caplog.messages)
+
+
+def test_scaler_in_the_place_of_the_function_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Received: a Scaler first\. Call it as `value_and_grad\(fun\)\(scaler"):
+        value_and_grad(Scaler(), lambda w: w)  # pyright: ignore[reportArgumentType]

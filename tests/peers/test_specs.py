@@ -67,6 +67,8 @@ def test_a_policy_is_named_with_its_settings(spec: str, policy: Any) -> None:
         ("none:1", "settings are given as SETTING=VALUE"),
         ("none:scale=1", "there is no setting scale. Known: none"),
         ("headroom:format=float77", "Received: 'float77'. Did you mean 'float'"),
+        ("torch/", "a rule must be named after the slash, as in torch/torch.amp.GradScaler. Without it: torch"),
+        ("dynamic/", "only other systems have rules to choose from"),
         ("torch/Nope", "`variant` must name a rule of torch. Received: 'Nope'"),
         ("torch:nope=1", "takes that system's own keywords"),
         ("mindspore", "missing a required argument"),

@@ -95,8 +95,11 @@ def _clips(clip: float | None, no_clip: bool) -> Sequence[float | None]:
     """Returns the bounds to measure with: those of the options, or both without options."""
     if clip is not None and not clip > 0:
         raise ValueError(f"`--clip` must be greater than 0. Received: {clip}. Without clipping: --no-clip.")
-    with_clip = [] if no_clip and clip is None else [clip or CLIP]
-    return [*with_clip, None] if no_clip or clip is None else with_clip
+    if clip is not None and no_clip:
+        raise ValueError("`--clip` and `--no-clip` exclude each other. Received: both. Leave out one of them, or both.")
+    if no_clip:
+        return [None]
+    return [CLIP, None] if clip is None else [clip]
 
 
 def _size(model: str | None, parameters: str | None, tensors: int | None) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """`gradscale demo`: trains small networks in FP16 and FP8, with and without loss scaling."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,11 +51,12 @@ def demo(
         check_extra()
         shown = _load(framework)
         plan = {chosen: steps or shown.steps[chosen] for chosen in chosen_models(model, shown.steps)}
-        path = _plot_path(out)  # last: it makes a folder, which a command that is refused should not
+        path = _plot_path(out)
     screen = console()
     if not as_json:
         screen.print(_announcement(shown, plan))
     comparisons = _train(shown, plan, seed, hidden=as_json)
+    path.parent.mkdir(parents=True, exist_ok=True)
     save_plot(comparisons, path)
     if as_json:
         print(json.dumps({"plot": str(path), "models": [_as_json(comparison) for comparison in comparisons]}))
@@ -114,21 +115,36 @@ def _is_installed(framework: str) -> bool:
 
 
 def _plot_path(out: Path) -> Path:
-    """Returns the file to write, which can be opened. Makes its folder if that is missing."""
+    """Returns the file to write, which can be made and opened. Leaves the disk as it was."""
     out = out.expanduser()
     is_file = out.suffix.lower() in ENDINGS and not out.is_dir()
     if (out.suffix or out.exists()) and not is_file and not out.is_dir():
         raise ValueError(f"`--out` must be a folder, or a file that ends in .png or .svg. Received: {out}.")
     path = out if is_file else out / "demo.png"
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    missing = [folder for folder in path.absolute().parents if not folder.exists()]
+    parent = path.absolute().parents[len(missing)]
     if not parent.is_dir():
         raise ValueError(f"`--out` must be in a folder, and {parent} is a file. Received: {out}.")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
+        _check_writable(path, missing)
     except OSError as error:
         raise ValueError(f"`--out` must be writable. Received: {out}. {error.strerror}.") from error
     return path
+
+
+def _check_writable(path: Path, missing: Sequence[Path]) -> None:
+    """Raises `OSError` unless the file can be made in its folders, of which these are `missing`, innermost first."""
+    existed = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    finally:
+        # Training takes a while: one that is interrupted should not leave an empty file.
+        if not existed:
+            path.unlink(missing_ok=True)
+        for folder in missing:
+            if folder.is_dir():
+                folder.rmdir()
 
 
 def _train(shown: Demo, plan: Mapping[str, int], seed: int, *, hidden: bool) -> list[Comparison]:

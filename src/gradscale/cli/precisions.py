@@ -8,9 +8,10 @@ import numpy as np
 import typer
 from rich.progress import Progress
 
+from gradscale._extras import require
 from gradscale.cli._console import chosen_models, console, table, usage_errors
 from gradscale.demo import load_demo
-from gradscale.demo.extra import check_extra
+from gradscale.demo.extra import PACKAGES
 
 if TYPE_CHECKING:
     from gradscale.demo.torch.precisions import Outcome
@@ -34,7 +35,7 @@ def precisions(
     FP32, FP16 as O1, O2 with every kind of master weights, O3, BF16, and emulated FP8. Takes minutes.
     """
     with usage_errors():
-        check_extra()
+        require("`gradscale precisions`", "torch", *PACKAGES, extra="torch,demo")
         from gradscale.demo.torch.precisions import RECIPES, compare_precisions
 
         known = load_demo("torch").steps

@@ -39,15 +39,19 @@ def write_saved(policy: Policy, state: ScaleState, amax_ratio: float = UNKNOWN_R
     return {"policy": policy.to_dict(), "state": state.to_dict(), **estimated}
 
 
-def read_saved(mapping: Mapping[str, Any]) -> Saved:
+def read_saved(
+    mapping: Mapping[str, Any], kind: str = "LossScaler", read: str = "load_state_dict", write: str = "state_dict"
+) -> Saved:
     """Returns what `write_saved` wrote, as it is or as the one text that PyTorch's scaler makes of it.
+
+    Errors name the class of the scaler, and its methods that read and write.
 
     Raises:
         TypeError: a value has the wrong type.
         ValueError: a key is missing or unknown, or a value is out of range.
     """
     mapping = opened(mapping)
-    _check_parts(mapping)
+    _check_parts(mapping, kind, read, write)
     policy = policy_from_dict(mapping["policy"])
     check_policy(policy)
     # The class of the state comes from the policy, not from the file: a state of another policy is refused.
@@ -93,20 +97,20 @@ def _widened(state: ScaleState, start: ScaleState) -> ScaleState:
     return with_values(state, {name: np.float64(getattr(state, name)) for name in wide})
 
 
-def _check_parts(mapping: Any) -> None:
+def _check_parts(mapping: Any, kind: str, read: str, write: str) -> None:
     """Raises if `mapping` does not have the two parts that `write_saved` writes."""
     if not isinstance(mapping, Mapping):
-        raise TypeError(f"`load_state_dict` takes what `state_dict` returned. Received: {type(mapping).__name__}.")
+        raise TypeError(f"`{read}` takes what `{write}` returned. Received: {type(mapping).__name__}.")
     saved = cast(Mapping[Any, Any], mapping)
     if set(saved) - {AMAX_RATIO} != set(KEYS):
         raise ValueError(
-            f"A saved LossScaler has the keys {list(KEYS)}. Received: {shown_keys(saved)}. "
-            "For another system's state use `load_state_dict(saved, system=...)` where it is taken, or "
+            f"A saved {kind} has the keys {list(KEYS)}. Received: {shown_keys(saved)}. "
+            f"For another system's state use `{read}(saved, system=...)` where it is taken, or "
             "`gradscale.import_state`."
         )
     for key in KEYS:
         if not isinstance(part := saved[key], Mapping):
-            raise TypeError(f"`{key}` of a saved LossScaler must be a mapping. Received: {shown(part)}.")
+            raise TypeError(f"`{key}` of a saved {kind} must be a mapping. Received: {shown(part)}.")
 
 
 def _ratio(value: Any) -> float:

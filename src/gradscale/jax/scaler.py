@@ -199,7 +199,7 @@ class Scaler(OtherNames):
             TypeError: a value has the wrong type.
             ValueError: a key is missing or unknown, or a value is out of range.
         """
-        saved = read_saved(mapping)
+        saved = read_saved(mapping, "Scaler", "from_dict", "to_dict")
         return cls(saved.policy, saved.state)
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:

@@ -77,6 +77,11 @@ def value_and_grad(
     The function that is returned raises ValueError where an axis is not mapped, the scale differs between devices that
     share it, or the norm of sharded parameters is asked for without `specs`, as far as JAX's types show it.
     """
+    if isinstance(fun, Scaler):
+        raise TypeError(
+            "`value_and_grad` takes the function of the loss, and what it returns takes the scaler. Received: a Scaler "
+            "first. Call it as `value_and_grad(fun)(scaler, params, ...)`."
+        )
     check_clip("clip_norm", clip_norm)
     check_retries(retries)
     signature = Signature.of(argnums, has_aux)

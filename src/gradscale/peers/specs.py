@@ -79,13 +79,19 @@ def parse_policy(spec: str) -> Policy:
 
 def _parsed(spec: str) -> Policy:
     name, _, settings = spec.partition(":")
-    system, _, rule = (part.strip() for part in name.partition("/"))
+    system, slash, rule = (part.strip() for part in name.partition("/"))
     system = system.lower()
     own = POLICIES.get("headroom" if system == AUTO else system)
     if own is not None:
-        return _own(system, own, rule, settings)
-    if system.replace("_", "-") not in (*PEERS, *SYSTEM_ALIASES):
+        return _own(system, own, slash + rule, settings)
+    plain = system.replace("_", "-")
+    if plain not in (*PEERS, *SYSTEM_ALIASES):
         raise ValueError(_unknown(system))
+    if slash and not rule:
+        known = PEERS[SYSTEM_ALIASES.get(plain, plain)].variants
+        raise ValueError(
+            f"a rule must be named after the slash, as in {system}/{next(iter(known))}. Without it: {system}."
+        )
     return preset(system, rule or None, **_pairs(settings))
 
 
@@ -100,7 +106,7 @@ def _unknown(name: str) -> str:
 def _own(name: str, kind: type[Any], rule: str, settings: str) -> Policy:
     """Returns the policy of one of gradscale's own classes. A lone value is its first setting."""
     if rule:
-        raise ValueError(f"only other systems have rules to choose from. Received: {rule!r}.")
+        raise ValueError(f"only other systems have rules to choose from. Received: {rule[1:]!r}.")
     accepted = inspect.signature(kind).parameters
     is_lone_value = bool(settings and accepted) and "=" not in settings
     pairs = _pairs(f"{next(iter(accepted))}={settings}" if is_lone_value else settings)
