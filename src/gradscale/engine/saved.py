@@ -103,10 +103,10 @@ def _check_parts(mapping: Any, kind: str, read: str, write: str) -> None:
         raise TypeError(f"`{read}` takes what `{write}` returned. Received: {type(mapping).__name__}.")
     saved = cast(Mapping[Any, Any], mapping)
     if set(saved) - {AMAX_RATIO} != set(KEYS):
+        other = f"`{read}(saved, system=...)` where it is taken, or " if read == "load_state_dict" else ""
         raise ValueError(
             f"A saved {kind} has the keys {list(KEYS)}. Received: {shown_keys(saved)}. "
-            f"For another system's state use `{read}(saved, system=...)` where it is taken, or "
-            "`gradscale.import_state`."
+            f"For another system's state use {other}`gradscale.import_state`."
         )
     for key in KEYS:
         if not isinstance(part := saved[key], Mapping):
