@@ -65,9 +65,16 @@ test-mxnet: $(MXNET)/.stage-test-mxnet ## run those of MXNet, in their own envir
 	@$(MXNET_PYTEST) -m 'not slow' $(ARGS)
 
 .PHONY: test-slow
-test-slow: $(VENV)/.stage-test $(if $(ARGS),,$(MXNET)/.stage-test-mxnet test-ray) ## run the slow tests
-	@$(PY) -m pytest -q -m slow $(ARGS) || { code=$$?; [ $$code -eq 5 ] || exit $$code; } # 5: there are none
+test-slow: test-slow-main $(if $(ARGS),,test-ray) ## run the slow tests, and the example of Ray Train
+
+.PHONY: test-slow-main
+test-slow-main: $(VENV)/.stage-test $(if $(ARGS),,$(MXNET)/.stage-test-mxnet) ## run the slow tests
+	@$(PY) -m pytest -q -m 'slow and not soak' $(ARGS) || { code=$$?; [ $$code -eq 5 ] || exit $$code; } # 5: there are none
 	@$(if $(ARGS),,$(MXNET_PYTEST) -m slow)
+
+.PHONY: test-soak
+test-soak: $(VENV)/.stage-test ## train for 2,000 steps on many ranks with faults on single ones (most of an hour)
+	@$(PY) -m pytest -q -m soak $(ARGS)
 
 .PHONY: test-ray
 test-ray: $(RAY)/.stage-test-ray ## run the example of Ray Train, in its own environment

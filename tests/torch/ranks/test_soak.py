@@ -67,6 +67,7 @@ def test_ranks_train_as_one_process(layout: str, scaler: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("layout", "scaler"), CASES)
 def test_ranks_train_as_one_process_for_long(layout: str, scaler: str, tmp_path: Path) -> None:
     check_exact(layout, scaler, LONG, tmp_path)
