@@ -162,7 +162,7 @@ def test_apex_checkpoint_says_which_part_to_pass() -> None:
 
 def test_path_instead_of_bytes_says_how_to_read_it() -> None:
     with pytest.raises(TypeError, match=r"`Path\(path\)\.read_bytes\(\)`"):
-        import_state("deepspeed", "/tmp/x")  # pyright: ignore[reportArgumentType]
+        import_state("deepspeed", "checkpoint.pt")  # pyright: ignore[reportArgumentType]
 
 
 def test_values_may_be_arrays_and_tensors_of_one_element() -> None:

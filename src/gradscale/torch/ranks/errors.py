@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from gradscale.engine import desync as engine
+
 
 class RankFailed(RuntimeError):
     """Raised on every rank at once when one of them could not take part in a step, with its reason.
@@ -23,7 +25,7 @@ class RankFailed(RuntimeError):
         return RankFailed, (self.reasons,)
 
 
-class ScaleDesync(RuntimeError):
+class ScaleDesync(engine.ScaleDesync):
     """Raised on every rank at once when their scales differ. The step was applied on none of them.
 
     Attributes:
