@@ -33,6 +33,9 @@ from gradscale.torch import LossScaler
 
 GOAL = 1.00
 RANKS = (2, 4)
+TURNS, SHORT_TURNS = 64, 512
+"""Turns of each side, with large tensors and with small ones. A short turn is mostly the wait for a core, which differs
+from turn to turn by more than the sides do: it takes many of them to tell."""
 TORCH, OURS, PREDICTIVE = "torch GradScaler", "LossScaler", "Headroom"
 
 Wrap = Callable[[nn.Module], Any]
@@ -120,9 +123,10 @@ def _measure(rank: int, ranks: int, quick: bool, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     found: dict[str, Seconds] = {}
+    turns = dict(zip(models(quick), (TURNS, SHORT_TURNS), strict=True))
     for size, model in models(quick).items():
         for name, wrap in WRAPS.items():
-            own = take_turns(sides(model, wrap), 5 if quick else 64)
+            own = take_turns(sides(model, wrap), 5 if quick else turns[size])
             slowest = torch.tensor(list(own.values()))
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             found[f"{name} on {ranks} ranks, {size}"] = dict(zip(own, slowest.tolist(), strict=True))

@@ -1,6 +1,6 @@
 """The round of a step: the few numbers that every rank sends, and what all of them know afterwards."""
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,10 @@ class Facts:
     smaller_meshes: Number = 0.0
 
 
+NAMES = [field.name for field in fields(Facts)]
+"""The numbers in the order in which they are sent."""
+
+
 class Received(NamedTuple):
     """What a rank knows after the round, the same on every rank.
 
@@ -76,8 +80,7 @@ def exchange(facts: Facts, amax: Tensor | None, device: torch.device, group: Any
         works.append(dist.all_reduce(largest, dist.ReduceOp.MAX, group=group, async_op=True))
     for work in works:
         work.wait()  # type: ignore[union-attr]
-    names = [field.name for field in fields(Facts)]
-    return Received(Facts(**dict(zip(names, packed.unbind(), strict=True))), largest)
+    return Received(Facts(**dict(zip(NAMES, packed.unbind(), strict=True))), largest)
 
 
 def join_maximum(device: torch.device, group: Any) -> Tensor:
@@ -91,8 +94,9 @@ def _packed(facts: Facts, device: torch.device) -> Tensor:
     # In float64 a sum of equal numbers is exact, and no square overflows.
     wide = torch.float32 if device.type == "mps" else torch.float64
     # Filled in: a copy of a number to the device would synchronize.
+    # Not by `astuple`, which would copy every tensor.
     filled = [
         number.to(wide) if isinstance(number, Tensor) else torch.full((), number, dtype=wide, device=device)
-        for number in astuple(facts)
+        for number in (getattr(facts, name) for name in NAMES)
     ]
     return torch.stack(filled)

@@ -25,12 +25,12 @@ class Placements:
         self._modules = modules
         self._distinct = distinct
         self._parts: dict[int, int] | None = None
-        self._checked: set[Any] = set()
+        self._copies_of: dict[Any, float] = {}
         self._weights: tuple[Any, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy: what is looked up in the model is looked up again."""
-        return {**self.__dict__, "_parts": None, "_checked": set(), "_weights": None}
+        return {**self.__dict__, "_parts": None, "_copies_of": {}, "_weights": None}
 
     def squares(self, gradients: Gradients, norms: Tensor, group: Any) -> tuple[Tensor, Tensor, bool]:
         """Returns two sums of squared norms, and whether the second has any gradient.
@@ -38,9 +38,9 @@ class Placements:
         The first is over gradients that are spread over the ranks of `group`, each divided by its copies; the second
         over those that are the same on every rank. Does not synchronize with the device, except at the first step.
         """
-        parts = self._known_parts()
+        parts, everywhere, ranks = self._known_parts(), self._everywhere, dist.get_world_size(group)
         copies = [
-            self._copies(grad, parts.get(id(parameter), self._everywhere), group)
+            self._copies(grad, parts.get(id(parameter), everywhere), ranks, group)
             for parameter, grad in zip(gradients.parameters, gradients.grads, strict=True)
         ]
         spread, same = (self._weights_of(copies, norms.device) @ norms.double().square()).unbind()
@@ -67,7 +67,7 @@ class Placements:
             if mesh is None or mesh.size() >= ranks or parts.get(id(parameter), self._everywhere) > 1:
                 continue
             members = tuple(mesh.mesh.flatten().tolist())
-            copies = self._copies(grad, 1, group)
+            copies = self._copies(grad, 1, ranks, group)
             found[members] = found.get(members, 0.0) + square / cast(float, copies) * ranks / mesh.size()
         return found
 
@@ -88,22 +88,15 @@ class Placements:
             self._parts = dict(_flat_shards(self._modules)) | dict(_named(self._distinct))
         return self._parts
 
-    def _copies(self, grad: Tensor, parts: int, group: Any) -> float | None:
-        ranks = dist.get_world_size(group)
+    def _copies(self, grad: Tensor, parts: int, ranks: int, group: Any) -> float | None:
         placements = getattr(grad, "placements", None)
         if placements is None:
             return None if parts == 1 else ranks / parts
-        mesh = grad.device_mesh  # type: ignore[attr-defined]
-        if mesh not in self._checked:
-            _check_mesh(mesh, group)
-            self._checked.add(mesh)
-        copies = ranks / (mesh.size() * parts)
-        for dim, placement in enumerate(placements):
-            # Everything else divides the gradient. Not by `is_shard`, which is False for the strided shards of a
-            # parameter that is sharded twice along one dimension.
-            if placement.is_replicate():
-                copies *= mesh.size(dim)
-        return copies
+        # Kept: a model has few placements, and a look at each would cost as much as the arithmetic of a small gradient.
+        known = placements, grad.device_mesh, parts, ranks  # type: ignore[attr-defined]
+        if known not in self._copies_of:
+            self._copies_of[known] = _copies_on(*known, group)
+        return self._copies_of[known]
 
     def _weights_of(self, copies: Sequence[float | None], device: torch.device) -> Tensor:
         """Returns two rows of weights: one over the copies of gradients that are spread, and 1 for the others."""
@@ -113,6 +106,18 @@ class Placements:
             rows = [[0.0 if each is None else 1.0 / each for each in copies], [float(each is None) for each in copies]]
             self._weights = known, torch.tensor(rows, dtype=torch.float64, device=device)
         return self._weights[1]
+
+
+def _copies_on(placements: Sequence[Any], mesh: Any, parts: int, ranks: int, group: Any) -> float:
+    """Returns on how many of `ranks` each element of a DTensor is, or raises if shards of it are on others."""
+    _check_mesh(mesh, group)
+    copies = ranks / (mesh.size() * parts)
+    for dim, placement in enumerate(placements):
+        # Everything else divides the gradient. Not by `is_shard`, which is False for the strided shards of a parameter
+        # that is sharded twice along one dimension.
+        if placement.is_replicate():
+            copies *= mesh.size(dim)
+    return copies
 
 
 def _size(group: Any) -> int:

@@ -72,8 +72,10 @@ def collect(optimizers: Sequence[Optimizer]) -> Gradients:
     if set(map(type, grads)) <= {Tensor} and not [grad for grad in grads if grad.layout is not torch.strided]:
         values = grads
     else:
-        # Read again: coalescing replaces the gradient, and a parameter may be listed twice.
-        values = [values_of(parameter, parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
+        # Read again: coalescing replaces the gradient, and a parameter may be listed twice. Without autograd, which
+        # would make a node for each local shard.
+        with torch.no_grad():
+            values = [values_of(parameter, parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
         grads: list[Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
     gradients = Gradients(parameters, grads, values, optimizers)
     first = first_of_each(grads)
