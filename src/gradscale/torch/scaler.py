@@ -238,7 +238,8 @@ class LossScaler(OtherNames):
         check_optimizers(optimizers)
         if self.policy.needs:
             window = self._ready(optimizers)
-            unscale(window.unscaled.rest_of(collect(optimizers)), window, self.policy, self._names)
+            scaled = window.unscaled.rest_of(collect(optimizers))
+            unscale(scaled, window, self.policy, self._names, self._agreement.weights)
         yield
 
     @_disable_dynamo
@@ -302,7 +303,7 @@ class LossScaler(OtherNames):
             window = self._windows.get(parameters[0].device)
             samples = self._memory.samples
             plan = plan_step(self._rule, [owner], window, norm=True, sample=samples, fold=False)
-            measurement = measure(plan)
+            measurement = self._measured(plan)
             decision = self._decided(plan, measurement)
             self._warn_of_half(plan, samples)
             multiply(plan.gradients.values, torch.where(decision.applied, decision.factor, 1.0))
@@ -443,7 +444,7 @@ class LossScaler(OtherNames):
         _check_step(optimizers, clip_norm, clip_value)
         window = self._ready(optimizers)
         if window.unscaled:
-            unscale_rest(collect(optimizers), window, self.policy, self._names)
+            unscale_rest(collect(optimizers), window, self.policy, self._names, self._agreement.weights)
         plan = plan_step(
             self._rule,
             optimizers,
@@ -461,7 +462,7 @@ class LossScaler(OtherNames):
     def _measured(self, plan: StepPlan) -> Measurement:
         """Returns the measurement of this rank: stage one."""
         try:
-            return measure(plan)
+            return measure(plan, None if plan.edge is None else self._agreement.weights(plan.gradients))
         except BaseException:
             # Some gradients may have been divided: closed, so that another step cannot divide them again.
             self._windows.close(plan.optimizers)

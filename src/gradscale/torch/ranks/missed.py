@@ -44,7 +44,7 @@ class Missed:
             self._refused, self._error = False, error
 
     def raise_again(self) -> None:
-        """Raises what all ranks have raised before. In a round: one that has loaded a state alone learns of it there."""
+        """Raises what all ranks have raised before. In a round, so that one which has loaded a state learns of it."""
         # Before what the round has found: ranks with different weights have different gradients, too.
         if self._error is not None:
             raise RankFailed(self._error.reasons, applied=True)

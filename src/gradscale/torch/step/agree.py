@@ -25,7 +25,7 @@ from gradscale.torch.ranks.placements import Distinct, Placements
 from gradscale.torch.ranks.reduced import Reduced
 from gradscale.torch.ranks.store import leave_reason, meet
 from gradscale.torch.step.decide import Rule
-from gradscale.torch.step.gradients import Gradients
+from gradscale.torch.step.gradients import Gradients, count_elements
 from gradscale.torch.step.host_copy import in_host_memory
 from gradscale.torch.step.plan import StepPlan
 
@@ -162,6 +162,15 @@ class Agreement:
             return None
         self._reduced_last = self.reduced.during_backward()
         return torch.where(finite & (not self.missed), 1.0, torch.nan)
+
+    def weights(self, gradients: Gradients) -> Sequence[float] | None:
+        """Returns what the elements of each gradient count here, so that over all ranks each element counts once.
+
+        None if all of them count the same.
+        """
+        if self.ranks == 1 or self._placements.all_same(gradients):
+            return None
+        return self._placements.weights(gradients, self.group)
 
     @np.errstate(all="ignore")
     def agree(self, plan: StepPlan, measurement: Measurement, rule: Rule) -> Agreed:
@@ -301,8 +310,8 @@ class Agreement:
         """
         failure = self._failure(failed=False)
         finite = own.finite.double()
-        counted = plan.edited or plan.edge is not None
-        elements = float(sum(map(Tensor.numel, plan.gradients.values))) if counted else 0.0
+        counted, gradients = plan.edited or plan.edge is not None, plan.gradients
+        elements = count_elements(gradients.values, self.weights(gradients)) if counted else 0.0
         sums = self._squares(plan.gradients, measurement, own.norm, plan.divisor) if plan.norm else Facts()
         return replace(
             sums,
