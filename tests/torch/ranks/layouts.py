@@ -110,7 +110,8 @@ def stage(model: GPT) -> nn.Module:
 def replicated_stage(model: GPT) -> nn.Module:
     """Returns a stage, the same as that of the other pipeline."""
     replicas = pipelines_mesh().get_group("replica")
-    return nn.parallel.DistributedDataParallel(stage(model), process_group=replicas)
+    # With it, DDP does not rebuild its buckets, which fails where a schedule calls the module without a backward pass.
+    return nn.parallel.DistributedDataParallel(stage(model), process_group=replicas, find_unused_parameters=True)
 
 
 def pipelines_mesh() -> DeviceMesh:

@@ -35,9 +35,7 @@ class Unscaled:
     def __bool__(self) -> bool:
         return bool(self._parameters)
 
-    def note(
-        self, gradients: Gradients, amax: Tensor, share: Tensor, weights: Sequence[float] | None = None
-    ) -> None:
+    def note(self, gradients: Gradients, amax: Tensor, share: Tensor, weights: Sequence[float] | None = None) -> None:
         """Notes that `gradients` are unscaled from now on, their largest magnitude, and their share above the edge.
 
         `weights` are what the elements of each count in that share; None if all count the same.
