@@ -144,8 +144,13 @@ LAYOUTS = {
 }
 
 
+def needs_sharding(layout: str) -> bool:
+    """Returns whether a layout shards with `fully_shard`."""
+    return "FSDP2" in layout or "HSDP" in layout
+
+
 def case(layout: str, *others: Any) -> Any:
     """Returns a layout, and what else a test is called with, as a case that is skipped where torch cannot run it."""
-    marks = [needs_sharding_on_cpu] if "FSDP2" in layout or "HSDP" in layout else []
+    marks = [needs_sharding_on_cpu] if needs_sharding(layout) else []
     marks += [needs_1f1b_on_gloo] if "1F1B" in layout else []
     return pytest.param(layout, *others, marks=marks)

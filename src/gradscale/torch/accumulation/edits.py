@@ -14,7 +14,6 @@ from gradscale.torch.step.apply import multiply
 from gradscale.torch.step.gradients import Gradients, Names
 from gradscale.torch.step.measure import measure_sizes
 
-
 Weigh = Callable[[Gradients], Sequence[float] | None]
 """Returns what the elements of each gradient count for the share above an edge; None if all count the same."""
 
