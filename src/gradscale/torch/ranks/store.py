@@ -53,8 +53,9 @@ def meet(group: Any) -> None:
     Ranks that have reduced their gradients know the same of them, and come at the same time. The last to come sets the
     key that the others wait for, so that the store is asked twice by each rank, whatever their number.
     """
-    ranks, store = len(_ranks_of(group)), _store()
-    key = f"gradscale/met/{(group or dist.group.WORLD).group_name}"
+    members: Any = group or dist.group.WORLD
+    ranks, store = members.size(), _store()
+    key = f"gradscale/met/{members.group_name}"
     arrived = store.add(key, 1)
     meeting = (arrived - 1) // ranks
     if arrived % ranks == 0:
