@@ -1,6 +1,7 @@
 """The share of elements above an edge, which `Histogram` follows: over all ranks each element counts once."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,9 @@ def change(large: str, edits: bool, threshold: float) -> float:
     optimizer = torch.optim.SGD([whole, sharded], lr=0.125, foreach=False)
     scaler = LossScaler(policy=Histogram(threshold=threshold))
     sizes = (LARGE, SMALL) if large == "whole" else (SMALL, LARGE)
-    scaler.backward((whole * sizes[0]).sum() + (sharded * sizes[1]).sum().full_tensor())  # type: ignore[attr-defined]
+    # Times a tensor in shards: with a number, the gradient would be whole on every rank.
+    total: Any = (sharded * torch.full_like(sharded, sizes[1])).sum()
+    scaler.backward((whole * sizes[0]).sum() + total.full_tensor())
     if edits:
         with scaler.unscaled(optimizer):
             pass
