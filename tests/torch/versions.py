@@ -26,9 +26,10 @@ needs_1f1b_on_gloo = pytest.mark.skipif(
     not compat.has_grad_dtype(), reason="torch 2.6 waits for ever in 1F1B with gloo; 2.10 does not"
 )
 
-needs_sharding_on_cpu = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="`fully_shard` runs on CPU since torch 2.7"
-)
+SHARDS_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
+"""Whether `fully_shard` runs on a CPU."""
+
+needs_sharding_on_cpu = pytest.mark.skipif(not SHARDS_ON_CPU, reason="`fully_shard` runs on CPU since torch 2.7")
 
 
 def recompile_limit() -> int:

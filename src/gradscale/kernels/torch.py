@@ -88,17 +88,25 @@ def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def share_above(gradients: Sequence[Tensor], edge: Tensor, device: torch.device) -> Tensor:
+def share_above(
+    gradients: Sequence[Tensor], edge: Tensor, device: torch.device, weights: Sequence[float] | None = None
+) -> Tensor:
     """Returns the share of all gradient elements whose magnitude is above `edge`; inf and NaN are.
 
-    Complex elements count as two. Reads each gradient once and makes temporaries as large as the largest of them.
+    Complex elements count as two, and those of a gradient times its weight, by default 1. Reads each gradient once and
+    makes temporaries as large as the largest of them.
     """
-    real = [tensor for group in tensor_groups(gradients) for tensor in group.tensors]
+    groups = tensor_groups(gradients)
+    real = [tensor for group in groups for tensor in group.tensors]
+    factors = [1.0 if weights is None else weights[position] for group in groups for position in group.positions]
     # Compared in float32: a narrower type would round the edge. Negated, so that NaN counts as above.
     wide = (grad.float() if grad.dtype.itemsize < 4 else grad for grad in real)
-    above = [(~(grad.abs() <= edge.to(grad.device))).sum().to(device, torch.float32) for grad in wide]
-    elements = sum(grad.numel() for grad in real)
-    return torch.stack(above).sum() / max(1, elements) if above else torch.zeros_like(edge)
+    above = [
+        (~(grad.abs() <= edge.to(grad.device))).sum().to(device, torch.float32) * factor
+        for grad, factor in zip(wide, factors, strict=True)
+    ]
+    elements = sum(grad.numel() * factor for grad, factor in zip(real, factors, strict=True))
+    return torch.stack(above).sum() / (elements or 1.0) if above else torch.zeros_like(edge)
 
 
 def single(size: Tensor) -> Tensor:

@@ -194,24 +194,26 @@ class LossScaler(OtherNames):
             RuntimeError: nothing was scaled or no backward pass was run since the last step, gradients from before it
                 were not cleared, or an optimizer has a kernel that is known to be wrong. Nothing has been changed then.
             ScaleStuck: step after step was skipped, and no lower scale is left to try.
-            RankFailed: another rank could not take part in the step.
+            RankFailed: another rank could not take part in the step; or in one before, which others have applied, and
+                no rank goes on until `load_state_dict` is called.
             ScaleDesync: ranks have different scales.
         """
         if not self.policy.needs:
             return self._step_without_scaling(optimizers, clip_norm, clip_value, norm=norm)
         samples, window = self._memory.samples, self._windows.open
-        self._agreement.begin(self._join_config)
+        self._agreement.begin(self._join_config, window)
         try:
             plan = self._planned(optimizers, clip_norm, clip_value, norm=norm)
             measurement = self._measured(plan)
         except Exception as error:
             self._agreement.fail(error, optimizers, self.join_device, window)
+            if self._agreement.missed:  # others have applied this step: it is over
+                self._windows.close()
             raise
         try:
             decision = self._decided(plan, measurement)
             self._warn_of_half(plan, samples)
-            self._memory.begin(optimizers, plan.divisor.device)
-            updated = apply(plan, decision.applied, decision.factor, decision.known)
+            updated = self._applied(plan, decision)
         except BaseException:
             self._windows.close(optimizers)  # as in `_measured`
             raise
@@ -236,7 +238,8 @@ class LossScaler(OtherNames):
         check_optimizers(optimizers)
         if self.policy.needs:
             window = self._ready(optimizers)
-            unscale(window.unscaled.rest_of(collect(optimizers)), window, self.policy, self._names)
+            scaled = window.unscaled.rest_of(collect(optimizers))
+            unscale(scaled, window, self.policy, self._names, self._agreement.weights)
         yield
 
     @_disable_dynamo
@@ -296,11 +299,11 @@ class LossScaler(OtherNames):
             self._retry(loss, 0 if once else RETRIES, {}, parameters)
 
         def settle() -> StepResult:
-            self._agreement.begin()
+            self._agreement.begin(window=self._windows.open)
             window = self._windows.get(parameters[0].device)
             samples = self._memory.samples
             plan = plan_step(self._rule, [owner], window, norm=True, sample=samples, fold=False)
-            measurement = measure(plan)
+            measurement = self._measured(plan)
             decision = self._decided(plan, measurement)
             self._warn_of_half(plan, samples)
             multiply(plan.gradients.values, torch.where(decision.applied, decision.factor, 1.0))
@@ -396,6 +399,7 @@ class LossScaler(OtherNames):
         note_loaded_policy(self.policy, saved.policy)
         self._rule.load(as_policy(saved.policy), saved.state, saved.amax_ratio)
         self._memory.forget()
+        self._agreement.missed.forget()
         # Zeros, as `zero_grad(set_to_none=False)` leaves them, have no scale.
         self._windows.close(zeros=False)
 
@@ -440,7 +444,7 @@ class LossScaler(OtherNames):
         _check_step(optimizers, clip_norm, clip_value)
         window = self._ready(optimizers)
         if window.unscaled:
-            unscale_rest(collect(optimizers), window, self.policy, self._names)
+            unscale_rest(collect(optimizers), window, self.policy, self._names, self._agreement.weights)
         plan = plan_step(
             self._rule,
             optimizers,
@@ -458,7 +462,7 @@ class LossScaler(OtherNames):
     def _measured(self, plan: StepPlan) -> Measurement:
         """Returns the measurement of this rank: stage one."""
         try:
-            return measure(plan)
+            return measure(plan, None if plan.edge is None else self._agreement.weights(plan.gradients))
         except BaseException:
             # Some gradients may have been divided: closed, so that another step cannot divide them again.
             self._windows.close(plan.optimizers)
@@ -473,6 +477,15 @@ class LossScaler(OtherNames):
             seen, plan.divisor, plan.clip_norm, follows_amax=plan.estimates_amax, measured=plan.amax
         )
         return decision._replace(known=known)
+
+    def _applied(self, plan: StepPlan, decision: Decision) -> bool | None:
+        """Returns whether the optimizers were updated, if the host knows: stage four."""
+        try:
+            self._memory.begin(plan.optimizers, plan.divisor.device)
+            return apply(plan, decision.applied, decision.factor, decision.known)
+        except Exception as error:
+            self._agreement.miss(error)
+            raise
 
     def _warn_of_half(self, plan: StepPlan, samples: bool) -> None:
         if samples and not self._warned_of_half:
@@ -493,7 +506,7 @@ class LossScaler(OtherNames):
         skipped = host_value(decision.applied) == 0.0 if updated is None else not updated
         if skipped and self._agreement.ranks > 1:
             # Now, when all ranks know of it: a user may ask on one of them alone.
-            result.found = self._agreement.culprits(result.culprits())
+            result.found = self._agreement.culprits(result.culprits(), plan.divisor.device)
         self._windows.close(plan.optimizers)
         self._memory.keep(result, decision.state, plan.optimizers)
         return result

@@ -43,9 +43,12 @@ def draw_faults(
     }
 
 
-def in_stages(faults: Mapping[int, Fault], last: int) -> dict[int, Fault]:
-    """Returns the faults of a pipeline, whose losses are on the rank of the `last` stage."""
-    return {step: fault if fault.place == "gradient" else replace(fault, rank=last) for step, fault in faults.items()}
+def in_stages(faults: Mapping[int, Fault]) -> dict[int, Fault]:
+    """Returns the faults of pipelines of two ranks each, whose losses are on the second."""
+    return {
+        step: fault if fault.place == "gradient" else replace(fault, rank=fault.rank | 1)
+        for step, fault in faults.items()
+    }
 
 
 @dataclass(frozen=True)

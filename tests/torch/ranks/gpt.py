@@ -187,4 +187,5 @@ def tokens_of(step: int) -> Tensor:
 def batch_of(step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
     """Returns inputs and targets of one of `parts` equal parts of a step's batch."""
     tokens = tokens_of(step).chunk(parts)[part]
-    return tokens[:, :-1], tokens[:, 1:]
+    # Pipelines of torch 2.6 refuse an input whose strides are not those of the first one's copy.
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

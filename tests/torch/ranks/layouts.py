@@ -29,7 +29,7 @@ class Layout:
         ranks: how many it takes.
         spread: returns the model spread over them.
         parts: how many parts each batch is split into.
-        schedule: the name of a schedule of `torch.distributed.pipelining`, if the model is cut into stages.
+        schedule: the name of a schedule of `torch.distributed.pipelining`, if the model is cut into two stages.
     """
 
     ranks: int
@@ -98,13 +98,25 @@ def sharded_and_tensor_parallel(model: GPT) -> nn.Module:
 
 def stage(model: GPT) -> nn.Module:
     """Removes what the other of two stages has: the embedding and a block, or a block and the head."""
-    if dist.get_rank() == 0:
+    if dist.get_rank() % 2 == 0:
         del model.blocks["1"]
         model.norm = model.head = None
     else:
         del model.blocks["0"]
         model.tokens = None
     return model
+
+
+def replicated_stage(model: GPT) -> nn.Module:
+    """Returns a stage, the same as that of the other pipeline."""
+    replicas = pipelines_mesh().get_group("replica")
+    # With it, DDP does not rebuild its buckets, which fails where a schedule calls the module without a backward pass.
+    return nn.parallel.DistributedDataParallel(stage(model), process_group=replicas, find_unused_parameters=True)
+
+
+def pipelines_mesh() -> DeviceMesh:
+    """Returns the mesh of pipelines with two stages each."""
+    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replica", "stage"))
 
 
 BLOCK: dict[str, Any] = {
@@ -127,11 +139,18 @@ LAYOUTS = {
     "DDP on 4": Layout(4, replicated, 4),
     "HSDP on 2x2": Layout(4, sharded_and_replicated, 4),
     "FSDP2 x TP on 2x2": Layout(4, sharded_and_tensor_parallel, 2),
+    "GPipe x DDP on 2x2": Layout(4, replicated_stage, 2, "ScheduleGPipe"),
+    "1F1B x DDP on 2x2": Layout(4, replicated_stage, 2, "Schedule1F1B"),
 }
+
+
+def needs_sharding(layout: str) -> bool:
+    """Returns whether a layout shards with `fully_shard`."""
+    return "FSDP2" in layout or "HSDP" in layout
 
 
 def case(layout: str, *others: Any) -> Any:
     """Returns a layout, and what else a test is called with, as a case that is skipped where torch cannot run it."""
-    marks = [needs_sharding_on_cpu] if "FSDP2" in layout or "HSDP" in layout else []
+    marks = [needs_sharding_on_cpu] if needs_sharding(layout) else []
     marks += [needs_1f1b_on_gloo] if "1F1B" in layout else []
     return pytest.param(layout, *others, marks=marks)

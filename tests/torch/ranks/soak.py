@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.torch.ranks.faults import Fault, Injection, Place, in_stages
 from tests.torch.ranks.gpt import EXACT, GPT, ROUNDED, Arithmetic, batch_of
-from tests.torch.ranks.layouts import LAYOUTS
+from tests.torch.ranks.layouts import LAYOUTS, pipelines_mesh
 from tests.torch.ranks.whole import digest_of, whole_state
 from torch import Tensor, nn
 
@@ -43,10 +43,9 @@ class WithLossScaler:
         clip_norm: float | None,
         agree: Literal["auto", "always"] = "auto",
         *,
-        in_stages: bool = False,
+        stages: Any = None,
     ) -> None:
-        distinct = dist.group.WORLD if in_stages else None
-        self.scaler = LossScaler(model, policy, agree=agree, distinct=distinct)
+        self.scaler = LossScaler(model, policy, agree=agree, distinct=stages)
         self.optimizer, self.clip_norm = optimizer, clip_norm
 
     def backward(self, loss: Tensor) -> None:
@@ -161,12 +160,12 @@ def plain_pass(model: nn.Module, scaler: Scaler, kind: Arithmetic, injection: In
 
 
 def pipelined_pass(
-    model: nn.Module, scaler: WithLossScaler, kind: Arithmetic, injection: Injection, schedule_name: str
+    model: nn.Module, scaler: WithLossScaler, kind: Arithmetic, injection: Injection, schedule_name: str, stages: Any
 ) -> Pass:
     from torch.distributed import pipelining
 
-    rank, current = dist.get_rank(), 0
-    stage = pipelining.PipelineStage(model, rank, 2, torch.device("cpu"))
+    position, current = dist.get_rank(stages), 0
+    stage = pipelining.PipelineStage(model, position, 2, torch.device("cpu"), group=stages)
 
     def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
         # Up to torch 2.7, schedules leave the division by the number of micro-batches to the user.
@@ -178,7 +177,7 @@ def pipelined_pass(
     def run(step: int, x: Tensor, y: Tensor) -> None:
         nonlocal current
         current = step
-        schedule.step(*([x] if rank == 0 else []), target=y if rank == 1 else None)
+        schedule.step(*([x] if position == 0 else []), target=y if position == 1 else None)
 
     return run
 
@@ -191,15 +190,15 @@ def train(run: Run, layout_name: str | None) -> Report:
     kind = EXACT if run.exact else ROUNDED
     model: Any = GPT(kind) if layout is None else layout.spread(GPT(kind))
     optimizer, clip_norm = run.optimizer(model), None if run.exact else 0.25
-    report = Report()
+    report, stages = Report(), None
     if schedule is None:
         injection = Injection(run.faults, rank)
         scaler = SCALERS[run.scaler](model, optimizer, run.policy, clip_norm)
         forward_and_backward = plain_pass(model, scaler, kind, injection)
     else:
-        injection = Injection(in_stages(run.faults, last=1), rank)
-        scaler = WithLossScaler(model, optimizer, run.policy, clip_norm, in_stages=True)
-        forward_and_backward = pipelined_pass(model, scaler, kind, injection, schedule)
+        injection, stages = Injection(in_stages(run.faults), rank), pipelines_mesh().get_group("stage")
+        scaler = WithLossScaler(model, optimizer, run.policy, clip_norm, stages=stages)
+        forward_and_backward = pipelined_pass(model, scaler, kind, injection, schedule, stages)
     for step in range(run.steps):
         x, y = batch_of(step) if layout is None or rank is None else batch_of(step, layout.part(rank), layout.parts)
         forward_and_backward(step, x, y)
@@ -211,7 +210,7 @@ def train(run: Run, layout_name: str | None) -> Report:
             report.norms[step] = norm
         report.scales.append(scaler.scale())
         if (step + 1) % run.digest_every == 0 or step + 1 == run.steps:
-            state = whole_state(model, optimizer, in_stages=schedule is not None)
+            state = whole_state(model, optimizer, stages)
             report.digests.append(digest_of(state, scaler.state()))
             report.weights = {name: tensors[0] for name, tensors in state.items()}
     report.state = scaler.state()

@@ -18,7 +18,7 @@ from gradscale.torch import GradScaler, LossScaler, MasterWeights
 
 dcp: Any = torch.distributed.checkpoint  # whose names are not in its `__all__`
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
 SAVED: list[Policy] = [Dynamic(init_scale=2.0**10, hysteresis=3), Headroom()]
 BUILT: list[Policy] = [Dynamic(), Histogram(), NoScaling()]

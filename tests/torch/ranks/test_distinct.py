@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.torch.ranks.launch import run_ranks
+from tests.torch.versions import needs_sharding_on_cpu
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -95,6 +96,7 @@ def test_plain_tensors_that_differ_by_rank_are_counted_each_or_refused(tmp_path:
             assert "gradients that differ between ranks" in report[refused]
 
 
+@needs_sharding_on_cpu
 def test_stages_of_shards_are_counted_each_or_refused(tmp_path: Path) -> None:
     for report in run_ranks(4, on_four_ranks, folder=tmp_path):
         assert report["stages"] == pytest.approx(norm_of_stages(), rel=1e-6)

@@ -12,6 +12,7 @@ from tests.torch.helpers import INF
 from tests.torch.ranks.launch import run_ranks
 from tests.torch.ranks.sharded import backward_of, loss_of, model_of
 from tests.torch.ranks.test_rounds import counting
+from tests.torch.versions import needs_sharding_on_cpu
 from torch import Tensor, nn
 
 from gradscale import Policy
@@ -186,6 +187,7 @@ def with_ddp(rank: int) -> Any:
 
 
 KINDS = ("fsdp", "hsdp", "tp", "loss parallel")
+MARKED = [pytest.param(kind, marks=needs_sharding_on_cpu if kind in ("fsdp", "hsdp") else ()) for kind in KINDS]
 
 
 def on_two_ranks() -> Any:
@@ -207,6 +209,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_ranks(2, on_two_ranks, folder=folder)
 
 
+@needs_sharding_on_cpu
 @pytest.mark.parametrize("how", ["ours", "ours, fused"])
 def test_ranks_decide_alike_over_all_meshes_and_plain_tensors(how: str, four: list[Any]) -> None:
     for found in (report[how] for report in four):
@@ -214,6 +217,7 @@ def test_ranks_decide_alike_over_all_meshes_and_plain_tensors(how: str, four: li
         assert [scale for _, scale in found] == [2.0**10, 2.0**9, 2.0**8, 2.0**7, 2.0**7]
 
 
+@needs_sharding_on_cpu
 @pytest.mark.parametrize("how", ["torch", "torch, fused"])
 def test_ranks_with_torchs_scaler_part_where_there_are_several_meshes(how: str, four: list[Any]) -> None:
     assert any(report[how] != four[0][how] for report in four)
@@ -250,7 +254,7 @@ class WholeParts:
         return not bad, self.scaler.get_scale()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MARKED)
 def test_dtensors_plain_parameters_and_dtensor_losses_take_one_round(kind: str, two: list[Any]) -> None:
     for found in (report[f"kind {kind}"] for report in two):
         assert [skipped for skipped, *_ in found] == [False, True, False, False]

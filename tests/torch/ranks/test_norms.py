@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.torch.ranks.gpt import GPT, ROUNDED, batch_of
 from tests.torch.ranks.launch import run_ranks
 from tests.torch.ranks.layouts import LAYOUTS, sharded, tensor_parallel
+from tests.torch.versions import needs_sharding_on_cpu
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -97,6 +98,7 @@ def on_ranks(names: list[str]) -> Mapping[str, list[Any]]:
     return {name: [steps_of(name, policy) for policy in POLICIES] for name in names}
 
 
+@needs_sharding_on_cpu
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_norm_is_that_of_one_process(ranks: int, tmp_path: Path) -> None:
     # Those of pipelines are in test_pipeline.py.

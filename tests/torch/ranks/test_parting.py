@@ -1,6 +1,7 @@
 """Ranks that do not step alike: all of them raise, at once, and say why."""
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from tests.torch.ranks.soak import Run
 from tests.torch.ranks.whole import digest_of, whole_state
 
 from gradscale import Dynamic
-from gradscale.torch import LossScaler
+from gradscale.torch import LossScaler, RankFailed
 from gradscale.torch.ranks import store
 
 pytestmark = pytest.mark.cpu_only("gloo, which has no other device")
@@ -41,6 +42,10 @@ class Raised(NamedTuple):
     afterwards: str
 
 
+def _raises(*_: Any) -> None:
+    raise RuntimeError("out of memory")
+
+
 class Loop:
     """A training loop on this rank."""
 
@@ -64,17 +69,25 @@ class Loop:
             self.step()
             self.optimizer.zero_grad()
 
-    def refused_steps(self, *, clean: int, refused: int, bad_loss: bool = False) -> list[str]:
-        """Returns statuses or errors of `clean` steps, then of `refused` ones, in which rank 1 is, and of one more."""
+    def statuses(self, events: Sequence[str]) -> list[str]:
+        """Returns the status or the error of one step for each of the `events`, which name ranks by their number."""
         found: list[str] = []
-        for step in range(clean + refused + 1):
-            within = clean <= step < clean + refused
-            self.backward(float("nan") if within and bad_loss and self.rank == 0 else 1.0)
+        for event in events:
+            here = event.endswith((str(self.rank), "all"))
+            if event.startswith("load") and here:
+                self.scaler.load_state_dict(self.start)
+            if not event.startswith("repeat"):
+                self.optimizer.zero_grad()
+                self.backward(float("nan") if event.startswith("bad loss") and self.rank == 0 else 1.0)
+            elif not here:
+                continue
+            breaks = self.optimizer.register_step_pre_hook(_raises) if event.startswith("break") and here else None
             try:
-                found.append(self.step(clip_norm=-1.0 if within and self.rank == 1 else 1.0))
+                found.append(self.step(clip_norm=-1.0 if "refuse" in event and here else 1.0))
             except (ValueError, RuntimeError) as error:
-                found.append(type(error).__name__)
-            self.optimizer.zero_grad()
+                found.append(type(error).__name__ + ", applied" * getattr(error, "applied", False))
+            if breaks is not None:
+                breaks.remove()
         return found
 
     def digest(self) -> str:
@@ -251,39 +264,117 @@ def test_scales_that_differ_are_found_under_ddp(parted_under_ddp: Any, way: str)
 def test_a_rank_that_was_refused_under_ddp_is_named_at_the_next_step(parted_under_ddp: Any) -> None:
     other, refused = (ranks["is refused"] for ranks in parted_under_ddp)
     assert other.kind == "RankFailed"
-    assert "Rank 1: at the step before, which others have applied" in other.text
+    assert "A step was applied on some ranks and not on others" in other.text
+    assert "Rank 1: in a step that others have applied" in other.text
     assert f"RuntimeError: {refused.text}" in other.text
     assert other.afterwards == refused.afterwards == "applied"
 
 
-def is_refused_at_first() -> list[str]:
-    """Rank 1 is refused in the first step, at which scales are compared."""
-    return Loop("DDP on 2").refused_steps(clean=0, refused=1)
+OK, REFUSED, FAILED, MISSED = "applied", "ValueError", "RankFailed", "RankFailed, applied"
+
+REFUSALS: dict[str, tuple[list[str], list[str], list[str]]] = {
+    # What happens, what rank 0 gets, and what rank 1 gets. The first step compares scales, so that it has a round.
+    "at first": (["refuse 1", "clean"], [FAILED, OK], [REFUSED, OK]),
+    "when others skip": (["clean", "bad loss, refuse 1", "clean"], [OK, FAILED, OK], [OK, REFUSED, OK]),
+    "and goes on": (
+        ["clean", "refuse 1", "clean", "clean", "clean"],
+        [OK, OK, MISSED, MISSED, MISSED],
+        [OK, REFUSED, MISSED, MISSED, MISSED],
+    ),
+    "twice": (["clean", "refuse 1", "refuse 1", "clean"], [OK, OK, MISSED, MISSED], [OK, REFUSED, REFUSED, MISSED]),
+    "and then the other": (
+        ["clean", "refuse 1", "refuse 0", "clean"],
+        [OK, OK, REFUSED, MISSED],
+        [OK, REFUSED, MISSED, MISSED],
+    ),
+    "until all load": (
+        ["clean", "refuse 1", "clean", "load all", "clean"],
+        [OK, OK, MISSED, OK, OK],
+        [OK, REFUSED, MISSED, OK, OK],
+    ),
+    "and one loads": (
+        ["clean", "refuse 1", "clean", "load 0", "clean", "load 1", "load all"],
+        [OK, OK, MISSED, MISSED, MISSED, MISSED, OK],
+        [OK, REFUSED, MISSED, MISSED, MISSED, MISSED, OK],
+    ),
+    "and loads before the others know": (
+        ["clean", "refuse 1", "load 1", "clean"],
+        [OK, OK, MISSED, MISSED],
+        [OK, REFUSED, MISSED, MISSED],
+    ),
+    "and repeats the step": (
+        ["clean", "refuse 1", "repeat 1", "repeat 1", "clean"],
+        [OK, OK, MISSED],
+        [OK, REFUSED, "RuntimeError", "RuntimeError", MISSED],
+    ),
+    "as all others": (
+        ["clean", "refuse all", "clean", "clean"],
+        [OK, REFUSED, "nonfinite_loss", OK],
+        [OK, REFUSED, "nonfinite_loss", OK],
+    ),
+    "by its optimizer": (["clean", "break 1", "clean"], [OK, OK, MISSED], [OK, "RuntimeError", MISSED]),
+}
 
 
-def is_refused_twice() -> list[str]:
-    """Rank 1 is refused in two steps, and the second is the one that tells the others of the first."""
-    return Loop("DDP on 2").refused_steps(clean=1, refused=2)
+@pytest.mark.parametrize("way", REFUSALS)
+def test_no_rank_goes_on_after_a_step_that_only_others_have_applied_under_ddp(refused_under_ddp: Any, way: str) -> None:
+    _, *expected = REFUSALS[way]
+    assert [found[way] for found in refused_under_ddp] == expected
 
 
-def is_refused_when_others_skip() -> list[str]:
-    """Rank 1 is refused in a step that is skipped because of rank 0's loss."""
-    return Loop("DDP on 2").refused_steps(clean=1, refused=1, bad_loss=True)
+def refused_in_every_way() -> dict[str, list[str]]:
+    return {name: Loop("DDP on 2").statuses(events) for name, (events, *_) in REFUSALS.items()}
 
 
-@pytest.mark.parametrize(
-    ("way", "refused", "other"),
-    [
-        (is_refused_at_first, ["ValueError", "applied"], ["RankFailed", "applied"]),
-        (is_refused_twice, ["applied", "ValueError", "ValueError", "applied"], ["applied", "applied", "RankFailed"]),
-        (is_refused_when_others_skip, ["applied", "ValueError", "applied"], ["applied", "RankFailed", "applied"]),
-    ],
-)
-def test_no_rank_waits_for_one_that_is_refused_under_ddp(way: Any, refused: Any, other: Any, tmp_path: Path) -> None:
-    found = run_ranks(2, way, folder=tmp_path)
-    assert found[0][: len(other)] == other
-    assert found[0][-1] == "applied"
-    assert found[1] == refused
+@pytest.fixture(scope="module")
+def refused_under_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
+    return run_ranks(2, refused_in_every_way, folder=tmp_path_factory.mktemp("refused"))
+
+
+def optimizer_raises() -> list[str]:
+    """The optimizer of rank 1 raises in a step, after the round in which all ranks have agreed to apply it."""
+    return Loop(None).statuses(["clean", "break 1", "clean", "clean"])
+
+
+def test_no_rank_goes_on_after_an_optimizer_has_raised_on_one(tmp_path: Path) -> None:
+    other, broken = run_ranks(2, optimizer_raises, folder=tmp_path)
+    assert other == [OK, OK, MISSED, MISSED]
+    assert broken == [OK, "RuntimeError", MISSED, MISSED]
+
+
+def many_fail() -> tuple[str, list[int]]:
+    """All ranks but the first are refused."""
+    try:
+        Loop(None).statuses(["clean"])
+        loop = Loop(None)
+        loop.backward()
+        loop.step(clip_norm=1.0 if loop.rank == 0 else -1.0)
+    except (ValueError, RankFailed) as error:
+        return type(error).__name__, sorted(getattr(error, "reasons", {}))
+    return "", []
+
+
+def test_several_ranks_that_are_refused_are_all_named(tmp_path: Path) -> None:
+    assert run_ranks(4, many_fail, folder=tmp_path) == [("RankFailed", [1, 2, 3]), *[("ValueError", [])] * 3]
+
+
+def meets_in_groups() -> bool:
+    """Groups that share a rank meet, each as often as it does."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([0, 2])]
+    for group, members in ((pairs[0], (0, 1)), (pairs[1], (0, 2)), (pairs[1], (0, 2)), (None, (0, 1, 2))):
+        if dist.get_rank() in members:
+            store.meet(group)
+    return True
+
+
+def test_ranks_meet_in_each_group_of_their_own(tmp_path: Path) -> None:
+    assert run_ranks(3, meets_in_groups, folder=tmp_path) == [True] * 3
+
+
+def test_an_error_of_another_rank_is_the_same_when_it_is_pickled() -> None:
+    error = RankFailed({1: "ValueError: no"}, applied=True)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.reasons, again.applied) == (str(error), {1: "ValueError: no"}, True)
 
 
 def ends_when_refused() -> None:

@@ -16,18 +16,18 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()  # type: ignore[attr-defined]
 
 
-def whole_state(model: nn.Module, optimizer: Optimizer, *, in_stages: bool = False) -> dict[str, list[Tensor]]:
-    """Returns each parameter and its optimizer state by name, of all stages if the model is cut into them."""
+def whole_state(model: nn.Module, optimizer: Optimizer, stages: Any = None) -> dict[str, list[Tensor]]:
+    """Returns each parameter and its optimizer state by name, of the group of all `stages` if there are any."""
     found: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
         held = [parameter, *(state[key] for key in sorted(state))]
         # DDP wraps the module, and names it so.
         found[name.removeprefix("module.")] = [whole(each) for each in held if isinstance(each, Tensor)]
-    if in_stages:
-        stages: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(stages, found)
-        found = {name: tensors for stage in stages for name, tensors in stage.items()}
+    if stages is not None:
+        parts: list[Any] = [None] * dist.get_world_size(stages)
+        dist.all_gather_object(parts, found, group=stages)
+        found = {name: tensors for part in parts for name, tensors in part.items()}
     return found
 
 

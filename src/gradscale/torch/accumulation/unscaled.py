@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradscale.torch.step.gradients import Gradients, parameters_of, values_of
+from gradscale.torch.step.gradients import Gradients, count_elements, parameters_of, values_of
 
 Optimizer = torch.optim.Optimizer
 
@@ -27,7 +27,7 @@ class Unscaled:
         self.optimizers: set[int] = set()
         self.amax = torch.zeros_like(scale)
         self.share = torch.zeros_like(scale)
-        self._elements = 0
+        self._elements = 0.0
         self._parameters: dict[int, Tensor] = {}
         # Weak: `zero_grad` frees the memory of a gradient.
         self._grads: dict[int, weakref.ref[Tensor]] = {}
@@ -35,17 +35,20 @@ class Unscaled:
     def __bool__(self) -> bool:
         return bool(self._parameters)
 
-    def note(self, gradients: Gradients, amax: Tensor, share: Tensor) -> None:
-        """Notes that `gradients` are unscaled from now on, their largest magnitude, and their share above the edge."""
+    def note(self, gradients: Gradients, amax: Tensor, share: Tensor, weights: Sequence[float] | None = None) -> None:
+        """Notes that `gradients` are unscaled from now on, their largest magnitude, and their share above the edge.
+
+        `weights` are what the elements of each count in that share; None if all count the same.
+        """
         self.optimizers.update(map(id, gradients.optimizers))
         # All parameters of the optimizers: an edit may give one a gradient that has none.
         self._parameters |= {id(parameter): parameter for parameter in parameters_of(gradients.optimizers)}
         self._grads |= {id(grad): weakref.ref(grad) for grad in gradients.grads}
         self.amax = torch.maximum(self.amax, amax)
-        elements = sum(map(Tensor.numel, gradients.values))
+        elements = count_elements(gradients.values, weights)
         above = self.share * self._elements + share * elements
         self._elements += elements
-        self.share = above / max(1, self._elements)
+        self.share = above / (self._elements or 1.0)
 
     def rest_of(self, gradients: Gradients) -> Gradients:
         """Returns those of `gradients` that are still scaled."""

@@ -9,20 +9,30 @@ from gradscale.engine import desync as engine
 class RankFailed(RuntimeError):
     """Raised on every rank at once when one of them could not take part in a step, with its reason.
 
-    That rank raises its own error. The step was applied on none of them.
+    That rank raises its own error. The step was applied on none of them, unless `applied` is True: a rank was refused
+    in an earlier step, which the others have applied, and their weights are no longer the same. Every later `step`
+    raises it again then, until `load_state_dict` is called on every rank.
 
     Attributes:
-        reasons: the reason of each rank that failed.
+        reasons: the reason of each rank that failed, of the first 8 if there are more.
+        applied: whether other ranks have applied a step that these ranks have missed.
     """
 
-    def __init__(self, reasons: Mapping[int, str]) -> None:
-        self.reasons = dict(reasons)
+    def __init__(self, reasons: Mapping[int, str], applied: bool = False) -> None:
+        self.reasons, self.applied = dict(reasons), applied
         listed = " ".join(f"Rank {rank}: {reason}" for rank, reason in self.reasons.items())
-        super().__init__(f"The step was applied on no rank, since not all of them could take part in it. {listed}")
+        if applied:
+            text = (
+                "A step was applied on some ranks and not on others: their weights are no longer the same. "
+                f"{listed} Load a checkpoint of the model, the optimizer and the scaler on every rank."
+            )
+        else:
+            text = f"The step was applied on no rank, since not all of them could take part in it. {listed}"
+        super().__init__(text)
 
-    def __reduce__(self) -> tuple[type["RankFailed"], tuple[Mapping[int, str]]]:
+    def __reduce__(self) -> tuple[type["RankFailed"], tuple[Mapping[int, str], bool]]:
         """Returns how a pickle makes it again: multiprocessing sends errors to the parent process."""
-        return RankFailed, (self.reasons,)
+        return RankFailed, (self.reasons, self.applied)
 
 
 class ScaleDesync(engine.ScaleDesync):

@@ -28,20 +28,28 @@ class Faults:
     def __init__(self, facts: Facts, scale: Tensor, group: Any) -> None:
         self._group, self._scale = group, scale
         ranks = dist.get_world_size(group)
-        # All of them at once have refused the step before, which nobody has applied.
+        # What all of them have missed at once, nobody has applied.
+        missed = (facts.missed > 0) & (facts.missed < ranks)
         failed = (facts.failed > 0) & (facts.failed < ranks)
         parted = _differ(facts.scale, facts.scale_squared, ranks, SAME_SCALE)
         distinct = _differ(facts.same, facts.same_squared, facts.holders, SAME_GRADIENTS)
-        self.any = failed.double() + parted + distinct
+        self.any = failed.double() + missed + parted + distinct
         self._copy = HostCopy(
-            failed * facts.failed, facts.failed_rank, parted, distinct, facts.sends_amax, facts.asks_norm, facts.follows
+            failed * facts.failed,
+            missed * facts.missed,
+            facts.failed_rank,
+            parted,
+            distinct,
+            facts.sends_amax,
+            facts.asks_norm,
+            facts.follows,
         )
 
     def raise_any(self) -> None:
         """Raises the first fault, if there is one. Waits for the numbers of the round, not for work queued since."""
-        failed, failed_ranks, parted, distinct, sent_amax, asked_norm, follow = map(round, self._copy.read())
-        if failed:
-            raise RankFailed(reasons(failed, failed_ranks, self._group))
+        failed, missed, ranks, parted, distinct, sent_amax, asked_norm, follow = map(round, self._copy.read())
+        if failed or missed:
+            raise RankFailed(reasons(failed + missed, ranks, self._group), applied=missed > 0)
         if parted:
             raise ScaleDesync(dict(gathered((dist.get_rank(), float(self._scale)), self._group)))
         if distinct:

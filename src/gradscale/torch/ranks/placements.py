@@ -38,13 +38,14 @@ class Placements:
         The first is over gradients that are spread over the ranks of `group`, each divided by its copies; the second
         over those that are the same on every rank. Does not synchronize with the device, except at the first step.
         """
-        parts, everywhere, ranks = self._known_parts(), self._everywhere, dist.get_world_size(group)
-        copies = [
-            self._copies(grad, parts.get(id(parameter), everywhere), ranks, group)
-            for parameter, grad in zip(gradients.parameters, gradients.grads, strict=True)
-        ]
+        copies = self._all_copies(gradients, group)
         spread, same = (self._weights_of(copies, norms.device) @ norms.double().square()).unbind()
         return spread, same, None in copies
+
+    def weights(self, gradients: Gradients, group: Any) -> list[float]:
+        """Returns, for each gradient, 1 over the number of ranks of `group` that hold the same elements of it."""
+        ranks = dist.get_world_size(group)
+        return [1.0 / (copies or ranks) for copies in self._all_copies(gradients, group)]
 
     def has_smaller_mesh(self, gradients: Gradients, ranks: int) -> bool:
         """Returns whether a gradient is on a mesh of fewer than `ranks` ranks."""
@@ -87,6 +88,13 @@ class Placements:
             # Once: process groups and wrappers are made before the first step.
             self._parts = dict(_flat_shards(self._modules)) | dict(_named(self._distinct))
         return self._parts
+
+    def _all_copies(self, gradients: Gradients, group: Any) -> list[float | None]:
+        parts, everywhere, ranks = self._known_parts(), self._everywhere, dist.get_world_size(group)
+        return [
+            self._copies(grad, parts.get(id(parameter), everywhere), ranks, group)
+            for parameter, grad in zip(gradients.parameters, gradients.grads, strict=True)
+        ]
 
     def _copies(self, grad: Tensor, parts: int, ranks: int, group: Any) -> float | None:
         placements = getattr(grad, "placements", None)

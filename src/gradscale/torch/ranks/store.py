@@ -4,8 +4,7 @@ A collective needs every rank, and one that has failed does not come. What it le
 learn of it, each in its own time.
 """
 
-import time
-from itertools import count
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -13,48 +12,81 @@ import torch.distributed as dist
 PATIENCE_S = 30.0
 """How long a rank waits for others that know what it knows."""
 
-_MEETINGS = count()
+MOST_REASONS = 8
+"""Of how many ranks that have failed the reasons are read."""
+
+LATEST = 4 * MOST_REASONS
+"""How many failures are looked through for them, the newest first: a rank may have left several."""
 
 
 def leave_reason(reason: str) -> None:
     """Leaves the reason for which this rank has failed."""
-    _store().set(_key(dist.get_rank()), reason)
+    store, rank = _store(), dist.get_rank()
+    store.set(_reason_key(rank), reason)
+    store.set(_failure_key(store.add("gradscale/failures", 1)), str(rank))
 
 
 def reasons(failed: int, total: int, group: Any) -> dict[int, str]:
-    """Returns the reasons of the ranks that have failed.
+    """Returns the reasons of the ranks that have failed, of `MOST_REASONS` at most.
 
-    `failed` is how many of them have, and `total` the sum of their numbers: of several ranks all that have ever left a
-    reason are returned.
+    `failed` is how many of them have, at most, and `total` the sum of their numbers. Of several, those in `group` that
+    were the last to leave a reason.
     """
-    ranks = [total] if failed == 1 else dist.get_process_group_ranks(group or dist.group.WORLD)
     store = _store()
-    return {rank: store.get(_key(rank)).decode() for rank in ranks if store.check([_key(rank)])}
+    ranks = [total] if failed == 1 else _last_failed(min(failed, MOST_REASONS), group)
+    return {rank: store.get(_reason_key(rank)).decode() for rank in sorted(ranks)}
+
+
+def _last_failed(count: int, group: Any) -> list[int]:
+    """Returns the `count` ranks of `group` that were the last to leave a reason, or fewer if they are not found."""
+    store, members = _store(), set(_ranks_of(group))
+    newest, found = store.add("gradscale/failures", 0), dict[int, None]()
+    for number in range(newest, max(0, newest - LATEST), -1):
+        if len(found) < count and (rank := int(store.get(_failure_key(number)))) in members:
+            found[rank] = None
+    return list(found)
 
 
 def meet(group: Any) -> None:
     """Returns when every rank of `group` has called it, or raises if one does not come.
 
-    Ranks that have reduced their gradients know the same of them, and come at the same time.
+    Ranks that have reduced their gradients know the same of them, and come at the same time. The last to come sets the
+    key that the others wait for, so that the store is asked twice by each rank, whatever their number.
     """
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    key, store = f"gradscale/met/{len(ranks)}/{ranks[0]}/{next(_MEETINGS)}", _store()
-    store.add(key, 1)
-    deadline = time.monotonic() + PATIENCE_S
-    while store.add(key, 0) < len(ranks):
-        if time.monotonic() > deadline:
-            raise RuntimeError(
-                "A gradient is not finite on this rank, and finite on others, although DDP has reduced it: it was "
-                "written to since, on this rank alone. Edit gradients inside `scaler.unscaled(optimizer)`, on every "
-                'rank, or build the scaler with `agree="always"`. This rank must not go on: the others have applied '
-                "the step."
-            )
-        time.sleep(0.001)
+    members: Any = group or dist.group.WORLD
+    ranks, store = members.size(), _store()
+    key = f"gradscale/met/{members.group_name}"
+    arrived = store.add(key, 1)
+    meeting = (arrived - 1) // ranks
+    if arrived % ranks == 0:
+        store.set(f"{key}/{meeting}", "")
+        store.delete_key(f"{key}/{meeting - 1}")  # all have left that one: they are here
+        return
+    try:
+        store.wait([f"{key}/{meeting}"], timedelta(seconds=PATIENCE_S))
+    except RuntimeError as error:
+        if store.check([f"{key}/{meeting}"]):
+            return
+        store.add(key, -1)
+        raise RuntimeError(
+            "A gradient is not finite on this rank, and finite on others, although DDP has reduced it: it was "
+            "written to since, on this rank alone. Edit gradients inside `scaler.unscaled(optimizer)`, on every "
+            'rank, or build the scaler with `agree="always"`. This rank must not go on: the others have applied '
+            "the step."
+        ) from error
 
 
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _key(rank: int) -> str:
+def _ranks_of(group: Any) -> list[int]:
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def _reason_key(rank: int) -> str:
     return f"gradscale/failed/{rank}"
+
+
+def _failure_key(number: int) -> str:
+    return f"gradscale/failures/{number}"

@@ -1,6 +1,7 @@
 """Stage two, agree: the measurement, made the same on all ranks that share the scale."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -14,14 +15,17 @@ from gradscale.engine.measurement import LARGEST_NORM, Measurement
 from gradscale.engine.plan import Plan
 from gradscale.policies.contract import Seen
 from gradscale.torch.accumulation.window import Window
+from gradscale.torch.ranks.culprits import culprits_of_all
+from gradscale.torch.ranks.errors import RankFailed
 from gradscale.torch.ranks.faults import Faults, gathered, refuse_distinct_meshes
 from gradscale.torch.ranks.join import check_joins
+from gradscale.torch.ranks.missed import Missed
 from gradscale.torch.ranks.packet import Facts, Received, exchange, join_maximum
 from gradscale.torch.ranks.placements import Distinct, Placements
 from gradscale.torch.ranks.reduced import Reduced
 from gradscale.torch.ranks.store import leave_reason, meet
 from gradscale.torch.step.decide import Rule
-from gradscale.torch.step.gradients import Gradients
+from gradscale.torch.step.gradients import Gradients, count_elements
 from gradscale.torch.step.host_copy import in_host_memory
 from gradscale.torch.step.plan import StepPlan
 
@@ -62,6 +66,7 @@ class Agreement:
     Attributes:
         group: a process group; None is every rank once `torch.distributed` is initialized, `"alone"` only this one.
         reduced: whether DDP has reduced the gradients.
+        missed: steps that were applied on some ranks and not on others.
     """
 
     def __init__(
@@ -77,17 +82,17 @@ class Agreement:
         """
         self.group = group
         self.reduced = Reduced(modules)
+        self.missed = Missed()
         self._placements = Placements(modules, distinct)
         self._always = always
         self._calls = 0
         self._faults: Faults | None = None
-        self._failed = False
         self._reduced_last = False
         self._meshes_compared = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy: what one step has left for the next is not part of it."""
-        return {**self.__dict__, "_faults": None, "_failed": False}
+        return {**self.__dict__, "_faults": None}
 
     @property
     def ranks(self) -> int:
@@ -97,15 +102,16 @@ class Agreement:
             return 1
         return dist.get_world_size(self.group)
 
-    def begin(self, join: Any = None) -> None:
+    def begin(self, join: Any = None, window: Window | None = None) -> None:
         """Begins a step. Raises what the last one has found on an accelerator, where it could not be read at once.
 
-        `join` is what torch's `Join` has set on the scaler.
+        `join` is what torch's `Join` has set on the scaler, and `window` the one that is open.
         """
+        self.missed.check_again(window)
         self._calls += 1
         faults, self._faults = self._faults, None
         if faults is not None:
-            faults.raise_any()
+            self._raise_any(faults)
         check_joins(self.reduced.joining, join)
 
     def fail(
@@ -114,25 +120,37 @@ class Agreement:
         """Tells the other ranks that this one cannot take part in the step, so that none of them waits for it.
 
         They raise a `RankFailed` with the reason; this rank raises its `error`. Where their step has no round, they
-        learn it from the gradients of the next. `window` is the one that was open when the step began.
+        apply it, and learn of the failure from the gradients of the next. `window` is the one that was open when the
+        step began.
         """
         if self.ranks == 1:
             return
-        reason = f"{type(error).__name__}: {error}"
         valid = [each for each in optimizers if isinstance(each, Optimizer)]
         if self._told(window) and self._quiet(valid, device):
             # As `agree` on the other ranks, which have the same gradients.
             clean = self.reduced.all_finite()
             if clean and self._calls % COMPARE_EVERY != 1:
-                leave_reason(f"at the step before, which others have applied: {reason}")
-                self._failed = True
+                self.miss(error)
                 return
             if not clean:
                 meet(self.group)
-        leave_reason(reason)
-        self._failed = False
-        if exchange(_failure(), None, device, self.group).facts.sends_amax:
+        if not self.missed:  # else the first reason stays
+            leave_reason(_text(error))
+        received = exchange(self._failure(failed=True), None, device, self.group)
+        if received.facts.sends_amax:
             join_maximum(device, self.group)
+        faults = Faults(received.facts, torch.zeros((), device=device), self.group)
+        if in_host_memory(device):
+            with suppress(RankFailed):
+                self._raise_any(faults)
+        else:
+            self._faults = faults
+
+    def miss(self, error: Exception) -> None:
+        """Notes that this rank has failed in a step which others apply. They raise a `RankFailed` in the next round."""
+        if self.ranks > 1:
+            leave_reason(f"in a step that others have applied: {_text(error)}")
+            self.missed.refuse()
 
     def mark(self, finite: Tensor) -> Tensor | None:
         """Returns what the gradient of a loss is multiplied by, to tell the other ranks whether the loss is finite.
@@ -143,7 +161,16 @@ class Agreement:
         if self.ranks == 1 or not self.reduced.all_wrapped:
             return None
         self._reduced_last = self.reduced.during_backward()
-        return torch.where(finite & (not self._failed), 1.0, torch.nan)
+        return torch.where(finite & (not self.missed), 1.0, torch.nan)
+
+    def weights(self, gradients: Gradients) -> Sequence[float] | None:
+        """Returns what the elements of each gradient count here, so that over all ranks each element counts once.
+
+        None if all of them count the same.
+        """
+        if self.ranks == 1 or self._placements.all_same(gradients):
+            return None
+        return self._placements.weights(gradients, self.group)
 
     @np.errstate(all="ignore")
     def agree(self, plan: StepPlan, measurement: Measurement, rule: Rule) -> Agreed:
@@ -180,14 +207,14 @@ class Agreement:
         received = exchange(facts, None, device, self.group)
         if sends_amax := bool(received.facts.sends_amax):
             received = received._replace(amax=join_maximum(device, self.group))
-        Faults(received.facts, scale, self.group).raise_any()
+        self._raise_any(Faults(received.facts, scale, self.group))
         seen = rule.leaves(_of_all(received, scale))
         norm = bool(received.facts.asks_norm)
         follows_amax = norm and Plan.of(rule.policy).amax
         decision = rule.decide(seen, scale, None, follows_amax=follows_amax, measured=sends_amax)
         rule.commit(decision)
         if not decision.applied:
-            self.culprits(())
+            self.culprits((), device)
 
     def any_rank(self, flags: Tensor) -> list[bool]:
         """Returns which of `flags`, a vector of bools, are set on any rank. Synchronizes with the device once."""
@@ -197,18 +224,9 @@ class Agreement:
         dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.group)
         return (packed != 0).tolist()  # type: ignore[return-value]
 
-    def culprits(self, own: Sequence[Culprit]) -> list[Culprit]:
-        """Returns the culprits of all ranks, the same on each. Every rank must call it. Synchronizes.
-
-        The count is that of the rank which has most: others may hold the same elements, or others of the gradient.
-        """
-        found: dict[str, Culprit] = {}
-        for each in (culprit for row in gathered(list(own), self.group) for culprit in row):
-            known = found.setdefault(each.name, each)
-            kind = "nan" if "nan" in (known.kind, each.kind) else "inf"
-            most = max((number for number in (known.count, each.count) if number is not None), default=None)
-            found[each.name] = Culprit(each.name, kind, most)
-        return list(found.values())
+    def culprits(self, own: Sequence[Culprit], device: torch.device) -> list[Culprit]:
+        """Returns the culprits of all ranks, the same on each. Every rank must call it. Synchronizes."""
+        return culprits_of_all(own, device, self.group)
 
     def norm(self, gradients: Gradients, measurement: Measurement, device: torch.device) -> Tensor:
         """Returns the norm over the gradients of all ranks, where nothing else must be agreed. Every rank must call it.
@@ -242,14 +260,31 @@ class Agreement:
         known = replace(facts, scale=wide, scale_squared=wide.square(), sends_amax=float(amax is not None))
         received = exchange(known, amax, device, self.group)
         faults = Faults(received.facts, scale, self.group)
-        self._failed = False
         if not in_host_memory(device):
+            self.missed.raise_again()
             self._faults = faults
+            self.missed.end_round()
             return received._replace(facts=replace(received.facts, bad=received.facts.bad + faults.any))
         if received.amax is None and received.facts.sends_amax:
             join_maximum(device, self.group)
-        faults.raise_any()
+        self.missed.raise_again()
+        self._raise_any(faults)
+        self.missed.end_round()
         return received
+
+    def _raise_any(self, faults: Faults) -> None:
+        """Raises what a round has found, and notes it if no rank may go on after it."""
+        try:
+            faults.raise_any()
+        except RankFailed as error:
+            self.missed.note(error)
+            raise
+
+    def _failure(self, *, failed: bool) -> Facts:
+        """Returns what this rank sends if it has `failed` in this step, or missed one before."""
+        missed = bool(self.missed)
+        rank = float(dist.get_rank()) if failed or missed else 0.0
+        return Facts(failed=float(failed), failed_rank=rank, missed=float(missed))
 
     def _round(self, plan: StepPlan, measurement: Measurement, own: Seen) -> Received:
         """Returns what all ranks have seen of a step, or raises what one of them has found."""
@@ -273,18 +308,18 @@ class Agreement:
 
         Sizes are 0 where a gradient is not finite: they would spoil every sum.
         """
-        failure = _failure() if self._failed else Facts()
+        failure = self._failure(failed=False)
         finite = own.finite.double()
-        counted = plan.edited or plan.edge is not None
-        elements = float(sum(map(Tensor.numel, plan.gradients.values))) if counted else 0.0
+        counted, gradients = plan.edited or plan.edge is not None, plan.gradients
+        elements = count_elements(gradients.values, self.weights(gradients)) if counted else 0.0
         sums = self._squares(plan.gradients, measurement, own.norm, plan.divisor) if plan.norm else Facts()
         return replace(
             sums,
-            failed=failure.failed,
             failed_rank=failure.failed_rank,
+            missed=failure.missed,
             bad=1.0 - finite,
-            # A rank that has failed has made its gradients NaN to say so: they are not an overflow.
-            bad_loss=1.0 if self._failed else 1.0 - own.loss_finite.double(),
+            # A rank that has missed a step has made its gradients NaN to say so: they are not an overflow.
+            bad_loss=1.0 if self.missed else 1.0 - own.loss_finite.double(),
             above=own.upper_share * elements,
             elements=elements,
             asks_norm=float(plan.norm),
@@ -309,9 +344,8 @@ class Agreement:
         return Facts(bad=1.0 - known.double(), spread=spread, same=same, same_squared=same.square(), holders=holders)
 
 
-def _failure() -> Facts:
-    """Returns what a rank sends that has failed."""
-    return Facts(failed=1.0, failed_rank=float(dist.get_rank()))
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _own(plan: StepPlan, measurement: Measurement, rule: Rule) -> Seen:

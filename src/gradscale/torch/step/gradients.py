@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,12 @@ def collect(optimizers: Sequence[Optimizer]) -> Gradients:
     gradients = Gradients(parameters, grads, values, optimizers)
     first = first_of_each(grads)
     return gradients if len(first) == len(grads) else replace(gradients, shared=True).at(first)
+
+
+def count_elements(values: Sequence[Tensor], weights: Sequence[float] | None = None) -> float:
+    """Returns how many elements tensors have, those of each times its weight, by default 1."""
+    sizes = map(Tensor.numel, values)
+    return float(sum(sizes if weights is None else map(mul, sizes, weights)))
 
 
 def first_of_each(grads: Sequence[Tensor]) -> Sequence[int]:

@@ -27,8 +27,10 @@ DOUBLE = (torch.float64, torch.complex128)
 """Types that are divided in float64."""
 
 
-def measure(plan: StepPlan) -> Measurement:
+def measure(plan: StepPlan, weights: Sequence[float] | None = None) -> Measurement:
     """Returns what one read of the gradients finds; divides them while they are read if the plan says so.
+
+    `weights` are what the elements of each gradient count for the share above an edge; None if all count the same.
 
     The largest magnitude beside the norm, and a count of elements above an edge, each take a read of their own.
     Does not synchronize with the device.
@@ -38,7 +40,8 @@ def measure(plan: StepPlan) -> Measurement:
         return divide_and_check(values, divisor)
     if not plan.sizes:
         return measure_if_overflowed(values, divisor, grows=plan.grows, half=plan.half)
-    return measure_sizes(values, divisor.device, norm=plan.norm, amax=plan.amax, edge=plan.edge, half=plan.half)
+    asked = {"norm": plan.norm, "amax": plan.amax, "half": plan.half}
+    return measure_sizes(values, divisor.device, edge=plan.edge, weights=weights, **asked)
 
 
 @torch.no_grad()
@@ -49,6 +52,7 @@ def measure_sizes(
     norm: bool = False,
     amax: bool = True,
     edge: float | None = None,
+    weights: Sequence[float] | None = None,
     half: bool = False,
 ) -> Measurement:
     """Returns the sizes of `gradients` on `device`. Does not synchronize with the device.
@@ -62,6 +66,7 @@ def measure_sizes(
         norm: read norms.
         amax: read largest magnitudes; those are read without `norm` in any case.
         edge: count the elements above this magnitude.
+        weights: what the elements of each gradient count there; None if all count the same.
         half: read the largest magnitude of FP16 gradients too: one that is divided in FP16, by a scale below 1, may
             leave its range.
     """
@@ -75,7 +80,7 @@ def measure_sizes(
         total,
         amax=None if peak is None else single(peak),
         norm=single_norm(total) if norm else None,
-        upper_share=None if edge is None else share_above(gradients, torch.full_like(total, edge), device),
+        upper_share=None if edge is None else share_above(gradients, torch.full_like(total, edge), device, weights),
         half_amax=largest(halves, device).amax() if halves else None,
         single_total=_single_total(gradients, sizes),
     )
