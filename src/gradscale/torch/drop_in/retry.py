@@ -105,7 +105,7 @@ class DropInScale:
 
     def product(self, loss: Tensor) -> Tensor:
         """Returns `loss` times the scale. It is not followed: `retried` does that, once for all attempts."""
-        return scaled(loss, self.scaler._scale_for, lambda product, *_: product)
+        return scaled(loss, self.scaler._scale_for, lambda product, *_: product, multiplies=self.scaler._multiplies)
 
     def lowered(self) -> tuple[Any, Tensor]:
         """Returns the state after one backoff, whatever the hysteresis says, and its scale.
