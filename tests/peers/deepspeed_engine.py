@@ -1,7 +1,7 @@
 """Trains with DeepSpeed's own engine on a CPU, through given overflows, and writes down its scales and a checkpoint.
 
-`python -m tests.peers.deepspeed_engine` writes tests/data/deepspeed_engine.json, or the file that it is given. DeepSpeed
-must be installed: `make test-deepspeed` makes an environment with it.
+`python -m tests.peers.deepspeed_engine` writes tests/data/deepspeed_engine.json, or the file that it is given, where
+DeepSpeed is installed: `make test-deepspeed` makes such an environment.
 """
 
 import base64
@@ -9,6 +9,8 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,15 +34,13 @@ FP16_BY_STAGE = {
 
 def row(stage: int) -> dict[str, Any]:
     """Returns what the engine did with this stage of ZeRO, as a row of the test data."""
-    import deepspeed
-
     with TemporaryDirectory() as folder:
         scales, checkpoint = _train(FP16_BY_STAGE[stage], stage, folder)
     return {
         "id": f"deepspeed-engine-zero{stage}",
         "system": "deepspeed",
         "class": "config" if stage else "FP16_UnfusedOptimizer",
-        "source": f"deepspeed {deepspeed.__version__}, DeepSpeedEngine, ZeRO stage {stage}",
+        "source": f"deepspeed {version('deepspeed')}, DeepSpeedEngine, ZeRO stage {stage}",
         "config": FP16_BY_STAGE[stage] if stage else UNFUSED,
         "pattern": "engine",
         "found_inf": FOUND_INF,
@@ -70,12 +70,12 @@ def _train(fp16: Mapping[str, Any], stage: int, folder: str) -> tuple[list[float
 
 
 def _engine(fp16: Mapping[str, Any], stage: int) -> Any:
-    import deepspeed
     import torch
-    from deepspeed.accelerator import get_accelerator
 
+    # By name: it is not installed where the types are checked.
+    deepspeed, accelerator = import_module("deepspeed"), import_module("deepspeed.accelerator")
     # It refuses FP16 on CPUs without instructions for it; torch computes it on all of them.
-    get_accelerator().is_fp16_supported = lambda: True
+    accelerator.get_accelerator().is_fp16_supported = lambda: True
     model = torch.nn.Linear(4, 1)
     config = {
         "train_micro_batch_size_per_gpu": 1,
