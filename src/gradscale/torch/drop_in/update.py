@@ -9,9 +9,9 @@ from torch import Tensor
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.plan import Plan
 from gradscale.kernels.torch import share_above
-from gradscale.policies.contract import Policy, Seen
+from gradscale.policies.contract import Policy, ScaleState, Seen
 from gradscale.policies.dynamic import Dynamic
-from gradscale.policies.static import Static
+from gradscale.policies.static import CheckOnly, Static
 from gradscale.torch.drop_in.settings import Bounds
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.measure import measure_sizes
@@ -40,19 +40,22 @@ def by_kernel(
 
 def by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bounds: Bounds) -> None:
     """Updates `rule`, and with it `scale` and `tracker`. Does not synchronize with the device."""
-    # torch's tensors take precedence over the state: other code may have set them since. Cloned, because they are
-    # written to below and a state is never changed.
-    present = replace(rule.state, scale=rule.leaf(scale.clone()), clean_steps=rule.leaf(tracker.clone()))
-    rule.state = rule.after(present, rule.leaves(seen))
+    # Cloned, because they are written to below and a state is never changed.
+    rule.state = rule.after(present(rule, scale.clone(), tracker.clone()), rule.leaves(seen))
     scale.copy_(rule.scale).clamp_(bounds.min_scale, bounds.max_scale)
     tracker.copy_(rule.tensor(rule.state.clean_steps))
+
+
+def present(rule: Rule, scale: Tensor, tracker: Tensor) -> ScaleState:
+    """Returns the state of `rule` with torch's two tensors, which it keeps: other code may have set them since."""
+    return replace(rule.state, scale=rule.leaf(scale), clean_steps=rule.leaf(tracker))
 
 
 def lowest_factor(rule: Rule | None, backoff_factor: float) -> float:
     """Returns the least that one update may multiply the scale by; 0 where the policy has no such bound."""
     if rule is None or isinstance(rule.policy, Dynamic):
         return backoff_factor
-    return 1.0 if isinstance(rule.policy, Static) else 0.0
+    return 1.0 if isinstance(rule.policy, Static | CheckOnly) else 0.0
 
 
 def sizing_policy(rule: Rule | None) -> Policy | None:
