@@ -7,12 +7,12 @@ from rl_policy import Policy, check_ratios, load_parts, log_probabilities, rewar
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from gradscale import Dynamic, NoScaling
+from gradscale import NoScaling, preset
 from gradscale.torch import LossScaler
 
 SEED, UPDATES = 0, 60
 # The first scale is too high on purpose: the first updates overflow, and nothing may move in them.
-RULES = {torch.bfloat16: NoScaling(), torch.float16: Dynamic(init_scale=2.0**20, growth_interval=400)}
+RULES = {torch.bfloat16: NoScaling(), torch.float16: preset("rl", init_scale=2.0**20)}
 
 
 class Run:
