@@ -1,6 +1,6 @@
 # Every target makes .venv and installs what it needs; stamps inside .venv make the next run start at once.
 # MXNet, which needs an old numpy, has an environment of its own: .venv-mxnet, made when its tests or its demo are run.
-# So has Ray, for one example: .venv-ray, made by `make test-slow`.
+# So have Ray, for one example, and DeepSpeed, for one test: .venv-ray and .venv-deepspeed, made by `make test-slow`.
 #
 #   make PYTHON=/path/to/python3.12 demo     chooses the interpreter of a new .venv
 #   make test ARGS='-k headroom'             chooses among the tests, those of MXNet left out; for them: make test-mxnet
@@ -17,6 +17,7 @@ PY := $(VENV)/bin/python
 MXNET := .venv-mxnet
 MXNET_PY := $(MXNET)/bin/python
 RAY := .venv-ray
+DEEPSPEED := .venv-deepspeed
 PYTHON ?=
 WORKERS ?= 2 # of the tests; each takes up to 5 GB of memory
 DEVICE ?= sim # where the tests of PyTorch run besides the CPU
@@ -31,6 +32,7 @@ MATRIX := --group matrix
 DIST := --group dist
 ONLY_MXNET := -e '.[cli,demo,mxnet]' --group test
 ONLY_RAY := -e '.[torch]' --group test --group ray
+ONLY_DEEPSPEED := -e '.[torch]' --group test --group deepspeed
 
 # What is tested in the environment of MXNet. A requested adapter that does not load fails the run.
 MXNET_TESTS := tests/mxnet tests/conformance tests/numpy tests/peers/test_mxnet.py tests/demo/test_mxnet_demo.py src/gradscale/mxnet
@@ -65,7 +67,7 @@ test-mxnet: $(MXNET)/.stage-test-mxnet ## run those of MXNet, in their own envir
 	@$(MXNET_PYTEST) -m 'not slow' $(ARGS)
 
 .PHONY: test-slow
-test-slow: test-slow-main $(if $(ARGS),,test-ray) ## run the slow tests, and the example of Ray Train
+test-slow: test-slow-main $(if $(ARGS),,test-ray test-deepspeed) ## run the slow tests, the example of Ray Train, and DeepSpeed's engine
 
 .PHONY: test-slow-main
 test-slow-main: $(VENV)/.stage-test $(if $(ARGS),,$(MXNET)/.stage-test-mxnet) ## run the slow tests
@@ -79,6 +81,10 @@ test-soak: $(VENV)/.stage-test ## train for 2,000 steps on many ranks with fault
 .PHONY: test-ray
 test-ray: $(RAY)/.stage-test-ray ## run the example of Ray Train, in its own environment
 	@$(RAY)/bin/python -m pytest -q tests/examples/test_ray.py
+
+.PHONY: test-deepspeed
+test-deepspeed: $(DEEPSPEED)/.stage-test-deepspeed ## compare the preset and checkpoints with DeepSpeed's engine, in its own environment
+	@$(DEEPSPEED)/bin/python -m pytest -q tests/peers/test_deepspeed_engine.py
 
 .PHONY: test-other-cpu
 test-other-cpu: $(VENV)/.stage-test ## run the tests as on a CPU without vector instructions beyond the baseline
@@ -124,8 +130,8 @@ bench-quick: $(VENV)/.stage-test ## run the benchmarks in under a minute, roughl
 	@$(PY) benchmarks/run.py --quick $(ARGS)
 
 .PHONY: pins
-pins: $(VENV)/.stage-lint $(VENV)/.stage-docs $(VENV)/.stage-dist $(MXNET)/.stage-test-mxnet $(RAY)/.stage-test-ray ## write the installed versions to constraints/
-	@for pair in $(VENV):main $(MXNET):mxnet $(RAY):ray; do \
+pins: $(VENV)/.stage-lint $(VENV)/.stage-docs $(VENV)/.stage-dist $(MXNET)/.stage-test-mxnet $(RAY)/.stage-test-ray $(DEEPSPEED)/.stage-test-deepspeed ## write the installed versions to constraints/
+	@for pair in $(VENV):main $(MXNET):mxnet $(RAY):ray $(DEEPSPEED):deepspeed; do \
 	  pins=constraints/$${pair#*:}.txt; \
 	  { sed -n '/^#/p' $$pins; $${pair%:*}/bin/python -m pip freeze --all --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//'; } > $$pins.new; \
 	  mv $$pins.new $$pins; \
@@ -138,7 +144,7 @@ clean: ## remove what the other targets made, except the environments
 
 .PHONY: distclean
 distclean: clean ## remove the environments as well
-	@rm -rf $(VENV) $(MXNET) $(RAY) .venv-matrix
+	@rm -rf $(VENV) $(MXNET) $(RAY) $(DEEPSPEED) .venv-matrix
 
 $(VENV)/.stage-demo: EXTRA = $(DEMO)
 $(VENV)/.stage-test: EXTRA = $(TEST)
@@ -148,6 +154,7 @@ $(VENV)/.stage-matrix: EXTRA = $(MATRIX)
 $(VENV)/.stage-dist: EXTRA = $(DIST)
 $(MXNET)/.stage-test-mxnet: EXTRA = $(ONLY_MXNET)
 $(RAY)/.stage-test-ray: EXTRA = $(ONLY_RAY)
+$(DEEPSPEED)/.stage-test-deepspeed: EXTRA = $(ONLY_DEEPSPEED)
 
 # What the recipes below need to know of an environment. For MXNet no newer Python will do: it needs numpy 1.23.
 $(VENV)/.stage-%: PINS = constraints/main.txt
@@ -164,6 +171,11 @@ $(RAY)/.stage-venv: CANDIDATES = $(if $(PYTHON),'$(PYTHON)') python3.11 python3 
 $(RAY)/.stage-venv: SUITS = (3, 11) <= sys.version_info < (3, 14)
 $(RAY)/.stage-venv: NEEDS = Ray 2.60 needs Python 3.11 to 3.13 (all other tests: make test-main)
 
+$(DEEPSPEED)/.stage-%: PINS = constraints/deepspeed.txt
+$(DEEPSPEED)/.stage-venv: CANDIDATES = $(if $(PYTHON),'$(PYTHON)') python3.11 python3 python3.12 python3.13
+$(DEEPSPEED)/.stage-venv: SUITS = sys.version_info >= (3, 11)
+$(DEEPSPEED)/.stage-venv: NEEDS = gradscale needs Python 3.11 or newer
+
 $(VENV)/.stage-%: pyproject.toml constraints/main.txt | $(VENV)/.stage-venv
 	$(INSTALL)
 
@@ -171,6 +183,9 @@ $(MXNET)/.stage-%: pyproject.toml constraints/mxnet.txt | $(MXNET)/.stage-venv
 	$(INSTALL)
 
 $(RAY)/.stage-%: pyproject.toml constraints/ray.txt | $(RAY)/.stage-venv
+	$(INSTALL)
+
+$(DEEPSPEED)/.stage-%: pyproject.toml constraints/deepspeed.txt | $(DEEPSPEED)/.stage-venv
 	$(INSTALL)
 
 # pip's whole output goes to the log; the screen gets the names as they are resolved, and the end of the log on failure.
@@ -188,7 +203,7 @@ define INSTALL
 endef
 
 # Each candidate is run, not only looked up: a pyenv shim may be on the PATH with no such Python behind it.
-$(VENV)/.stage-venv $(MXNET)/.stage-venv $(RAY)/.stage-venv:
+$(VENV)/.stage-venv $(MXNET)/.stage-venv $(RAY)/.stage-venv $(DEEPSPEED)/.stage-venv:
 	@seen=; for python in $(CANDIDATES); do \
 	  version=$$("$$python" --version 2>/dev/null) || continue; \
 	  if "$$python" -c 'import sys; sys.exit(not ($(SUITS)))'; then found=$$python; break; fi; \

@@ -1,17 +1,19 @@
 """Every example runs as it stands, warns of nothing, and learns."""
 
 import re
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.examples.run import EXAMPLES as FOLDER
 from tests.examples.run import RANKS, lines_printed
 
-EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "char_gpt.py"})
-"""All programs, without the model that those on many ranks share."""
+EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "char_gpt.py", FOLDER / "rl_policy.py"})
+"""All programs, without the models that those on many ranks, and that of reinforcement learning, import."""
 
-SLOW = {"torch_fsdp2", "torch_fsdp2_tp", "torch_pipeline"}
+SLOW = {"torch_fsdp2", "torch_fsdp2_tp", "torch_pipeline", "torch_rl_fp16"}
 
 CLOSING = re.compile(r"(?P<before>[\d.]+) -> (?P<after>[\d.]+)\b.*, skipped (?P<skipped>\d+) of (?P<steps>\d+)")
 """How the last line of every example ends: what was learned, and what became of the steps."""
@@ -36,14 +38,19 @@ def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 12
 
 
-@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem not in RANKS], ids=lambda path: path.stem)
-def test_the_example_learns_and_seldom_skips(path: Path) -> None:
-    if missing := [name for name in needed(path.stem) if find_spec(name) is None]:
+def marked(names: Iterable[str]) -> list[Any]:
+    """Returns the names as parameters of a test, with a mark where the example takes long."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW), id=name) for name in names]
+
+
+@pytest.mark.parametrize("name", marked(path.stem for path in EXAMPLES if path.stem not in RANKS))
+def test_the_example_learns_and_seldom_skips(name: str) -> None:
+    if missing := [package for package in needed(name) if find_spec(package) is None]:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    check_closing(lines_printed(path.stem)[-1])
+    check_closing(lines_printed(name)[-1])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RANKS])
+@pytest.mark.parametrize("name", marked(RANKS))
 def test_the_ranks_of_the_example_skip_together_and_learn(name: str) -> None:
     pytest.importorskip("torch")
     lines = lines_printed(name)

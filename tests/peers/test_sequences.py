@@ -15,7 +15,10 @@ ROWS = rows("peer_scale_sequences.json")
 MORE_ROWS = rows("more_peer_sequences.json")
 """Odd factors, compiled code, and the ends of the number range."""
 
-ALL_ROWS = ROWS + MORE_ROWS
+ENGINE_ROWS = rows("deepspeed_engine.json")
+"""Of DeepSpeed's whole engine, not of its scaler alone."""
+
+ALL_ROWS = ROWS + MORE_ROWS + ENGINE_ROWS
 
 
 def states_of(row: dict[str, Any]) -> list[Any]:

@@ -57,13 +57,16 @@ def _packages(listed: list[Requirement], extra: str) -> list[Package]:
             included = [package for name in requirement.extras for package in _packages(listed, name)]
             found[:0] = [replace(package, shared=True) for package in included]
         else:
-            version = installed(requirement.name)
-            # A version such as 2.14.0a0+git is accepted where 2.13 is: a nightly is what someone chose.
-            supported = version is not None and requirement.specifier.contains(version, prereleases=True)
-            found.append(
-                Package(requirement.name, str(requirement.specifier), version, supported, requirement.name in core)
-            )
+            found.append(package_for(requirement, shared=requirement.name in core))
     return found
+
+
+def package_for(requirement: Requirement, shared: bool = False) -> Package:
+    """Returns the package that a requirement names, as it is installed here."""
+    version = installed(requirement.name)
+    # A version such as 2.14.0a0+git is accepted where 2.13 is: a nightly is what someone chose.
+    supported = version is not None and requirement.specifier.contains(version, prereleases=True)
+    return Package(requirement.name, str(requirement.specifier), version, supported, shared)
 
 
 def _belongs(requirement: Requirement, extra: str) -> bool:

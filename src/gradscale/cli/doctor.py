@@ -1,4 +1,4 @@
-"""`gradscale doctor`: what is installed here, whether its version is supported, and which adapters load."""
+"""`gradscale doctor`: what is installed here, whether its version is supported, and which modules load."""
 
 import importlib
 import json
@@ -17,6 +17,7 @@ from gradscale import __version__
 from gradscale._extras import MissingExtra, how_to_install
 from gradscale.cli._console import FAILURE, console, table
 from gradscale.cli._requirements import CORE, Package, installed, packages_by_extra
+from gradscale.cli._trainers import TRAINERS, package_of
 
 STDERR = 2
 
@@ -29,13 +30,13 @@ ADAPTERS = {
 }
 """The adapter that needs each extra."""
 
-OTHERS = ("tensorflow", "tensorflow-cpu", "flax", "jmp", "lightning", "accelerate")
+OTHERS = ("tensorflow", "tensorflow-cpu", "flax", "jmp")
 """What gradscale works with and does not install."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The state of one extra in this environment.
+    """The state of one extra, or of one trainer, in this environment.
 
     Attributes:
         extra: its name.
@@ -55,16 +56,19 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     screen = console()
     with screen.status("loading the frameworks that are installed"), _stderr_dropped():
         extras = packages_by_extra() or {extra: [] for extra in ADAPTERS}
-        findings = [examine(extra, packages, ADAPTERS.get(extra)) for extra, packages in extras.items()]
+        frameworks = [examine(name, extras[name], ADAPTERS.get(name)) for name in extras if name not in TRAINERS]
+        trainers = [examine_trainer(package_of(name, extras)) for name in TRAINERS]
+    findings = [*frameworks, *trainers]
     others = {name: version for name in OTHERS if (version := installed(name))}
     if as_json:
-        print(json.dumps({**_about(), "extras": [asdict(f) for f in findings], "others": others, "devices": devices()}))
+        listed = {"extras": list(map(asdict, frameworks)), "trainers": list(map(asdict, trainers))}
+        print(json.dumps({**_about(), **listed, "others": others, "devices": devices()}))
     else:
         screen.print(
             escape("gradscale {gradscale}\nPython {python}, {executable}\n{platform}".format(**_about())),
             soft_wrap=True,
         )
-        _show(findings, others)
+        _show(frameworks, trainers, others)
     if any(found.broken for found in findings):
         raise typer.Exit(FAILURE)
 
@@ -78,11 +82,16 @@ def _about() -> dict[str, str]:
     }
 
 
-def _show(findings: Sequence[Finding], others: dict[str, str]) -> None:
+def _show(frameworks: Sequence[Finding], trainers: Sequence[Finding], others: dict[str, str]) -> None:
     screen, rows = console(), table("extra", "packages", "status", prose=2)
-    for found in findings:
+    for found in frameworks:
         shown = "\n".join(f"{package.name} {package.version or '-'}" for package in found.packages)
         rows.add_row(found.extra, escape(shown), escape(found.status))
+    screen.print(rows)
+    rows = table("trainer", "version", "supported", "status", prose=3)
+    for found in trainers:
+        (package,) = found.packages
+        rows.add_row(found.extra, package.version or "-", package.needs, escape(found.status))
     screen.print(rows)
     if others:
         screen.print(f"Also installed: {', '.join(f'{name} {version}' for name, version in others.items())}")
@@ -100,15 +109,32 @@ def examine(extra: str, packages: Sequence[Package], adapter: str | None = None)
     if outside := [package for package in packages if not package.supported]:
         versions = ", ".join(f"{one.name} {one.version} is not {one.needs}" for one in outside)
         return Finding(extra, packages, f"not supported: {versions}; {run}", broken=True)
-    if adapter is None:
-        return Finding(extra, packages, "installed")
+    return Finding(extra, packages, "installed") if adapter is None else _loaded(extra, packages, adapter)
+
+
+def examine_trainer(package: Package) -> Finding:
+    """Returns the state of a trainer; imports the module that it needs, and so the trainer, where it is installed."""
+    name, trainer = package.name, TRAINERS[package.name]
+    if package.version is None:
+        return Finding(name, [package], "not installed")
+    if not package.supported:
+        # Broken only where an extra of gradscale asks for other versions. The rest is what a user chose to install.
+        untested = f"not {'tested' if trainer.tested else 'supported'}: {name} {package.version} is not {package.needs}"
+        return Finding(name, [package], untested, broken=trainer.tested is None)
+    if trainer.module is None:
+        return Finding(name, [package], trainer.instead)
+    return _loaded(name, [package], trainer.module)
+
+
+def _loaded(name: str, packages: Sequence[Package], module: str) -> Finding:
+    """Returns whether a module of gradscale loads."""
     try:
-        importlib.import_module(adapter)
+        importlib.import_module(module)
     except MissingExtra as error:  # such as a backend of Keras
-        return Finding(extra, packages, f"incomplete: {error}")
+        return Finding(name, packages, f"incomplete: {error}")
     except Exception as error:  # whatever is wrong with an installation is reported here
-        return Finding(extra, packages, f"fails to load: {type(error).__name__}: {error}", broken=True)
-    return Finding(extra, packages, f"{adapter} loads")
+        return Finding(name, packages, f"fails to load: {type(error).__name__}: {error}", broken=True)
+    return Finding(name, packages, f"{module} loads")
 
 
 def devices() -> list[str]:

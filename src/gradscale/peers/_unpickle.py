@@ -32,9 +32,12 @@ _SCALERS = (
 )
 
 _UNREAD = (
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
     "torch.Size",
+    "torch.Tensor",
     "torch.device",
+    "torch._tensor._rebuild_from_type_v2",
     "torch._utils._rebuild_parameter",
     "torch._utils._rebuild_tensor",
     "torch._utils._rebuild_tensor_v2",
