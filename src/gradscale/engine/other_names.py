@@ -60,7 +60,7 @@ ANSWERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "scale of a loss": "Use `scaler.scale(loss).backward()`.",
             "scale": "Use `scaler.get_scale()`, which synchronizes, or `scaler.metrics()['scale']`, which does not.",
             "step": "Use `scaler.step(optimizer)`.",
-            "backward": "Use `scaler.scale(loss).backward()`.",
+            "backward": "Use `scaler.backward(loss)`, or `scaler.scale(loss).backward()`.",
             "clip": "Use `scaler.step(optimizer, clip_norm=1.0)`, which clips the unscaled gradients.",
             "overflow": "Use `scaler.last.skipped()` and `scaler.last.culprits()`, after `step`.",
             "enabled": "Use `scaler.is_enabled()`.",

@@ -64,9 +64,11 @@ class FabricMixedPrecision(LightningMixedPrecision):
         return contexts
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Scales the loss and runs the backward pass."""
-        loss = tensor if self.scaler is None else self.scaler.scale(tensor)
-        loss.backward(*args, **kwargs)
+        """Scales the loss and runs the backward pass: again at a lower scale if it overflows before the first step."""
+        if args or self.scaler is None:
+            super().backward(tensor, model, *args, **kwargs)
+        else:
+            self.scaler.backward(tensor, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         """Clips and steps the optimizer on unscaled gradients, or skips the step."""

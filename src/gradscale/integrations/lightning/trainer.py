@@ -107,13 +107,16 @@ class MixedPrecision(LightningMixedPrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Scales the loss and runs the backward pass, by the module's own `backward` if it has one."""
+        """Scales the loss and runs the backward pass, by the module's own `backward` if it has one.
+
+        Without, it is run again at a lower scale if it overflows before a step was applied.
+        """
         if self.scaler is None:
             super().backward(tensor, model, optimizer, *args, **kwargs)
         elif args or overrides(model, "backward", LightningModule):
             super().backward(self.scaler.scale(tensor), model, optimizer, *args, **kwargs)
         else:
-            self.scaler.scale(tensor).backward(**kwargs)
+            self.scaler.backward(tensor, **kwargs)
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
