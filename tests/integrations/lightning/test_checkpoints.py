@@ -15,7 +15,9 @@ def plugins() -> dict[str, Any]:
     return {
         "auto": lambda: MixedPrecision(),
         "torch's rule": ours,
-        "hysteresis": lambda: MixedPrecision(scaler=GradScaler("cpu", init_scale=256.0, growth_interval=3, hysteresis=2)),
+        "hysteresis": lambda: MixedPrecision(
+            scaler=GradScaler("cpu", init_scale=256.0, growth_interval=3, hysteresis=2)
+        ),
     }
 
 

@@ -151,10 +151,13 @@ def test_fabric_save_does_not_omit_the_scaler(tmp_path: Path) -> None:
 
     plugin = FabricMixedPrecision()
     assert plugin.scaler is not None
-    assert saved_by(LightningFabricMixedPrecision("16-mixed", "cpu")).keys() == {"model", "optimizer"}, "Lightning's own"
+    assert saved_by(LightningFabricMixedPrecision("16-mixed", "cpu")).keys() == {"model", "optimizer"}, (
+        "Lightning's own"
+    )
     assert saved_by(plugin)["MixedPrecision"] == plugin.scaler.state_dict()
 
 
+@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled, but CUDA is not available")
 def test_scaler_for_fsdp1_can_be_set() -> None:
     from lightning.pytorch.plugins.precision import FSDPPrecision
 

@@ -1,6 +1,7 @@
 """`FabricMixedPrecision`: the precision plugin for `lightning.Fabric`."""
 
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -53,15 +54,14 @@ class FabricMixedPrecision(LightningMixedPrecision):
         self.scaler: GradScaler | None
         # Fabric does not tell its plugins where the model is.
         self._devices = _devices() if device is None else (device,)
-        self._clip = Clip(clip_norm, clip_value)
+        clip = Clip(clip_norm, clip_value)  # checks them
+        self._clip = {name: bound for name, bound in (("clip_norm", clip.norm), ("clip_value", clip.value)) if bound}
         carry_scalers(FabricMixedPrecision)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Returns a context in which operations run in FP16, or BF16."""
-        contexts = ExitStack()
-        for device in self._devices:
-            contexts.enter_context(torch.autocast(device, dtype=self._desired_input_dtype))
-        return contexts
+        first, *others = (torch.autocast(device, dtype=self._desired_input_dtype) for device in self._devices)
+        return _nested(first, *others) if others else first
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Scales the loss and runs the backward pass: again at a lower scale if it overflows before the first step."""
@@ -74,8 +74,7 @@ class FabricMixedPrecision(LightningMixedPrecision):
         """Clips and steps the optimizer on unscaled gradients, or skips the step."""
         if isinstance(optimizer, torch.optim.LBFGS) or self.scaler is None:
             return super().optimizer_step(optimizer, **kwargs)
-        clip = {"clip_norm": self._clip.norm, "clip_value": self._clip.value}
-        output = self.scaler.step(optimizer, **clip, **kwargs)  # type: ignore[arg-type]
+        output = self.scaler.step(optimizer, **self._clip, **kwargs)  # type: ignore[arg-type]
         self.scaler.update()
         return output
 
@@ -87,6 +86,14 @@ class FabricMixedPrecision(LightningMixedPrecision):
     def metrics(self) -> dict[str, float]:
         """Returns the scaler's metrics for `fabric.log_dict`. Never synchronizes."""
         return {} if self.scaler is None else logged(self.scaler.metrics())
+
+
+@contextmanager
+def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def _devices() -> tuple[str, ...]:

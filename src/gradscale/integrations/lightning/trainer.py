@@ -188,4 +188,6 @@ class MixedPrecision(LightningMixedPrecision):
 
 def _is_due(trainer: Trainer, result: StepResult) -> bool:
     """Returns whether metrics are logged: where loggers are written, after a skip, and at the end of an epoch."""
+    if trainer.barebones:
+        return False  # it refuses to log
     return trainer.is_last_batch or trainer._logger_connector.should_update_logs or result.poll() is False
