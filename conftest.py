@@ -30,6 +30,7 @@ NEEDS = {
     "demo/keras": "keras",
     "mxnet": "mxnet",
     "demo/mxnet": "mxnet",
+    "integrations/lightning": "lightning",
 }
 
 collect_ignore = [f"src/gradscale/{path}" for path, framework in NEEDS.items() if find_spec(framework) is None]

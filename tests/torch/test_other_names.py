@@ -106,9 +106,11 @@ def test_drop_in_says_how_to_clip_before_anything_is_changed() -> None:
     owner = nn.Parameter(torch.ones(1))
     optimizer, scaler = torch.optim.SGD([owner], lr=1.0), GradScaler("cpu", init_scale=8.0)
     scaler.scale(owner.sum()).backward()
-    text = r"which has no argument 'clip_norm'\. Received: clip_norm=1\.0\. Call `scaler\.unscale_\(optimizer\)`, then"
+    text = (
+        r"which has no argument 'max_norm'\. Received: max_norm=1\.0\. Use `scaler\.step\(optimizer, clip_norm=1\.0\)`"
+    )
     with pytest.raises(TypeError, match=text):
-        scaler.step(optimizer, clip_norm=1.0)
+        scaler.step(optimizer, max_norm=1.0)
     assert owner.grad is not None
     assert owner.grad.item() == 8.0
     scaler.step(optimizer)

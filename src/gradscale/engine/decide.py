@@ -52,10 +52,15 @@ def decide(
     # Always True, in the framework's own type and shape: `NoScaling` applies every step, whatever was measured.
     if not policy.needs:
         applied = xp.logical_or(applied, xp.logical_not(applied))
-    # One factor for both, so that gradients are read and written once.
-    unscale = 1.0 / (state.scale if divisor is None else divisor)
-    factor = unscale if clip_norm is None else unscale * _clip_coefficient(seen.norm, clip_norm, xp)
+    factor = unscale_and_clip(state.scale if divisor is None else divisor, seen.norm, clip_norm, xp)
     return Outcome(advanced(policy, state, seen, xp), applied, xp.where(applied, factor, 0.0))
+
+
+def unscale_and_clip(divisor: Array, norm: Array, clip_norm: float | None, xp: Namespace) -> Array:
+    """Returns the one factor that divides gradients by `divisor` and reduces their unscaled `norm` to `clip_norm`."""
+    # One factor for both, so that gradients are read and written once.
+    unscale = 1.0 / divisor
+    return unscale if clip_norm is None else unscale * _clip_coefficient(norm, clip_norm, xp)
 
 
 def check_clip(name: str, bound: float | None) -> None:

@@ -61,7 +61,7 @@ ANSWERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "scale": "Use `scaler.get_scale()`, which synchronizes, or `scaler.metrics()['scale']`, which does not.",
             "step": "Use `scaler.step(optimizer)`.",
             "backward": "Use `scaler.backward(loss)`, or `scaler.scale(loss).backward()`.",
-            "clip": "Call `scaler.unscale_(optimizer)`, then `torch.nn.utils.clip_grad_norm_`.",
+            "clip": "Use `scaler.step(optimizer, clip_norm=1.0)`, which clips the unscaled gradients.",
             "overflow": "Use `scaler.last.skipped()` and `scaler.last.culprits()`, after `step`.",
             "enabled": "Use `scaler.is_enabled()`.",
             "setting": "Use `scaler.get_growth_factor()`, `get_backoff_factor()` and `get_growth_interval()`.",

@@ -286,3 +286,60 @@ def test_a_state_that_only_one_rank_has_loaded_is_found(two: list[Any]) -> None:
 
 def test_ddp_has_no_collective_of_the_scaler(two: list[Any]) -> None:
     assert two[0]["ddp"] == two[1]["ddp"] == [(8.0, []), (4.0, [])]
+
+
+def clipped(how: dict[str, Any], unscale: bool, policy: Policy | None) -> Any:
+    """Returns norms, and whether steps were skipped, of which the second has an inf on one rank; and what Adam saw."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    scaler = OURS("cpu", **({"init_scale": 8.0} if policy is None else {"policy": policy}))
+    scaler.scale(torch.ones(()))
+    sharded, plain = nn.Parameter(distributed(torch.ones(2), mesh)), nn.Parameter(torch.ones(1))
+    # A group for each: torch's fused kernels take no DTensors beside plain ones. Its average is the last gradient.
+    optimizer = torch.optim.Adam([{"params": [sharded]}, {"params": [plain]}], betas=(0.0, 0.0), **how)
+    found = []
+    for bad in (False, True):
+        scale = scaler.get_scale()
+        sharded.grad = distributed(torch.tensor([2.0, 4.0]) * scale, mesh)
+        plain.grad = torch.full((1,), 4.0 * scale)
+        if bad and dist.get_rank() == 1:
+            local(grad_of(sharded))[0] = INF
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer, clip_norm=3.0)
+        scaler.update()
+        assert scaler.last is not None
+        found.append((scaler.last.skipped(), float(scaler.last.grad_norm)))  # type: ignore[arg-type]
+    averages = [optimizer.state[each]["exp_avg"] for each in (sharded, plain)]
+    return found, [*averages[0].full_tensor().tolist(), *averages[1].tolist()], scaler.get_scale()
+
+
+@pytest.mark.parametrize("policy", [None, Headroom()], ids=["torch's rule", "headroom"])
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
+@pytest.mark.parametrize("how", [{"foreach": False}, {"fused": True}], ids=["for loop", "fused"])
+def test_ranks_clip_by_the_norm_over_all_shards(
+    how: dict[str, Any], unscale: bool, policy: Policy | None, tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, clipped, how, unscale, policy, folder=tmp_path)
+    assert first == second
+    found, averages, _ = first
+    assert found == [(False, 6.0), (True, INF)]
+    assert averages == pytest.approx([1.0, 2.0, 2.0], rel=1e-5)
+
+
+def clipped_plain_shards() -> Any:
+    """Returns the error of a clip where plain gradients differ by rank."""
+    scaler = OURS("cpu", init_scale=8.0, group=dist.group.WORLD)
+    scaler.scale(torch.ones(()))
+    owner = nn.Parameter(torch.ones(2))
+    owner.grad = torch.full((2,), 8.0 * (1 + dist.get_rank()))
+    with pytest.raises(RuntimeError) as caught:
+        scaler.step(torch.optim.SGD([owner], lr=1.0), clip_norm=1.0)
+    return str(caught.value), owner.tolist()
+
+
+def test_norm_of_plain_gradients_that_differ_by_rank_is_refused(tmp_path: Path) -> None:
+    for text, weights in run_ranks(2, clipped_plain_shards, folder=tmp_path):
+        assert "distinct" in text
+        assert weights == [1.0, 1.0]

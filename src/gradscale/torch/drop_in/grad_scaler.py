@@ -23,6 +23,7 @@ from gradscale.torch.accumulation.first_step import FirstStep
 from gradscale.torch.accumulation.retry import check_backward
 from gradscale.torch.bf16 import note_if_bf16
 from gradscale.torch.drop_in import refusals, retry, saved, settings, stepped, unscale, update
+from gradscale.torch.drop_in.clip import Clip, step_unscaled
 from gradscale.torch.drop_in.ranks import Ranks
 from gradscale.torch.drop_in.retry import Leaves
 from gradscale.torch.drop_in.same_gradients import Start, States, Updated, flags_of
@@ -33,11 +34,13 @@ from gradscale.torch.fused_sgd import fault_of_fused_sgd
 from gradscale.torch.ranks.log import note_loaded_policy
 from gradscale.torch.step import apply
 from gradscale.torch.step.decide import Rule
-from gradscale.torch.step.gradients import parameters_of
+from gradscale.torch.step.gradients import Gradients, collect, parameters_of
 from gradscale.torch.step.measure import any_overflow, multiply_and_check
 from gradscale.torch.step.result import StepResult
 
 Optimizer = torch.optim.Optimizer
+
+NO_CLIP = Clip()
 
 TORCHS_RULE = Dynamic()
 """The policy that torch's kernel runs, with the defaults of its settings."""
@@ -320,12 +323,16 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             refusals.refuse_half(optimizer, gradients)
         return multiply_and_check(gradients, inv_scale, found_inf)
 
+    @property
+    def _unscales_otherwise(self) -> bool:
+        """Whether a subclass or a library has replaced the way to unscale: its version must be called at every step."""
+        # It may reduce the flag over ranks, or be for another device.
+        return getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS
+
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         scale = self._divisor_of(optimizer, "_check_inf_per_device")
         state = self._per_optimizer_states[id(optimizer)]
-        if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
-            # A subclass or a library has replaced it, to reduce the flag over ranks or for another device: its version
-            # must be called here too.
+        if self._unscales_otherwise:
             return super()._check_inf_per_device(optimizer)
 
         def check() -> dict[torch.device, Tensor]:
@@ -336,14 +343,33 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         state["found_inf_per_device"] = self._ranks.agree(optimizer, state, scale, check)
         return state["found_inf_per_device"]
 
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(
+        self,
+        optimizer: Optimizer,
+        *args: Any,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Returns what `optimizer.step(*args, **kwargs)` returns with unscaled gradients; None if the step is skipped.
 
         Unscales the gradients first if `unscale_` was not called. Synchronizes with the device, once, unless the
         optimizer is fused. `last` is the result.
+
+        Args:
+            optimizer: the optimizer.
+            args: for its `step`.
+            clip_norm: bound on the norm of its gradients together, unscaled, as for `clip_grad_norm_`. One read of the
+                gradients: the kernel of a fused optimizer unscales and clips them, and for others they are multiplied
+                by one factor. `last.grad_norm` is the norm before. Clips gradients that `unscale_` has divided, too.
+            clip_value: bound on the magnitude of every element, unscaled. A pass of its own.
+            kwargs: for its `step`; so are the two bounds if that has arguments of these names.
         """
+        clip = NO_CLIP
+        if clip_norm is not None or clip_value is not None:
+            clip = Clip.for_step(optimizer, {"clip_norm": clip_norm, "clip_value": clip_value}, kwargs)
         if not self._enabled:
-            return optimizer.step(*args, **kwargs)
+            return step_unscaled(optimizer, clip, self._ranks, *args, **kwargs)
         refusals.refuse_closure(*args, **kwargs)
         refusals.refuse_clip(optimizer, kwargs)
         scale = self._divisor_of(optimizer, "step")
@@ -354,8 +380,11 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self._warn_of_fused_sgd(optimizer)
         self._steps.begin(optimizer, scale.device)
         if apply.takes_scaler(optimizer):
+            refusals.refuse_clip_by(optimizer, clip.asked)
             self.last = None
             returned = stepped.step_with_scaler(optimizer, self, *args, **kwargs)
+        elif clip.asked:
+            returned = self._step_clipped(optimizer, scale, clip, *args, **kwargs)
         elif apply.folds(optimizer):
             returned = self._step_folded(optimizer, scale, *args, **kwargs)
         else:
@@ -393,6 +422,56 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if not state["found_inf_per_device"]:
             raise refusals.unchecked_gradients(optimizer)
         return self._maybe_opt_step(optimizer, state, *args, **kwargs)
+
+    def _step_clipped(self, optimizer: Optimizer, scale: Tensor, clip: Clip, *args: Any, **kwargs: Any) -> Any:
+        state, folds = self._per_optimizer_states[id(optimizer)], apply.folds(optimizer)
+        if state["stage"] is OptState.READY and (clip.norm is None or self._unscales_otherwise):
+            self._unscale(optimizer, scale, allow_fp16=self._unscales_half or apply.takes_gate(optimizer))
+        gradients, factor = self._measure_to_clip(optimizer, scale, clip)
+        flags = state["found_inf_per_device"]
+        if not flags and (gradients or not folds):
+            raise refusals.unchecked_gradients(optimizer)
+        divisor, overflow = None, any_overflow(flags.values(), scale.device)
+        if factor is not None and folds and clip.value is None and not gradients.shared:
+            divisor = torch.where(overflow, 1.0, factor.reciprocal())
+        else:
+            clip.edit(gradients, factor, overflow)
+            # Clipped from here on: if the optimizer raises, a step that is repeated measures them again.
+            state["stage"] = OptState.UNSCALED
+        if not folds:
+            return self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        step = stepped.step_folded(optimizer, state, scale, divisor, *args, **kwargs)
+        return self._remembered(optimizer, scale, step)
+
+    def _measure_to_clip(self, optimizer: Optimizer, scale: Tensor, clip: Clip) -> tuple[Gradients, Tensor | None]:
+        """Returns the gradients and what they must be multiplied by, and notes whether their norm is finite.
+
+        None if the norm is not bounded: they are unscaled then.
+        """
+        if clip.norm is None:
+            return collect([optimizer]), None
+        state = self._per_optimizer_states[id(optimizer)]
+        scaled = state["stage"] is OptState.READY
+        divisor = scale if scaled else torch.ones_like(scale)
+        found: dict[str, Any] = {}
+
+        def check() -> dict[torch.device, Tensor]:
+            gradients, own = collect([optimizer]), getattr(optimizer, "grad_scale", None)
+            if scaled:
+                refusals.refuse_divided(optimizer, self._divided)
+                if not (self._unscales_half or apply.takes_gate(optimizer)):
+                    refusals.refuse_half(optimizer, gradients.values)
+            grows = own is not None or (scaled and self._bound.may_be_below_one(scale))
+            policy = update.sizing_policy(self._rule) if scaled else None
+            checked = divisor if own is None else divisor * own
+            return unscale.check_norm(gradients, found, checked, grows=grows, policy=policy, scale=scale)
+
+        flags = self._ranks.agree(optimizer, found, scale, check)
+        if scaled:
+            self._divided.append(optimizer)
+        gradients = found.pop("norm").gradients
+        unscale.note_norm(state, found, flags)
+        return gradients, clip.factor(divisor, found["grad_norm"])
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         scale = self._divisor_of(optimizer, "step")
@@ -449,8 +528,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
     def metrics(self) -> dict[str, float]:
         """Returns scale, counts, skip rate and headroom, as `LossScaler.metrics`. Never synchronizes.
 
-        A step is an `update`. Counts start at 0 when a state of torch's is loaded, which has none. `grad_norm` is NaN,
-        and so is `headroom_bits` unless the policy reads the largest gradient.
+        A step is an `update`. Counts start at 0 when a state of torch's is loaded, which has none. `grad_norm` is NaN
+        without `clip_norm`, and `headroom_bits` unless the policy reads the largest gradient.
         """
         return self._steps.metrics()
 

@@ -1,19 +1,34 @@
 """The ranks that `GradScaler` agrees with: whether gradients are finite, and how large they are."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from gradscale.torch.ranks.packet import Facts
+from gradscale.engine.measurement import Measurement
+from gradscale.torch.ranks.packet import Facts, Received
 from gradscale.torch.step.agree import Agreement
-from gradscale.torch.step.gradients import parameters_of
+from gradscale.torch.step.gradients import Gradients, parameters_of
 from gradscale.torch.step.measure import any_overflow
 
 Optimizer = torch.optim.Optimizer
 Flags = dict[torch.device, Tensor]
 """Per device, whether a gradient was not finite: 0 or 1, as torch's scaler keeps it."""
+
+
+class ScaledNorm(NamedTuple):
+    """The norm of an optimizer's gradients on this rank, before they are unscaled.
+
+    Attributes:
+        gradients: the gradients.
+        measured: their norms.
+        divisor: what they are to be divided by.
+    """
+
+    gradients: Gradients
+    measured: Measurement
+    divisor: Tensor
 
 
 class Ranks:
@@ -45,7 +60,7 @@ class Ranks:
         )
 
     def agree(self, optimizer: Optimizer, state: dict[str, Any], scale: Tensor, find: Callable[[], Flags]) -> Flags:
-        """Returns the flags that `find` returns, and that are the same on all ranks; so are the sizes in `state` then.
+        """Returns the flags that `find` returns, and that are the same on all ranks; so are sizes and norm in `state`.
 
         One round (`gradscale.torch.ranks.packet`). If `find` raises, so do all ranks. Does not synchronize with the
         device.
@@ -63,24 +78,40 @@ class Ranks:
             self._agreement.fail(error, [optimizer], scale.device)
             raise
         overflow = any_overflow(flags.values(), scale.device)
-        overflow = self._send_sizes(state, overflow, scale) if "sizes" in state else self._send(overflow, scale)
+        overflow = self._send(state, overflow, scale)
         # Also on a rank without gradients, which would count as one that was not checked.
         return {device: overflow.to(device, torch.float32) for device in flags or (scale.device,)}
 
-    def _send(self, overflow: Tensor, scale: Tensor) -> Tensor:
-        """Returns whether a gradient of any rank is not finite."""
-        facts: Any = self._agreement.send(Facts(bad=overflow), None, scale).facts
-        return facts.bad > 0
+    def norm(self, optimizer: Optimizer, gradients: Gradients, measured: Measurement, device: torch.device) -> Tensor:
+        """Returns the norm over all ranks, of gradients that need no scale. Does not synchronize with the device."""
+        if self.share(optimizer):
+            return self._agreement.norm(gradients, measured, device)
+        return cast(Tensor, measured.norm)
 
-    def _send_sizes(self, state: dict[str, Any], overflow: Tensor, scale: Tensor) -> Tensor:
-        """Returns the same, and makes the sizes in `state` those of all ranks."""
-        sizes, elements = state["sizes"]
-        share = 0.0 if sizes.upper_share is None else torch.where(overflow, 0.0, sizes.upper_share)
-        own = Facts(bad=overflow, above=share * elements, elements=float(elements))
-        received = self._agreement.send(own, torch.where(overflow, 0.0, sizes.amax), scale)
-        facts: Any = received.facts
-        sizes = sizes._replace(amax=received.amax)
-        if sizes.upper_share is not None:
-            sizes = sizes._replace(upper_share=(facts.above / facts.elements.clamp(min=1)).to(scale))
-        state["sizes"] = sizes, facts.elements.to(scale)
-        return facts.bad > 0
+    def _send(self, state: dict[str, Any], overflow: Tensor, scale: Tensor) -> Tensor:
+        """Returns whether a gradient of any rank is not finite, and makes sizes and norm in `state` those of all."""
+        own, amax = Facts(bad=overflow), None
+        if "sizes" in state:
+            sizes, elements = state["sizes"]
+            share = 0.0 if sizes.upper_share is None else torch.where(overflow, 0.0, sizes.upper_share)
+            own = Facts(bad=overflow, above=share * elements, elements=float(elements))
+            amax = torch.where(overflow, 0.0, sizes.amax)
+        if "norm" in state:
+            norm: ScaledNorm = state["norm"]
+            received, seen = self._agreement.send_with_norm(own, amax, scale, *norm)
+            state["grad_norm"], overflow = seen.norm, ~seen.finite
+        else:
+            received = self._agreement.send(own, amax, scale)
+            overflow = received.facts.bad > 0
+        if "sizes" in state:
+            state["sizes"] = _of_all(state["sizes"][0], received, scale)
+        return overflow
+
+
+def _of_all(sizes: Measurement, received: Received, scale: Tensor) -> tuple[Measurement, Tensor]:
+    """Returns the sizes of all ranks, and the number of their elements."""
+    facts: Any = received.facts
+    sizes = sizes._replace(amax=received.amax)
+    if sizes.upper_share is not None:
+        sizes = sizes._replace(upper_share=(facts.above / facts.elements.clamp(min=1)).to(scale))
+    return sizes, facts.elements.to(scale)

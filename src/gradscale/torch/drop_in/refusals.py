@@ -17,8 +17,8 @@ from gradscale.torch.step.gradients import Names, parameters_of
 
 Optimizer = torch.optim.Optimizer
 
-CLIPS = frozenset((*OTHER_ARGUMENTS, *OTHER_ARGUMENTS.values()))
-"""Names for what `LossScaler.step` does as well: it clips."""
+CLIPS = frozenset(OTHER_ARGUMENTS)
+"""Other scalers' names for `clip_norm` and `clip_value`."""
 
 
 def refuse_second_unscale(stage: OptState) -> None:
@@ -42,7 +42,7 @@ def refuse_closure(*args: Any, **kwargs: Any) -> None:
 
 
 def refuse_clip(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
-    """Raises if `step` is asked to clip, by any scaler's name for it, unless the optimizer's own `step` takes it."""
+    """Raises if `step` is asked to clip by another scaler's name for it, unless the optimizer's own `step` takes it."""
     if not (asked := [name for name in given if name in CLIPS]):
         return
     takes = inspect.signature(optimizer.step).parameters
@@ -50,6 +50,16 @@ def refuse_clip(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
         raise TypeError(
             "`scaler.step` passes keywords on to the `step` of the optimizer, which has no argument "
             f"{asked[0]!r}. Received: {asked[0]}={short(given[asked[0]])}. {ANSWERS['torch drop-in']['clip']}"
+        )
+
+
+def refuse_clip_by(optimizer: Optimizer, asked: bool) -> None:
+    """Raises if `step` is asked to clip for an optimizer that unscales the gradients itself."""
+    if asked:
+        raise TypeError(
+            "`clip_norm` and `clip_value` need an optimizer whose gradients the scaler unscales. Received: "
+            f"{type(optimizer).__name__}, whose `step` takes a `grad_scaler` and does all of it itself. "
+            "Call `scaler.unscale_(optimizer)`, then `torch.nn.utils.clip_grad_norm_`."
         )
 
 

@@ -167,6 +167,7 @@ def _result(optimizer: Optimizer, state: dict[str, Any], scale: Tensor, stepped:
         scale=present,
         next_scale=present,
         loss_finite=loss_finite,
+        grad_norm=state.get("grad_norm"),
         amax=None if seen is None else seen.amax,
         attempted=bool(state["found_inf_per_device"]),
         sizes=None if measured is None else measured.sizes,

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradscale.policies.contract import Policy
+from gradscale.torch.drop_in.ranks import ScaledNorm
 from gradscale.torch.drop_in.scale_bound import ScaleBound
 from gradscale.torch.drop_in.update import measure_for
-from gradscale.torch.step.gradients import collect, first_of_each, values_of
+from gradscale.torch.step.gradients import Gradients, collect, first_of_each, values_of
 from gradscale.torch.step.host_copy import host_value
 from gradscale.torch.step.measure import any_overflow, check, measure_sizes
 from gradscale.torch.step.result import Traces
@@ -86,6 +87,45 @@ def check_only(gradients: Sequence[Tensor], like: Tensor) -> dict[torch.device, 
     """
     overflow, _ = check(gradients, torch.ones_like(like), grows=False)
     return {device: overflow.to(device, torch.float32) for device in {grad.device for grad in gradients}}
+
+
+def check_norm(
+    gradients: Gradients, found: dict[str, Any], divisor: Tensor, *, grows: bool, policy: Policy | None, scale: Tensor
+) -> dict[torch.device, Tensor]:
+    """Returns the same as `check_scaled`, and notes the unscaled norm in `found`.
+
+    Reads the gradients once, and once more for a policy that needs their sizes. A norm that is not finite counts as an
+    overflow: nothing can be clipped by it. Does not synchronize with the device.
+
+    Args:
+        gradients: those of one optimizer.
+        found: where it is noted.
+        divisor: what the gradients are to be divided by: the scale that made them, or 1 if they are unscaled.
+        grows: whether it may be below 1, so that a finite gradient may not be finite once divided.
+        policy: the policy if it needs the sizes of the gradients, else None.
+        scale: the scale that made them.
+    """
+    values = gradients.values
+    measured = measure_sizes(values, divisor.device, norm=True, amax=policy is not None, half=grows)
+    if policy is not None:
+        found["sizes"] = measure_for(policy, values, scale, measured)
+    seen = measured.seen(divisor, torch.ones_like(divisor, dtype=torch.bool), torch)
+    found |= {"measured": measured, "norm": ScaledNorm(gradients, measured, divisor), "grad_norm": seen.norm}
+    return {device: (~seen.finite).to(device, torch.float32) for device in {value.device for value in values}}
+
+
+def note_norm(state: dict[str, Any], found: dict[str, Any], flags: dict[torch.device, Tensor]) -> None:
+    """Notes in `state` what `check_norm` has `found` and all ranks have agreed on. Earlier flags stay set."""
+    before = state["found_inf_per_device"]
+    state["found_inf_per_device"] = {
+        device: torch.maximum(flag, before[device]) if device in before else flag for device, flag in flags.items()
+    }
+    overflowed = {host_value(flag) for flag in state["found_inf_per_device"].values()}
+    if overflowed == {0.0}:
+        # All are finite, and nobody will ask which of them are not.
+        del found["measured"]
+    # What was noted before the gradients were unscaled, and perhaps edited, stays.
+    state |= found | state
 
 
 def still_finite(

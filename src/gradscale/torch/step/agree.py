@@ -289,18 +289,49 @@ class Agreement:
     def _round(self, plan: StepPlan, measurement: Measurement, own: Seen) -> Received:
         """Returns what all ranks have seen of a step, or raises what one of them has found."""
         received = self.send(self._facts(plan, measurement, own), _amax_of(plan, own), plan.window.scale)
-        if in_host_memory(plan.divisor.device) and plan.norm and not self._meshes_compared:
-            self._compare_meshes(plan, measurement, received.facts)
+        if plan.norm:
+            self._compare_meshes(plan.gradients, measurement, received.facts)
         return received
 
-    def _compare_meshes(self, plan: StepPlan, measurement: Measurement, facts: Facts) -> None:
+    def send_with_norm(
+        self,
+        facts: Facts,
+        amax: Tensor | None,
+        scale: Tensor,
+        gradients: Gradients,
+        measurement: Measurement,
+        divisor: Tensor,
+    ) -> tuple[Received, Seen]:
+        """Returns what `send` does, and what all ranks have seen: with the norm of the gradients divided by `divisor`.
+
+        `measurement` is that of the gradients of this rank, with their norms.
+        """
+        norm = cast(Tensor, measurement.norm) * (1.0 / divisor)
+        squares = self._squares(gradients, measurement, norm, divisor)
+        known = replace(
+            facts,
+            spread=squares.spread,
+            same=squares.same,
+            same_squared=squares.same_squared,
+            holders=squares.holders,
+            asks_norm=1.0,
+            smaller_meshes=self._smaller_meshes(gradients),
+        )
+        received = self.send(known, amax, scale)
+        self._compare_meshes(gradients, measurement, received.facts)
+        return received, _of_all(received, divisor)
+
+    def _smaller_meshes(self, gradients: Gradients) -> float:
+        return float(not self._meshes_compared and self._placements.has_smaller_mesh(gradients, self.ranks))
+
+    def _compare_meshes(self, gradients: Gradients, measurement: Measurement, facts: Facts) -> None:
         """Raises if meshes that are smaller than the group, and taken to hold the same, do not: once in a run."""
-        if facts.bad:
+        sizes = cast(Tensor, measurement.sizes)
+        if self._meshes_compared or not in_host_memory(sizes.device) or facts.bad:
             return
         self._meshes_compared = True
         if facts.smaller_meshes:
-            sizes = cast(Tensor, measurement.sizes)
-            held = self._placements.by_smaller_mesh(plan.gradients, sizes, self.group)
+            held = self._placements.by_smaller_mesh(gradients, sizes, self.group)
             refuse_distinct_meshes(gathered(held, self.group))
 
     def _facts(self, plan: StepPlan, measurement: Measurement, own: Seen) -> Facts:
@@ -323,9 +354,7 @@ class Agreement:
             above=own.upper_share * elements,
             elements=elements,
             asks_norm=float(plan.norm),
-            smaller_meshes=float(
-                not self._meshes_compared and self._placements.has_smaller_mesh(plan.gradients, self.ranks)
-            ),
+            smaller_meshes=self._smaller_meshes(plan.gradients),
         )
 
     def _squares(

@@ -37,12 +37,12 @@ def folds(optimizer: Optimizer) -> bool:
 
 def takes_gate(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer handles scaling by the attributes `grad_scale` and `found_inf`."""
-    return _handles_scaling(optimizer) and not _has_argument(type(optimizer), "grad_scaler")
+    return _handles_scaling(optimizer) and not has_argument(optimizer, "grad_scaler")
 
 
 def takes_scaler(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer handles scaling by a `grad_scaler` argument of `step`: torch's older contract."""
-    return _handles_scaling(optimizer) and _has_argument(type(optimizer), "grad_scaler")
+    return _handles_scaling(optimizer) and has_argument(optimizer, "grad_scaler")
 
 
 def _handles_scaling(optimizer: Optimizer) -> bool:
@@ -51,6 +51,11 @@ def _handles_scaling(optimizer: Optimizer) -> bool:
     # would be set on the wrapper, and the inner kernel would step on scaled, unchecked gradients.
     flag = "_step_supports_amp_scaling"
     return getattr(optimizer, flag, False) and (flag in vars(optimizer) or hasattr(type(optimizer), flag))
+
+
+def has_argument(optimizer: Optimizer, name: str) -> bool:
+    """Returns whether the optimizer's `step` has an argument of that name."""
+    return _has_argument(type(optimizer), name)
 
 
 @cache

@@ -1,0 +1,102 @@
+"""`FabricMixedPrecision`: the precision plugin for `lightning.Fabric`."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision import MixedPrecision as LightningMixedPrecision
+from lightning.fabric.utilities.types import Optimizable
+from torch import Tensor, nn
+
+from gradscale.integrations.lightning.fabric_checkpoints import carry_scalers
+from gradscale.integrations.lightning.scaler import AUTO, AnyPrecision, is_unscaled, scaler_of
+from gradscale.integrations.logged import logged
+from gradscale.policies.contract import Policy
+from gradscale.torch import GradScaler
+from gradscale.torch.drop_in.clip import Clip
+
+Optimizer = torch.optim.Optimizer
+
+
+class FabricMixedPrecision(LightningMixedPrecision):
+    """FP16 mixed precision for `lightning.Fabric`, with the scaler of gradscale. `Trainer` has `MixedPrecision`.
+
+        plugin = FabricMixedPrecision()
+        fabric = Fabric(plugins=[plugin])  # was: Fabric(precision="16-mixed")
+
+    FP16 on a CPU is FP16. `fabric.clip_gradients` works with fused optimizers; `clip_norm` here clips in the step, with
+    one read of the gradients. `fabric.save` and `fabric.load` take the scaler along.
+
+    Args:
+        policy: the rule for the scale, or its name.
+        device: type of the device for `torch.autocast`; by default the CPU and the accelerator of the machine.
+        scaler: a `gradscale.torch.GradScaler`, for its other settings, instead of a `policy`.
+        clip_norm: bound on the norm of each optimizer's gradients, unscaled, at every step.
+        clip_value: bound on the magnitude of every element, unscaled, at every step.
+        precision: `"16-mixed"`, or `"bf16-mixed"` for a run in BF16, without a scaler.
+
+    Attributes:
+        scaler: the scaler; `scaler.last` is the result of the last step. None for BF16.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | str = AUTO,
+        *,
+        device: str | None = None,
+        scaler: GradScaler | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        precision: AnyPrecision = "16-mixed",
+    ) -> None:
+        super().__init__(precision, device or "cpu", scaler_of(policy, scaler, precision, device))
+        self.scaler: GradScaler | None
+        # Fabric does not tell its plugins where the model is.
+        self._devices = _devices() if device is None else (device,)
+        clip = Clip(clip_norm, clip_value)  # checks them
+        self._clip = {name: bound for name, bound in (("clip_norm", clip.norm), ("clip_value", clip.value)) if bound}
+        carry_scalers(FabricMixedPrecision)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Returns a context in which operations run in FP16, or BF16."""
+        first, *others = (torch.autocast(device, dtype=self._desired_input_dtype) for device in self._devices)
+        return _nested(first, *others) if others else first
+
+    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Scales the loss and runs the backward pass: again at a lower scale if it overflows before the first step."""
+        if args or self.scaler is None:
+            super().backward(tensor, model, *args, **kwargs)
+        else:
+            self.scaler.backward(tensor, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
+        """Clips and steps the optimizer on unscaled gradients, or skips the step."""
+        if isinstance(optimizer, torch.optim.LBFGS) or self.scaler is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        output = self.scaler.step(optimizer, **self._clip, **kwargs)  # type: ignore[arg-type]
+        self.scaler.update()
+        return output
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Unscales the gradients before `fabric.clip_gradients`, unless they are."""
+        if self.scaler is not None and not is_unscaled(self.scaler, optimizer):
+            self.scaler.unscale_(optimizer)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the scaler's metrics for `fabric.log_dict`. Never synchronizes."""
+        return {} if self.scaler is None else logged(self.scaler.metrics())
+
+
+@contextmanager
+def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _devices() -> tuple[str, ...]:
+    """Returns the types of devices that a model may be on."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)

@@ -1,0 +1,82 @@
+"""What `GradScaler.step` is asked to clip: the norm of an optimizer's gradients, their elements, or neither."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gradscale.engine.decide import check_clip, unscale_and_clip
+from gradscale.torch.drop_in import refusals
+from gradscale.torch.drop_in.ranks import Ranks
+from gradscale.torch.step import apply
+from gradscale.torch.step.gradients import Gradients, collect, parameters_of
+from gradscale.torch.step.host_copy import host_value
+from gradscale.torch.step.measure import measure_sizes
+
+Optimizer = torch.optim.Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Bounds on the unscaled gradients of a step, checked when they are given.
+
+    Attributes:
+        norm: bound on the norm of all gradients of the optimizer together; None for none.
+        value: bound on the magnitude of every element, after the bound on the norm; None for none.
+    """
+
+    norm: float | None = None
+    value: float | None = None
+
+    def __post_init__(self) -> None:
+        check_clip("clip_norm", self.norm)
+        check_clip("clip_value", self.value)
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything is clipped."""
+        return self.norm is not None or self.value is not None
+
+    @classmethod
+    def for_step(cls, optimizer: Optimizer, given: dict[str, float | None], passed: dict[str, Any]) -> Self:
+        """Returns the bounds that are `given` to `step`.
+
+        One that the optimizer's own `step` has an argument for goes there, as in torch: it is added to those `passed`.
+        """
+        asked = {name: bound for name, bound in given.items() if bound is not None}
+        own = {name: bound for name, bound in asked.items() if apply.has_argument(optimizer, name)}
+        passed.update(own)
+        return cls(*(None if name in own else given[name] for name in ("clip_norm", "clip_value")))
+
+    def factor(self, divisor: Tensor, norm: Tensor) -> Tensor:
+        """Returns what gradients with this unscaled `norm` are multiplied by, to unscale and clip them."""
+        return unscale_and_clip(divisor, norm, self.norm, torch)
+
+    def edit(self, gradients: Gradients, factor: Tensor | None, overflow: Tensor) -> None:
+        """Multiplies the gradients by `factor` and bounds their elements, in place, unless there is an `overflow`."""
+        if host_value(overflow):
+            return
+        if factor is not None:
+            apply.multiply(gradients.values, torch.where(overflow, 1.0, factor))
+        if self.value is not None:
+            bound = torch.full_like(overflow, self.value, dtype=torch.float32)
+            apply.clamp(gradients.values, torch.where(overflow, torch.inf, bound))
+
+
+def step_unscaled(optimizer: Optimizer, clip: Clip, ranks: Ranks, *args: Any, **kwargs: Any) -> Any:
+    """Returns what the optimizer's `step` returns, with gradients that were never scaled clipped before it.
+
+    For a scaler that is disabled. A norm that is not finite makes gradients NaN, as in `clip_grad_norm_`.
+    """
+    if not clip.asked:
+        return optimizer.step(*args, **kwargs)
+    refusals.refuse_closure(*args, **kwargs)
+    gradients, factor = collect([optimizer]), None
+    no = torch.zeros((), dtype=torch.bool, device=next(parameters_of([optimizer])).device)
+    if clip.norm is not None:
+        measured = measure_sizes(gradients.values, no.device, norm=True, amax=False)
+        norm = ranks.norm(optimizer, gradients, measured, no.device)
+        factor = clip.factor(torch.ones_like(norm), norm)
+    clip.edit(gradients, factor, no)
+    return optimizer.step(*args, **kwargs)

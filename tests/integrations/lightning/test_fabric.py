@@ -1,0 +1,202 @@
+"""`FabricMixedPrecision` in `lightning.Fabric`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.lightning.runs import L
+from tests.torch.helpers import poison
+from tests.torch.short_runs import fine_tuned_model, large_loss
+from torch import Tensor, nn
+
+from gradscale.integrations.lightning import FabricMixedPrecision
+from gradscale.torch import GradScaler
+
+HOWS = [{"foreach": True}, {"fused": True}]
+
+
+class Run:
+    """A model, its optimizer and a Fabric."""
+
+    def __init__(self, plugin: Any, **how: Any) -> None:
+        self.plugin, self.fabric = plugin, L.Fabric(accelerator="cpu", plugins=[plugin])
+        torch.manual_seed(0)
+        self.own = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer = torch.optim.AdamW(self.own.parameters(), lr=2.0**-6, **how)
+        self.model, self.optimizer = self.fabric.setup(self.own, optimizer)
+        self.types: set[torch.dtype] = set()
+        self.own[2].register_forward_hook(lambda module, inputs, out: self.types.add(out.dtype))
+
+    def step(self, index: int, bad: bool = False, **clip: Any) -> float:
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(index))
+        self.optimizer.zero_grad()
+        loss = nn.functional.mse_loss(self.model(x), x.sum(1, keepdim=True))
+        self.fabric.backward(loss)
+        if bad:
+            poison(next(self.own.parameters()))
+        if clip:
+            self.fabric.clip_gradients(self.model, self.optimizer, error_if_nonfinite=False, **clip)
+        self.optimizer.step()
+        return loss.item()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "epoch": 3}
+
+    def numbers(self) -> list[float]:
+        return [number for each in self.own.parameters() for number in each.flatten().tolist()]
+
+
+def ours(**kwargs: Any) -> FabricMixedPrecision:
+    return FabricMixedPrecision(scaler=GradScaler("cpu", init_scale=2.0**10, growth_interval=3), **kwargs)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_training_in_fp16_on_a_cpu_learns(how: Any) -> None:
+    run = Run(FabricMixedPrecision(), **how)
+    losses = [run.step(index, bad=index == 5) for index in range(40)]
+    assert run.types == {torch.float16}
+    assert losses[-1] < 0.5 * losses[0]
+    assert run.plugin.metrics()["gradscale/skipped"] == 1
+    assert run.plugin.scaler.last.applied
+
+
+@pytest.mark.parametrize("clip", [{"max_norm": 0.125}, {"clip_val": 0.01}])
+def test_clipping_with_a_fused_optimizer_works(clip: dict[str, float]) -> None:
+    from lightning.fabric.plugins.precision import MixedPrecision
+
+    lightnings = Run(MixedPrecision("16-mixed", "cpu"), fused=True)
+    with pytest.raises(NotImplementedError, match="Gradient clipping is not implemented"):
+        lightnings.step(0, **clip)
+    fused, unfused = Run(ours(), fused=True), Run(ours())
+    for index in range(4):
+        fused.step(index, bad=index == 2, **clip)
+        unfused.step(index, bad=index == 2, **clip)
+    torch.testing.assert_close(fused.numbers(), unfused.numbers(), rtol=1e-4, atol=1e-6)
+    assert fused.plugin.metrics()["gradscale/skipped"] == 1
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_clip_of_the_plugin_is_that_of_clip_gradients(how: Any) -> None:
+    called, folded = Run(ours(), **how), Run(ours(clip_norm=0.125), **how)
+    for index in range(4):
+        called.step(index, bad=index == 2, max_norm=0.125)
+        folded.step(index, bad=index == 2)
+    torch.testing.assert_close(called.numbers(), folded.numbers(), rtol=1e-4, atol=1e-6)
+    assert folded.plugin.metrics()["gradscale/grad_norm"] > 0.125
+
+
+@pytest.mark.parametrize("steps", [3, 10, 50])
+@pytest.mark.parametrize("how", HOWS)
+def test_short_run_loses_no_step(how: Any, steps: int) -> None:
+    plugin = FabricMixedPrecision()
+    fabric = L.Fabric(accelerator="cpu", plugins=[plugin])
+    own = fine_tuned_model()
+    model, optimizer = fabric.setup(own, torch.optim.AdamW(own.parameters(), lr=1e-4, **how))
+    for index in range(steps):
+        optimizer.zero_grad()
+        fabric.backward(large_loss(model, index))
+        optimizer.step()
+    assert plugin.metrics()["gradscale/applied"] == steps
+    assert plugin.metrics()["gradscale/skipped"] == 0
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("make", [FabricMixedPrecision, ours], ids=["auto", "torch's rule"])
+def test_resumed_run_is_bit_exact(make: Any, how: Any, tmp_path: Path) -> None:
+    whole, first, second = (Run(make(), **how) for _ in range(3))
+    for index in range(8):
+        whole.step(index, bad=index in (1, 6))
+    for index in range(4):
+        first.step(index, bad=index == 1)
+    first.fabric.save(tmp_path / "run.ckpt", first.state())
+    state = second.state()
+    assert second.fabric.load(tmp_path / "run.ckpt", state) == {}
+    assert second.plugin.state_dict() == first.plugin.state_dict()
+    for index in range(4, 8):
+        second.step(index, bad=index == 6)
+    assert second.numbers() == whole.numbers()
+    assert second.plugin.state_dict() == whole.plugin.state_dict()
+
+
+def test_scaler_that_the_user_saves_is_saved_once(tmp_path: Path) -> None:
+    run, other = Run(ours()), Run(ours())
+    run.step(0, bad=True)
+    run.fabric.save(tmp_path / "run.ckpt", run.state() | {"scaler": run.plugin.scaler})
+    assert torch.load(tmp_path / "run.ckpt", weights_only=True).keys() == {"model", "optimizer", "epoch", "scaler"}
+    other.fabric.load(tmp_path / "run.ckpt", other.state() | {"scaler": other.plugin.scaler})
+    assert other.plugin.scaler.get_scale() == 2.0**9
+
+
+def test_state_of_torchs_scaler_is_loaded(tmp_path: Path) -> None:
+    run, scaler = Run(ours()), torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.ones(()))
+    torch.save({"scaler": scaler.state_dict(), "model": run.own.state_dict()}, tmp_path / "run.ckpt")
+    run.fabric.load(tmp_path / "run.ckpt", {"model": run.model, "scaler": run.plugin.scaler})
+    assert run.plugin.scaler.get_scale() == 64.0
+
+
+def test_whole_checkpoint_is_returned_where_nothing_is_restored(tmp_path: Path) -> None:
+    run = Run(ours())
+    run.step(0)
+    run.fabric.save(tmp_path / "run.ckpt", run.state())
+    assert run.fabric.load(tmp_path / "run.ckpt").keys() == {"model", "optimizer", "epoch", "MixedPrecision"}
+
+
+def test_checkpoint_without_a_scaler_is_loaded(tmp_path: Path) -> None:
+    run = Run(ours())
+    torch.save({"model": run.own.state_dict(), "epoch": 1}, tmp_path / "run.ckpt")
+    assert run.fabric.load(tmp_path / "run.ckpt", {"model": run.model}) == {"epoch": 1}
+    assert run.plugin.scaler.get_scale() == 2.0**10
+
+
+def test_other_precisions_save_what_they_did(tmp_path: Path) -> None:
+    FabricMixedPrecision()
+    run = Run(L.fabric.plugins.precision.Precision())
+    run.fabric.save(tmp_path / "run.ckpt", run.state())
+    assert run.fabric.load(tmp_path / "run.ckpt").keys() == {"model", "optimizer", "epoch"}
+
+
+def test_two_optimizers_on_one_backward_pass_are_unscaled_alike() -> None:
+    fabric = L.Fabric(accelerator="cpu", plugins=[plugin := ours()])
+    module = nn.Module()
+    module.first, module.second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    module.forward = lambda: (module.first + module.second).sum()
+    sgd = [torch.optim.SGD([each], lr=1.0) for each in (module.first, module.second)]
+    model, *optimizers = fabric.setup(module, *sgd)
+    fabric.backward(model())
+    poison(module.first)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [module.first[1].item(), module.second[1].item()] == [1.0, 0.0]
+    assert plugin.metrics()["gradscale/scale"] == 2.0**9
+
+
+def test_arguments_of_the_backward_pass_are_passed_on() -> None:
+    run = Run(ours())
+    out: Tensor = run.model(torch.ones(2, 8))
+    run.fabric.backward(out, torch.ones_like(out), retain_graph=True)
+    run.fabric.backward(out.sum(), retain_graph=True)
+    run.optimizer.step()
+    assert not run.plugin.scaler.last.skipped()
+
+
+def test_bf16_needs_no_scaler(tmp_path: Path) -> None:
+    run = Run(FabricMixedPrecision(precision="bf16-mixed"), fused=True)
+    run.step(0, max_norm=1.0)
+    run.fabric.save(tmp_path / "run.ckpt", run.state())
+    assert run.types == {torch.bfloat16}
+    assert run.plugin.metrics() == {}
+
+
+def test_lbfgs_is_refused_as_by_lightning() -> None:
+    fabric = L.Fabric(accelerator="cpu", plugins=[ours()])
+    own = nn.Linear(2, 1)
+    _, optimizer = fabric.setup(own, torch.optim.LBFGS(own.parameters()))
+    with pytest.raises(TypeError, match="LBFGS optimizer are not compatible"):
+        optimizer.step(lambda: None)
+
+
+def test_bound_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="`clip_norm` must be greater than 0"):
+        FabricMixedPrecision(clip_norm=0.0)

@@ -1,0 +1,155 @@
+"""Runs on two ranks: `Trainer` and `Fabric` with DDP and with FSDP2, clipped, with an overflow on one rank."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.integrations.lightning.runs import L, Regression, ours, trainer_of
+from tests.torch.ranks.launch import run_ranks
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from gradscale.integrations.lightning import FabricMixedPrecision, MixedPrecision
+from gradscale.torch.local import local
+
+RANKS = 2
+
+
+def as_torchrun() -> None:
+    """Sets what Lightning reads of a process that `torchrun` has started."""
+    rank = str(dist.get_rank())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+class Whole(Regression):
+    """Spread by DDP; on one rank the gradients of the second batch are not finite."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind, interval="step")
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        assert loss is not None
+        # A hook, so that the inf is there before DDP reduces the gradients.
+        loss.register_hook(lambda grad: grad * torch.inf if index == 1 and dist.get_rank() == 1 else grad)
+        return loss
+
+
+class Sharded(Regression):
+    """Spread by FSDP2; on one rank the shard of the second batch's gradient is not finite."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind, interval="step")
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+    def on_after_backward(self) -> None:
+        if self.batches == 1 and dist.get_rank() == 1:
+            local(next(self.net.parameters()).grad)[0] = torch.inf  # type: ignore[index]
+        self.batches += 1
+
+
+def strategy_of(kind: type) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+    return DDPStrategy() if kind is Whole else ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+
+
+def numbers(module: nn.Module) -> list[float]:
+    whole = [getattr(each, "full_tensor", lambda each=each: each)() for each in module.parameters()]
+    return [number for each in whole for number in each.flatten().tolist()]
+
+
+def trained(module_of: type, kind: str, policy: str | None, folder: Path) -> Any:
+    """Returns what a rank knows after an epoch, a checkpoint, and an epoch that goes on from it."""
+    as_torchrun()
+    folder = Path(folder)
+    found = []
+    for epochs, checkpoint in ((1, None), (2, folder / "run.ckpt")):
+        plugin, module = ours() if policy is None else MixedPrecision(policy), module_of(kind)
+        trainer = trainer_of(
+            plugin, max_epochs=epochs, gradient_clip_val=0.125, devices=RANKS, strategy=strategy_of(module_of)
+        )
+        trainer.fit(module, batches(), ckpt_path=checkpoint, weights_only=False if checkpoint else None)
+        if checkpoint is None:
+            trainer.save_checkpoint(folder / "run.ckpt")
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        found.append((numbers(module), metrics, module.rates, plugin.state_dict()))
+    return found
+
+
+def batches() -> DataLoader[Any]:
+    x = torch.randn(128, 8, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16)
+
+
+@pytest.mark.parametrize(("kind", "policy"), [("foreach", None), ("fused", "auto")])
+@pytest.mark.parametrize("module_of", [Whole, Sharded], ids=["DDP", "FSDP2"])
+def test_ranks_clip_skip_and_resume_together(module_of: type, kind: str, policy: str | None, tmp_path: Path) -> None:
+    first, second = run_ranks(RANKS, trained, module_of, kind, policy, tmp_path, folder=tmp_path / "ranks")
+    assert first == second
+    (_, metrics, rates, _), (_, resumed, _, _) = first
+    assert metrics["gradscale/skipped"] >= 1
+    assert metrics["gradscale/applied"] + metrics["gradscale/skipped"] == 4
+    assert resumed["gradscale/grad_norm"] > 0.125, "the bound: it was clipped"
+    assert rates[1] == rates[0], "held after the skip"
+
+
+def fabric_trained(strategy: str, how: dict[str, Any], folder: Path) -> Any:
+    """Returns what a rank knows after a few steps, one of them skipped, saved and loaded into another run."""
+    as_torchrun()
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    def sharded(model: nn.Module, mesh: Any) -> nn.Module:
+        fully_shard(model, mesh=mesh["data_parallel"])
+        return model
+
+    found = []
+    for resumed in (False, True):
+        chosen: Any = (
+            DDPStrategy()
+            if strategy == "DDP"
+            else ModelParallelStrategy(sharded, data_parallel_size=RANKS, tensor_parallel_size=1)
+        )
+        plugin = FabricMixedPrecision(clip_norm=0.125)
+        fabric = L.Fabric(accelerator="cpu", devices=RANKS, strategy=chosen, plugins=[plugin])
+        fabric.launch()
+        torch.manual_seed(0)
+        own = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        model = fabric.setup_module(own)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(own.parameters(), lr=2.0**-6, **how))
+        state = {"model": model, "optimizer": optimizer}
+        if resumed:
+            fabric.load(Path(folder) / "run.ckpt", state)
+            found.append(plugin.state_dict())
+        for index in range(3):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(2 * index + dist.get_rank()))
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+            if index == 1 and dist.get_rank() == 1:
+                loss = loss * torch.inf
+            fabric.backward(loss)
+            optimizer.step()
+        found.append((numbers(own), plugin.state_dict(), plugin.metrics()))
+        if not resumed:
+            fabric.save(Path(folder) / "run.ckpt", state)
+    return found
+
+
+@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("strategy", ["DDP", "FSDP2"])
+def test_ranks_of_a_fabric_clip_skip_and_resume_together(strategy: str, how: dict[str, Any], tmp_path: Path) -> None:
+    first, second = run_ranks(RANKS, fabric_trained, strategy, how, tmp_path, folder=tmp_path / "ranks")
+    assert first == second
+    (_, saved, metrics), loaded, _ = first
+    assert loaded == saved
+    assert metrics["gradscale/skipped"] >= 1
+    assert metrics["gradscale/grad_norm"] > 0.125

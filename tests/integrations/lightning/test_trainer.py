@@ -1,0 +1,321 @@
+"""`MixedPrecision` in `lightning.Trainer`: real training runs in FP16 on the CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.lightning.runs import L, Regression, data, fit, ours, trainer_of, weights_of
+from tests.torch.short_runs import fine_tuned_model, large_loss
+from torch import Tensor, nn
+
+from gradscale import NoScaling, Static
+from gradscale.integrations.lightning import MixedPrecision
+from gradscale.torch import GradScaler
+
+KINDS = ["foreach", "fused"]
+
+
+def scaler_in(plugin: MixedPrecision) -> GradScaler:
+    assert plugin.scaler is not None
+    return plugin.scaler
+
+
+@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 1.0}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_in_fp16_learns_and_a_skipped_step_is_reported(kind: str, clip: dict[str, Any]) -> None:
+    module, plugin = Regression(kind, bad=(5,)), MixedPrecision()
+    trainer = fit(module, plugin, max_epochs=8, **clip)
+    assert module.types == {torch.float16}
+    assert module.losses[-1] < 0.5 * module.losses[0]
+    assert trainer.callback_metrics["gradscale/skipped"] == 1
+    assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("steps", [3, 10, 50])
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_run_loses_no_step(kind: str, steps: int) -> None:
+    class FineTuned(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = fine_tuned_model()
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return large_loss(self.net, index)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4, **{kind: True})
+
+    trainer = fit(FineTuned(), MixedPrecision(), batches=steps)
+    assert trainer.callback_metrics["gradscale/skipped"] == 0
+    assert trainer.callback_metrics["gradscale/applied"] == steps
+
+
+class Clipped(Regression):
+    """Keeps the norm of its gradients after each step, when it clears them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.norms: list[float] = []
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        self.norms += [float(torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads])))] if grads else []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_after_the_step_are_unscaled_and_clipped(kind: str) -> None:
+    module = Clipped(kind)
+    fit(module, ours(), gradient_clip_val=0.125)
+    assert module.norms == pytest.approx([0.125] * 3, rel=1e-4)
+
+
+def calls_of(plugin: MixedPrecision, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns a list that gets the name of the scaler's method for each `unscale_` and each step that clips."""
+    calls: list[str] = []
+    scaler = scaler_in(plugin)
+    unscale, step = scaler.unscale_, scaler.step
+    monkeypatch.setattr(scaler, "unscale_", lambda optimizer: (calls.append("unscale_"), unscale(optimizer))[1])
+    monkeypatch.setattr(
+        scaler,
+        "step",
+        lambda optimizer, **kwargs: (calls.append(f"step {sorted(kwargs)}"), step(optimizer, **kwargs))[1],
+    )
+    return calls
+
+
+@pytest.mark.parametrize(("algorithm", "keyword"), [("norm", "clip_norm"), ("value", "clip_value")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_clip_is_part_of_the_step_where_nobody_looks(
+    kind: str, algorithm: str, keyword: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = ours()
+    calls = calls_of(plugin, monkeypatch)
+    fit(Regression(kind), plugin, batches=1, gradient_clip_val=0.5, gradient_clip_algorithm=algorithm)
+    assert calls == [f"step ['{keyword}']"]
+
+
+class Looks(L.Callback):
+    """Keeps the largest gradient that it sees before the step."""
+
+    def __init__(self) -> None:
+        self.largest: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        grads = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
+        self.largest.append(max(float(grad.abs().max()) for grad in grads))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_callback_sees_unscaled_gradients_that_are_not_clipped_yet(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback, plain, plugin = Looks(), Looks(), ours()
+    fit(Regression(), None, batches=1, callbacks=[plain])
+    calls = calls_of(plugin, monkeypatch)
+    fit(Regression(kind), plugin, batches=1, callbacks=[callback], gradient_clip_val=2.0**-10)
+    assert calls == ["unscale_", "step ['clip_norm']"]
+    assert callback.largest == pytest.approx(plain.largest, rel=1e-2)
+
+
+def test_lambda_callback_sees_unscaled_gradients() -> None:
+    seen = Looks()
+    callback = L.pytorch.callbacks.LambdaCallback(on_before_optimizer_step=seen.on_before_optimizer_step)
+    fit(Regression("fused"), ours(), batches=1, callbacks=[callback])
+    assert seen.largest[0] < 2.0**6
+
+
+class OwnClip(Regression):
+    """Clips in its own way, and looks at what came of it."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.clip_gradients(optimizer, gradient_clip_val=0.25, gradient_clip_algorithm="norm")
+        grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        self.norm = float(torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads])))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_module_that_clips_itself_sees_clipped_gradients(kind: str) -> None:
+    module = OwnClip(kind)
+    fit(module, ours(), batches=1)
+    assert module.norm == pytest.approx(0.25, rel=1e-4)
+
+
+def test_schedule_can_advance_on_a_skip() -> None:
+    module = Regression(bad=(1,), interval="step")
+    fit(module, ours(on_skip="advance"))
+    assert module.rates == [2.0**-6, 2.0**-7, 2.0**-8, 2.0**-9]
+
+
+def test_schedule_of_epochs_advances_whatever_was_skipped() -> None:
+    module = Regression(bad=(3, 7), interval="epoch")
+    fit(module, ours(), max_epochs=2)
+    assert module.rates[3:] == [2.0**-6] * 4 + [2.0**-7]
+
+
+def test_schedule_of_several_steps_advances_with_batches() -> None:
+    module = Regression(bad=(1,), interval="step")
+    module.frequency = 2
+    fit(module, ours())
+    assert module.rates == [2.0**-5, 2.0**-6, 2.0**-6, 2.0**-7]
+
+
+def test_module_has_its_own_methods_again_after_the_run() -> None:
+    module = Regression(interval="step")
+    fit(module, ours())
+    assert "lr_scheduler_step" not in vars(module)
+    fit(module, ours())
+    assert len(module.rates) == 8
+
+
+def test_schedules_own_hook_is_called_unless_it_is_held() -> None:
+    class OwnHook(Regression):
+        def __init__(self) -> None:
+            super().__init__(bad=(1,), interval="step")
+            self.calls = 0
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            self.calls += 1
+            scheduler.step()
+
+    module = OwnHook()
+    fit(module, ours())
+    assert module.calls == 3
+
+
+def test_loggers_and_progress_bar_get_the_metrics(tmp_path: Any) -> None:
+    logger = L.pytorch.loggers.CSVLogger(tmp_path)
+    trainer = fit(Regression(bad=(1,)), ours(), logger=logger, log_every_n_steps=1, gradient_clip_val=1.0)
+    rows = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
+    skipped = rows[0].split(",").index("gradscale/skipped")
+    assert [float(row.split(",")[skipped]) for row in rows[1:]] == [0, 1, 1, 1]
+    assert {"gradscale/scale", "gradscale/skip_rate", "gradscale/grad_norm"} <= set(rows[0].split(","))
+    assert trainer.progress_bar_metrics == {"gradscale/scale": 2.0**9, "gradscale/skipped": 1.0}
+
+
+def test_skip_is_shown_at_once_and_counts_by_the_end_of_an_epoch() -> None:
+    class Watched(Regression):
+        def __init__(self) -> None:
+            super().__init__(bad=(2,))
+            self.skipped: list[float] = []
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.skipped.append(float(self.trainer.callback_metrics.get("gradscale/skipped", -1)))
+
+    module = Watched()
+    trainer = fit(module, ours(), batches=5)
+    assert module.skipped == [-1, -1, 1, 1, 1], "nothing is logged at other steps: loggers write every 50 of them"
+    assert trainer.callback_metrics["gradscale/applied"] == 4
+
+
+def test_nothing_is_logged_if_not_wanted() -> None:
+    assert not fit(Regression(bad=(1,)), ours(log=False)).callback_metrics
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulated_batches_are_one_step(kind: str) -> None:
+    module, plugin = Regression(kind, bad=(1,), interval="step"), ours()
+    fit(module, plugin, accumulate_grad_batches=2, gradient_clip_val=1.0)
+    assert scaler_in(plugin).metrics()["skipped"] == 1
+    assert scaler_in(plugin).metrics()["applied"] == 1
+    assert module.rates == [2.0**-5, 2.0**-5, 2.0**-5, 2.0**-6]
+
+
+def test_batch_without_a_loss_makes_no_step() -> None:
+    class Picky(Regression):
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
+            return None if index == 1 else super().training_step(batch, index)
+
+    plugin = ours()
+    fit(Picky(interval="step"), plugin, gradient_clip_val=1.0)
+    assert scaler_in(plugin).metrics()["applied"] == 3
+
+
+def test_modules_own_backward_gets_the_scaled_loss() -> None:
+    class OwnBackward(Regression):
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            self.given = loss.item()
+            super().backward(loss, *args, **kwargs)
+
+    module = OwnBackward()
+    fit(module, ours(), batches=1)
+    assert module.given == pytest.approx(2.0**10 * module.losses[0])
+
+
+def test_hooks_before_the_backward_pass_see_the_loss_itself() -> None:
+    class Hook(Regression):
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.seen = loss.item()
+
+    module = Hook()
+    fit(module, ours(), batches=1)
+    assert module.seen == module.losses[0]
+
+
+def test_bf16_needs_no_scaler() -> None:
+    module = Regression("fused")
+    trainer = fit(module, MixedPrecision(precision="bf16-mixed"), gradient_clip_val=1.0)
+    assert module.types == {torch.bfloat16}
+    assert not trainer.callback_metrics
+
+
+def test_policy_without_a_scale_still_clips() -> None:
+    module, plain = Clipped("foreach"), Clipped("foreach")
+    fit(module, MixedPrecision(NoScaling()), gradient_clip_val=0.125)
+    fit(plain, None, gradient_clip_val=0.125)
+    assert module.norms == pytest.approx(plain.norms, rel=1e-3)
+
+
+def test_validation_runs_in_fp16_too() -> None:
+    class Validated(Regression):
+        def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+            self.types.add(self.net(batch[0]).dtype)
+
+    module, plugin = Validated(), MixedPrecision()
+    trainer_of(plugin).validate(module, data(), verbose=False)
+    assert module.types == {torch.float16}
+
+
+def test_device_is_that_of_the_strategy() -> None:
+    plugin = MixedPrecision()
+    fit(Regression(), plugin, batches=1)
+    assert plugin.device == "cpu"
+    assert MixedPrecision(device="meta").device == "meta"
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: MixedPrecision(scaler=torch.amp.GradScaler("cpu")), TypeError, "must be a `gradscale"),  # type: ignore[arg-type]
+        (lambda: MixedPrecision(Static(8), scaler=GradScaler("cpu")), ValueError, "exclude each other"),
+        (lambda: MixedPrecision(on_skip="wait"), ValueError, '`on_skip` must be "hold" or "advance"'),  # type: ignore[arg-type]
+        (lambda: MixedPrecision("no such policy"), ValueError, "no such policy"),
+    ],
+)
+def test_wrong_arguments_are_refused(make: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_lbfgs_is_refused_as_by_lightning() -> None:
+    class Lbfgs(Regression):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(Exception, match="LBFGS optimizer are not compatible"):
+        fit(Lbfgs(), ours())
+
+
+def test_plugin_of_the_trainer_is_refused_in_fabric() -> None:
+    fabric = L.Fabric(accelerator="cpu", plugins=[MixedPrecision()])
+    model = nn.Linear(2, 1)
+    module, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"use `gradscale\.integrations\.lightning\.FabricMixedPrecision`"):
+        fabric.backward(module(torch.ones(1, 2)).sum())
+
+
+def test_weights_are_those_of_lightnings_plugin_where_it_is_right() -> None:
+    from tests.integrations.lightning.runs import theirs
+
+    module, lightnings = Regression(bad=(5,)), Regression(bad=(5,))
+    fit(module, ours(), max_epochs=4)
+    fit(lightnings, theirs(), max_epochs=4)
+    assert weights_of(module) == weights_of(lightnings)
