@@ -11,15 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradscale.engine.culprits import Culprit
-from gradscale.engine.measurement import LARGEST_NORM, Measurement
+from gradscale.engine.measurement import Measurement
 from gradscale.engine.plan import Plan
 from gradscale.policies.contract import Seen
 from gradscale.torch.accumulation.window import Window
 from gradscale.torch.ranks.culprits import culprits_of_all
 from gradscale.torch.ranks.errors import RankFailed
-from gradscale.torch.ranks.faults import Faults, gathered, refuse_distinct_meshes
+from gradscale.torch.ranks.faults import Faults
 from gradscale.torch.ranks.join import check_joins
 from gradscale.torch.ranks.missed import Missed
+from gradscale.torch.ranks.norms import Norms, norm_of, seen_by_all
 from gradscale.torch.ranks.packet import Facts, Received, exchange, join_maximum
 from gradscale.torch.ranks.placements import Distinct, Placements
 from gradscale.torch.ranks.reduced import Reduced
@@ -83,12 +84,11 @@ class Agreement:
         self.group = group
         self.reduced = Reduced(modules)
         self.missed = Missed()
-        self._placements = Placements(modules, distinct)
+        self._norms = Norms(Placements(modules, distinct))
         self._always = always
         self._calls = 0
         self._faults: Faults | None = None
         self._reduced_last = False
-        self._meshes_compared = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy: what one step has left for the next is not part of it."""
@@ -168,9 +168,7 @@ class Agreement:
 
         None if all of them count the same.
         """
-        if self.ranks == 1 or self._placements.all_same(gradients):
-            return None
-        return self._placements.weights(gradients, self.group)
+        return None if self.ranks == 1 else self._norms.weights(gradients, self.group)
 
     @np.errstate(all="ignore")
     def agree(self, plan: StepPlan, measurement: Measurement, rule: Rule) -> Agreed:
@@ -197,7 +195,7 @@ class Agreement:
                 meet(self.group)
         received = self._round(plan, measurement, rule.tensors(own))
         # What is not clean here is not clean anywhere; what is, may not be on another rank.
-        return Agreed(rule.leaves(_of_all(received, plan.divisor)), None if clean else clean)
+        return Agreed(rule.leaves(seen_by_all(received, plan.divisor)), None if clean else clean)
 
     @np.errstate(all="ignore")
     def follow(self, rule: Rule, device: torch.device) -> None:
@@ -208,7 +206,7 @@ class Agreement:
         if sends_amax := bool(received.facts.sends_amax):
             received = received._replace(amax=join_maximum(device, self.group))
         self._raise_any(Faults(received.facts, scale, self.group))
-        seen = rule.leaves(_of_all(received, scale))
+        seen = rule.leaves(seen_by_all(received, scale))
         norm = bool(received.facts.asks_norm)
         follows_amax = norm and Plan.of(rule.policy).amax
         decision = rule.decide(seen, scale, None, follows_amax=follows_amax, measured=sends_amax)
@@ -236,10 +234,10 @@ class Agreement:
         norm = cast(Tensor, measurement.norm)
         if self.ranks == 1:
             return norm
-        facts = exchange(self._squares(gradients, measurement, norm), None, device, self.group).facts
+        facts = exchange(self._norms.squares(gradients, measurement, norm, self.group), None, device, self.group).facts
         if in_host_memory(device):
             Faults(facts, torch.zeros_like(norm), self.group).raise_any()
-        return torch.where(facts.bad == 0, _norm_of(facts), torch.inf)
+        return torch.where(facts.bad == 0, norm_of(facts), torch.inf)
 
     def _told(self, window: Window | None) -> bool:
         """Returns whether the gradients of the step tell every rank the same, and forgets it: asked once in a step."""
@@ -290,7 +288,7 @@ class Agreement:
         """Returns what all ranks have seen of a step, or raises what one of them has found."""
         received = self.send(self._facts(plan, measurement, own), _amax_of(plan, own), plan.window.scale)
         if plan.norm:
-            self._compare_meshes(plan.gradients, measurement, received.facts)
+            self._norms.compare_meshes(plan.gradients, measurement, received.facts, self.group)
         return received
 
     def send_with_norm(
@@ -307,7 +305,7 @@ class Agreement:
         `measurement` is that of the gradients of this rank, with their norms.
         """
         norm = cast(Tensor, measurement.norm) * (1.0 / divisor)
-        squares = self._squares(gradients, measurement, norm, divisor)
+        squares = self._norms.squares(gradients, measurement, norm, self.group, divisor)
         known = replace(
             facts,
             spread=squares.spread,
@@ -315,24 +313,11 @@ class Agreement:
             same_squared=squares.same_squared,
             holders=squares.holders,
             asks_norm=1.0,
-            smaller_meshes=self._smaller_meshes(gradients),
+            smaller_meshes=self._norms.on_smaller_meshes(gradients, self.group),
         )
         received = self.send(known, amax, scale)
-        self._compare_meshes(gradients, measurement, received.facts)
-        return received, _of_all(received, divisor)
-
-    def _smaller_meshes(self, gradients: Gradients) -> float:
-        return float(not self._meshes_compared and self._placements.has_smaller_mesh(gradients, self.ranks))
-
-    def _compare_meshes(self, gradients: Gradients, measurement: Measurement, facts: Facts) -> None:
-        """Raises if meshes that are smaller than the group, and taken to hold the same, do not: once in a run."""
-        sizes = cast(Tensor, measurement.sizes)
-        if self._meshes_compared or not in_host_memory(sizes.device) or facts.bad:
-            return
-        self._meshes_compared = True
-        if facts.smaller_meshes:
-            held = self._placements.by_smaller_mesh(gradients, sizes, self.group)
-            refuse_distinct_meshes(gathered(held, self.group))
+        self._norms.compare_meshes(gradients, measurement, received.facts, self.group)
+        return received, seen_by_all(received, divisor)
 
     def _facts(self, plan: StepPlan, measurement: Measurement, own: Seen) -> Facts:
         """Returns what this rank sends of gradients and losses.
@@ -343,7 +328,9 @@ class Agreement:
         finite = own.finite.double()
         counted, gradients = plan.edited or plan.edge is not None, plan.gradients
         elements = count_elements(gradients.values, self.weights(gradients)) if counted else 0.0
-        sums = self._squares(plan.gradients, measurement, own.norm, plan.divisor) if plan.norm else Facts()
+        sums = Facts()
+        if plan.norm:
+            sums = self._norms.squares(gradients, measurement, own.norm, self.group, plan.divisor)
         return replace(
             sums,
             failed_rank=failure.failed_rank,
@@ -354,23 +341,8 @@ class Agreement:
             above=own.upper_share * elements,
             elements=elements,
             asks_norm=float(plan.norm),
-            smaller_meshes=self._smaller_meshes(plan.gradients),
+            smaller_meshes=self._norms.on_smaller_meshes(plan.gradients, self.group),
         )
-
-    def _squares(
-        self, gradients: Gradients, measurement: Measurement, norm: Tensor, divisor: Tensor | None = None
-    ) -> Facts:
-        """Returns the squares of the gradients, divided by `divisor`, whose norm on this rank is `norm`."""
-        if self._placements.all_same(gradients):
-            spread, same, any_same = 0.0, norm.double().square(), len(gradients) > 0
-        else:
-            sizes = cast(Tensor, measurement.sizes).double()
-            sizes = sizes if divisor is None else sizes * (1.0 / divisor)
-            spread, same, any_same = self._placements.squares(gradients, sizes, self.group)
-        known = torch.isfinite(norm)
-        spread, same = (torch.where(known, size, 0.0) for size in (spread, same))
-        holders = known * float(any_same)
-        return Facts(bad=1.0 - known.double(), spread=spread, same=same, same_squared=same.square(), holders=holders)
 
 
 def _text(error: Exception) -> str:
@@ -394,23 +366,3 @@ def _own(plan: StepPlan, measurement: Measurement, rule: Rule) -> Seen:
 def _amax_of(plan: StepPlan, own: Seen) -> Tensor | None:
     """Returns the largest magnitude on this rank, if it was read: 0 where it is not known."""
     return torch.where(own.finite, own.amax, 0.0) if plan.amax or plan.edited else None
-
-
-def _of_all(received: Received, divisor: Tensor) -> Seen:
-    """Returns what all ranks have seen, as tensors."""
-    facts, unknown = received.facts, torch.zeros_like(divisor)
-    norm = _norm_of(facts)
-    # Squares overflow before the gradients do, and nothing can be clipped by an infinite norm.
-    finite = (facts.bad == 0) & (norm * divisor < LARGEST_NORM)
-    return Seen(
-        finite=finite,
-        loss_finite=facts.bad_loss == 0,
-        amax=unknown if received.amax is None else torch.where(finite, received.amax, torch.inf),
-        norm=torch.where(finite, norm, torch.inf),
-        upper_share=(facts.above / facts.elements.clamp(min=1)).float(),
-    )
-
-
-def _norm_of(facts: Facts) -> Tensor:
-    """Returns the norm over the gradients of all ranks: those that are the same on every rank count once."""
-    return (facts.spread + facts.same / facts.holders.clamp(min=1)).sqrt().float()
