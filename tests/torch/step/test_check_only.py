@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.torch.drop_in.helpers import grad_of
 from tests.torch.helpers import (
     INF,
     NAN,
@@ -101,17 +102,43 @@ def test_the_gradients_are_read_once_more_than_by_the_optimizer_and_never_writte
     model = nn.Linear(256, 256, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused, foreach=not fused)
     loop = loop_of(model)
-    for _ in range(2):  # the first step of a run also reads the largest magnitude, for the metrics
+
+    def made() -> Tensor:
         optimizer.zero_grad()
         loop.backward(model(torch.randn(2, 256)).sum())
-        assert model.weight.grad is not None
-        before = model.weight.grad.clone()
-        with Traffic([model.weight.grad]) as traffic:
-            loop.step(optimizer)
+        return grad_of(model.weight)
+
+    made()
+    loop.step(optimizer)  # the first step of a run also reads the largest magnitude, for the metrics
+    grad = made()
+    before = grad.clone()
+    with Traffic([grad]) as traffic:
+        loop.step(optimizer)
     assert traffic.passes_read == 2  # the check and the update
-    assert same([model.weight.grad], [before])
+    assert same([grad], [before])
     written = {name for name, bytes in traffic.by_operator.items() if bytes.written}
     assert not written - {"_fused_sgd_"}  # its schema may write, where it has a `grad_scale`: it has none
+
+
+class Recorded(torch.optim.SGD):
+    """Notes what its fused kernel is told to divide by."""
+
+    divisors: list[Any]
+
+    def step(self, closure: Any = None) -> Any:
+        self.divisors.append(getattr(self, "grad_scale", None))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("loop_of", LOOPS)
+def test_a_fused_kernel_is_given_nothing_to_divide_by(loop_of: Any) -> None:
+    model = small_model()
+    optimizer = Recorded(model.parameters(), lr=0.1, fused=True)
+    optimizer.divisors = []
+    loop = loop_of(model)
+    loop.backward(loss_of(model))
+    assert not loop.step(optimizer).skipped()
+    assert optimizer.divisors == [None]
 
 
 @pytest.mark.parametrize("loop_of", LOOPS)

@@ -116,7 +116,7 @@ class DropInScale:
         rule, bounds = self.scaler._rule, self.scaler._bounds
         if rule is None:
             overflow = torch.ones_like(scale, dtype=torch.bool)
-            update.by_kernel(scale, tracker, overflow, *self.scaler._numbers(), bounds)
+            update.by_kernel(scale, tracker, overflow, *self.scaler._numbers(), bounds=bounds)
             return tracker, scale
         state = rule.lowered(update.present(rule, scale, tracker))
         return state, rule.tensor(state.scale).clamp(bounds.min_scale, bounds.max_scale)
