@@ -319,7 +319,8 @@ class LossScaler(OtherNames):
             measurement = measure(plan)
             decision = self._decided(plan, measurement)
             self._warn_of_half(plan, samples)
-            multiply(plan.gradients.values, torch.where(decision.applied, decision.factor, 1.0))
+            if not plan.keeps:
+                multiply(plan.gradients.values, torch.where(decision.applied, decision.factor, 1.0))
             return self._close(plan, measurement, decision)
 
         return make_closure(evaluate, parameters, backward, settle)

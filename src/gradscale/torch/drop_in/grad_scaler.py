@@ -18,6 +18,7 @@ from gradscale.engine.texts import policy_text
 from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
+from gradscale.policies.static import multiplies
 from gradscale.torch.accumulation.first_step import FirstStep
 from gradscale.torch.accumulation.retry import check_backward
 from gradscale.torch.bf16 import note_if_bf16
@@ -154,7 +155,12 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             return outputs
         self._updated = None
         self._leaves.complete = False
-        return scaled(outputs, self._scale_for, self._followed)
+        return scaled(outputs, self._scale_for, self._followed, multiplies=self._multiplies)
+
+    @property
+    def _multiplies(self) -> bool:
+        """Whether losses and gradients are multiplied at all: not by a scale that is always 1."""
+        return self._rule is None or multiplies(self._rule.policy)
 
     @_disable_dynamo
     def backward(self, loss: Tensor, retries: int | None = None, **kwargs: Any) -> None:
@@ -311,6 +317,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         gradients = unscale.gradients_of(optimizer)
+        if not self._multiplies:
+            return unscale.check_only(gradients, inv_scale)
         if not allow_fp16:
             refusals.refuse_half(optimizer, gradients)
         return multiply_and_check(gradients, inv_scale, found_inf)
@@ -396,8 +404,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if state["stage"] is OptState.READY:
             refusals.refuse_divided(optimizer, self._divided)
             self._check_inf_per_device(optimizer)
-            divisor = scale
-            if state.get("sharing"):
+            divisor = scale if self._multiplies else None
+            if divisor is not None and state.get("sharing"):
                 # The kernel writes the divided gradient back, and would divide it for each parameter that holds it.
                 stepped.divide_once(optimizer, scale)
                 divisor, state["stage"] = None, OptState.UNSCALED
@@ -451,7 +459,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             gradients, own = collect([optimizer]), getattr(optimizer, "grad_scale", None)
             if scaled:
                 refusals.refuse_divided(optimizer, self._divided)
-                if not (self._unscales_half or apply.takes_gate(optimizer)):
+                if self._multiplies and not (self._unscales_half or apply.takes_gate(optimizer)):
                     refusals.refuse_half(optimizer, gradients.values)
             grows = own is not None or (scaled and self._bound.may_be_below_one(scale))
             policy = update.sizing_policy(self._rule) if scaled else None

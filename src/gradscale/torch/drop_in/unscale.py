@@ -119,6 +119,15 @@ def note_norm(state: dict[str, Any], found: dict[str, Any], flags: dict[torch.de
     state |= found | state
 
 
+def check_only(gradients: Sequence[Tensor], like: Tensor) -> dict[torch.device, Tensor]:
+    """Returns, per device, whether a gradient is not finite. One read, no write. Does not synchronize.
+
+    `like` is a float32 on the device of the scale.
+    """
+    overflow, _ = check(gradients, torch.ones_like(like), grows=False)
+    return {device: overflow.to(device, torch.float32) for device in {grad.device for grad in gradients}}
+
+
 def still_finite(
     optimizer: Optimizer, flags: dict[torch.device, Tensor], scale: Tensor, bound: ScaleBound
 ) -> dict[torch.device, Tensor]:
