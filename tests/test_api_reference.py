@@ -21,7 +21,7 @@ def origin(path: str, sources: dict[str, ast.Module]) -> str:
     """Returns where the object is defined, as one object may be imported from several modules."""
     module, _, name = path.rpartition(".")
     for node in sources[module].body:
-        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+        if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:
             imported = f"{node.module}.{name}"
             return path if imported == path else origin(imported, sources)  # equal for a module of a package
     return path

@@ -1,12 +1,14 @@
 """Every test of Lightning starts from the same random numbers, on one thread, and ignores what Lightning warns of."""
 
 import logging
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 FOLDER = Path(__file__).parent
+collect_ignore_glob = [] if find_spec("lightning") else ["*.py"]
 
 IGNORED = [
     r"ignore:The '.*dataloader' does not have many workers",

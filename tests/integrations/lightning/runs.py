@@ -1,17 +1,13 @@
 """Small modules and runs that the tests of the Trainer share."""
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
+import lightning as L
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixedPrecision
 from tests.torch.helpers import poison
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-
-pytest.importorskip("lightning")
-import lightning as L
-from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixedPrecision
 
 from gradscale.integrations.lightning import MixedPrecision
 from gradscale.torch import GradScaler
@@ -48,7 +44,8 @@ class Regression(L.LightningModule):
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=2.0**-5, **{self.kind: True})
+        how: dict[str, Any] = {self.kind: True}
+        optimizer = torch.optim.AdamW(self.parameters(), lr=2.0**-5, **how)
         if self.interval is None:
             return optimizer
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -85,6 +82,3 @@ def fit(module: L.LightningModule, plugin: Any, *, batches: int = 4, ckpt_path: 
 
 def weights_of(module: nn.Module) -> list[float]:
     return [number for parameter in module.parameters() for number in parameter.flatten().tolist()]
-
-
-EITHER: list[Callable[[], Any]] = [ours, theirs]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.precision import Precision
 from tests.integrations.lightning.runs import L
 from tests.torch.helpers import poison
 from tests.torch.short_runs import fine_tuned_model, large_loss
@@ -28,7 +29,7 @@ class Run:
         self.types: set[torch.dtype] = set()
         self.own[2].register_forward_hook(lambda module, inputs, out: self.types.add(out.dtype))
 
-    def step(self, index: int, bad: bool = False, **clip: Any) -> float:
+    def step(self, index: int, *, bad: bool = False, **clip: Any) -> float:
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(index))
         self.optimizer.zero_grad()
         loss = nn.functional.mse_loss(self.model(x), x.sum(1, keepdim=True))
@@ -62,7 +63,7 @@ def test_training_in_fp16_on_a_cpu_learns(how: Any) -> None:
 
 
 @pytest.mark.parametrize("clip", [{"max_norm": 0.125}, {"clip_val": 0.01}])
-def test_clipping_with_a_fused_optimizer_works(clip: dict[str, float]) -> None:
+def test_clipping_with_a_fused_optimizer_works(clip: dict[str, Any]) -> None:
     from lightning.fabric.plugins.precision import MixedPrecision
 
     lightnings = Run(MixedPrecision("16-mixed", "cpu"), fused=True)
@@ -152,14 +153,14 @@ def test_checkpoint_without_a_scaler_is_loaded(tmp_path: Path) -> None:
 
 def test_other_precisions_save_what_they_did(tmp_path: Path) -> None:
     FabricMixedPrecision()
-    run = Run(L.fabric.plugins.precision.Precision())
+    run = Run(Precision())
     run.fabric.save(tmp_path / "run.ckpt", run.state())
     assert run.fabric.load(tmp_path / "run.ckpt").keys() == {"model", "optimizer", "epoch"}
 
 
 def test_two_optimizers_on_one_backward_pass_are_unscaled_alike() -> None:
     fabric = L.Fabric(accelerator="cpu", plugins=[plugin := ours()])
-    module = nn.Module()
+    module: Any = nn.Module()
     module.first, module.second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     module.forward = lambda: (module.first + module.second).sum()
     sgd = [torch.optim.SGD([each], lr=1.0) for each in (module.first, module.second)]

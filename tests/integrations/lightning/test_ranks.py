@@ -105,7 +105,8 @@ def test_ranks_clip_skip_and_resume_together(module_of: type, kind: str, policy:
 def fabric_trained(strategy: str, how: dict[str, Any], folder: Path) -> Any:
     """Returns what a rank knows after a few steps, one of them skipped, saved and loaded into another run."""
     as_torchrun()
-    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+    from lightning.fabric.strategies.ddp import DDPStrategy
+    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
     def sharded(model: nn.Module, mesh: Any) -> nn.Module:
@@ -125,7 +126,7 @@ def fabric_trained(strategy: str, how: dict[str, Any], folder: Path) -> Any:
         torch.manual_seed(0)
         own = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
         model = fabric.setup_module(own)
-        optimizer = fabric.setup_optimizers(torch.optim.AdamW(own.parameters(), lr=2.0**-6, **how))
+        optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(own.parameters(), lr=2.0**-6, **how))
         state = {"model": model, "optimizer": optimizer}
         if resumed:
             fabric.load(Path(folder) / "run.ckpt", state)

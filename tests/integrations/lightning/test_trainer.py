@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.loggers import CSVLogger
 from tests.integrations.lightning.runs import L, Regression, data, fit, ours, trainer_of, weights_of
 from tests.torch.short_runs import fine_tuned_model, large_loss
 from torch import Tensor, nn
@@ -44,7 +46,8 @@ def test_short_run_loses_no_step(kind: str, steps: int) -> None:
             return large_loss(self.net, index)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-4, **{kind: True})
+            how: dict[str, Any] = {kind: True}
+            return torch.optim.AdamW(self.parameters(), lr=1e-4, **how)
 
     trainer = fit(FineTuned(), MixedPrecision(), batches=steps)
     assert trainer.callback_metrics["gradscale/skipped"] == 0
@@ -118,7 +121,7 @@ def test_callback_sees_unscaled_gradients_that_are_not_clipped_yet(kind: str, mo
 
 def test_lambda_callback_sees_unscaled_gradients() -> None:
     seen = Looks()
-    callback = L.pytorch.callbacks.LambdaCallback(on_before_optimizer_step=seen.on_before_optimizer_step)
+    callback = LambdaCallback(on_before_optimizer_step=seen.on_before_optimizer_step)
     fit(Regression("fused"), ours(), batches=1, callbacks=[callback])
     assert seen.largest[0] < 2.0**6
 
@@ -182,7 +185,7 @@ def test_schedules_own_hook_is_called_unless_it_is_held() -> None:
 
 
 def test_loggers_and_progress_bar_get_the_metrics(tmp_path: Any) -> None:
-    logger = L.pytorch.loggers.CSVLogger(tmp_path)
+    logger = CSVLogger(tmp_path)
     trainer = fit(Regression(bad=(1,)), ours(), logger=logger, log_every_n_steps=1, gradient_clip_val=1.0)
     rows = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
     skipped = rows[0].split(",").index("gradscale/skipped")

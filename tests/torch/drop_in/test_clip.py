@@ -34,7 +34,7 @@ def train(step: Any, kind: Any, how: dict[str, Any], bad: int | None = 2) -> lis
 class DropIn:
     """The loop of the drop-in, which clips in `step`."""
 
-    def __init__(self, scaler: GradScaler, *, unscale: bool = False, **clip: float) -> None:
+    def __init__(self, scaler: GradScaler, *, unscale: bool = False, **clip: Any) -> None:
         self.scaler, self.unscale, self.clip = scaler, unscale, clip
         self.norms: list[float] = []
 
@@ -53,7 +53,7 @@ class DropIn:
 class Whole:
     """The loop of `LossScaler`, which clips in `step`, too."""
 
-    def __init__(self, **clip: float) -> None:
+    def __init__(self, **clip: Any) -> None:
         self.scaler, self.clip = LossScaler(policy=Dynamic(init_scale=2.0**10, growth_interval=2)), clip
         self.norms: list[float] = []
 
@@ -72,7 +72,7 @@ def scaler_of(**kwargs: Any) -> GradScaler:
 @pytest.mark.parametrize("clip", [{"clip_norm": BOUND}, {"clip_value": 2.0**-8}, {"clip_norm": 1.0, "clip_value": 0.1}])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", HOWS)
-def test_clipped_steps_and_norms_are_those_of_loss_scaler(how: Any, kind: Any, clip: dict[str, float]) -> None:
+def test_clipped_steps_and_norms_are_those_of_loss_scaler(how: Any, kind: Any, clip: dict[str, Any]) -> None:
     ours, whole = DropIn(scaler_of(), **clip), Whole(**clip)
     for mine, theirs in zip(train(ours, kind, how), train(whole, kind, how), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0.0)

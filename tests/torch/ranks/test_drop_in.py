@@ -293,7 +293,8 @@ def clipped(how: dict[str, Any], unscale: bool, policy: Policy | None) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2,))
-    scaler = OURS("cpu", **({"init_scale": 8.0} if policy is None else {"policy": policy}))
+    given: dict[str, Any] = {"init_scale": 8.0} if policy is None else {"policy": policy}
+    scaler = OURS("cpu", **given)
     scaler.scale(torch.ones(()))
     sharded, plain = nn.Parameter(distributed(torch.ones(2), mesh)), nn.Parameter(torch.ones(1))
     # A group for each: torch's fused kernels take no DTensors beside plain ones. Its average is the last gradient.

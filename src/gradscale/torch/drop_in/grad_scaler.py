@@ -459,7 +459,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             gradients, own = collect([optimizer]), getattr(optimizer, "grad_scale", None)
             if scaled:
                 refusals.refuse_divided(optimizer, self._divided)
-                if not (self._unscales_half or apply.takes_gate(optimizer)):
+                if self._multiplies and not (self._unscales_half or apply.takes_gate(optimizer)):
                     refusals.refuse_half(optimizer, gradients.values)
             grows = own is not None or (scaled and self._bound.may_be_below_one(scale))
             policy = update.sizing_policy(self._rule) if scaled else None
