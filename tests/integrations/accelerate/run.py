@@ -14,7 +14,7 @@ Place = Callable[[Accelerator], Any]
 """Puts a scaler into an accelerator, and returns it."""
 
 
-def ours(policy: Any = "torch:init_scale=1024", **kwargs: Any) -> Place:
+def ours(policy: Any = "torch:init_scale=1024.0", **kwargs: Any) -> Place:
     """Returns what installs gradscale's scaler."""
     return lambda accelerator: install(accelerator, policy, **kwargs)
 
@@ -71,18 +71,16 @@ class Run:
         return self.scheduler.scheduler.last_epoch
 
     def train(self, epochs: int, bad_steps: Sequence[int] = ()) -> "Run":
-        """Trains for 4 batches an epoch; the gradients of those in `bad_steps` overflow."""
+        """Trains for 4 batches an epoch; the loss of those in `bad_steps` is not finite."""
         for x, y in (batch for _ in range(epochs) for batch in self.data):
             with self.accelerator.accumulate(self.model):
                 self._step(x, y, bad=len(self.losses) in bad_steps)
         return self
 
     def _step(self, x: Tensor, y: Tensor, *, bad: bool) -> None:
-        loss = nn.functional.mse_loss(self.model(x), y)
+        loss = nn.functional.mse_loss(self.model(x), y * torch.inf if bad else y)
         self.losses.append(loss.item())
         self.accelerator.backward(loss)
-        if bad:
-            next(self.model.parameters()).grad.fill_(torch.inf)
         if self.accelerator.sync_gradients and self.clip is not None:
             self.norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)))
         self.optimizer.step()

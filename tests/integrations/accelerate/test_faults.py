@@ -52,7 +52,7 @@ def test_skipped_step_of_a_fused_optimizer(place: Place, skips: list[bool], step
 
 
 TWO = [pytest.param(torchs(8.0, growth_interval=1), False, id="torch's, silently wrong")]
-TWO += [pytest.param(ours("torch:init_scale=8,growth_interval=1"), True, id="gradscale's")]
+TWO += [pytest.param(ours("torch:init_scale=8.0,growth_interval=1"), True, id="gradscale's")]
 
 
 def two_optimizers(place: Place, *, bad: bool) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ def test_second_of_two_optimizers_on_one_backward_pass_after_growth(place: Place
 def test_two_optimizers_are_exact_when_both_are_unscaled_for_clipping() -> None:
     """Accelerate unscales all optimizers before it clips, and calls `update` after each `step`."""
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    scaler = ours("torch:init_scale=8")(accelerator)
+    scaler = ours("torch:init_scale=8.0")(accelerator)
     parts = [nn.Linear(2, 2, bias=False) for _ in range(2)]
     for part in parts:
         nn.init.ones_(part.weight)

@@ -60,11 +60,17 @@ def test_policy_that_says_the_same_as_grad_scaler_kwargs_may_say_more() -> None:
     assert rule_of(install(fp16(GradScalerKwargs(init_scale=64.0)), policy)) == (64.0, 2.0, 0.5, 2000)
 
 
+def test_torchs_rule_by_name_agrees_with_grad_scaler_kwargs_of_the_same_numbers() -> None:
+    scaler = install(fp16(GradScalerKwargs(init_scale=64.0)), "torch:init_scale=64.0")
+    assert scaler.get_scale() == 64.0
+
+
 @pytest.mark.parametrize(
     ("policy", "given"),
     [
         (Headroom(), GradScalerKwargs()),
         ("auto", GradScalerKwargs(init_scale=64.0)),
+        ("torch", GradScalerKwargs(init_scale=64.0)),
         (Dynamic(init_scale=32.0), GradScalerKwargs(init_scale=64.0)),
         (Dynamic(), GradScalerKwargs(enabled=False)),
     ],

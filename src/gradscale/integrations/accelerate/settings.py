@@ -4,6 +4,7 @@ from typing import Any
 
 from accelerate.utils import GradScalerKwargs
 
+from gradscale.peers import preset
 from gradscale.peers.specs import AUTO, as_policy
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
@@ -39,4 +40,7 @@ def _agree(policy: Policy, numbers: dict[str, Any]) -> bool:
     """Returns whether `policy` says the same as the numbers; it may say more, such as bounds."""
     if not numbers["enabled"]:
         return not policy.needs
-    return isinstance(policy, Dynamic) and all(getattr(policy, name) == numbers[name] for name in NUMBERS)
+    rule = {name: numbers[name] for name in NUMBERS}
+    if isinstance(policy, Dynamic):
+        return all(getattr(policy, name) == value for name, value in rule.items())
+    return policy == preset("torch", **rule)
