@@ -69,8 +69,8 @@ def _check(accelerator: Accelerator) -> None:
     """Raises unless the losses of `accelerator` can be scaled here, and all its optimizers will know."""
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
-            "`install` takes an `accelerate.Accelerator`. "
-            f"Received: {type(accelerator).__name__}. For a `Trainer` use `gradscale.integrations.transformers.install`."
+            f"`install` takes an `accelerate.Accelerator`. Received: {type(accelerator).__name__}. "
+            "For a `Trainer` use `gradscale.integrations.transformers.install`."
         )
     if isinstance(accelerator, ScaledAccelerator):
         raise RuntimeError("`install` was called on this accelerator before. Its scaler is `accelerator.scaler`.")
@@ -86,7 +86,7 @@ def _check(accelerator: Accelerator) -> None:
         )
     if accelerator._optimizers:
         raise RuntimeError(
-            "`install` must come before `accelerator.prepare`: an optimizer keeps the scaler that it was prepared with. "
+            "`install` must come before `accelerator.prepare`: an optimizer keeps the scaler it was prepared with. "
             f"Prepared already: {', '.join(type(each.optimizer).__name__ for each in accelerator._optimizers)}."
         )
 
