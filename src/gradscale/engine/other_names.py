@@ -60,7 +60,7 @@ ANSWERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "scale of a loss": "Use `scaler.scale(loss).backward()`.",
             "scale": "Use `scaler.get_scale()`, which synchronizes, or `scaler.metrics()['scale']`, which does not.",
             "step": "Use `scaler.step(optimizer)`.",
-            "backward": "Use `scaler.scale(loss).backward()`.",
+            "backward": "Use `scaler.backward(loss)`, or `scaler.scale(loss).backward()`.",
             "clip": "Call `scaler.unscale_(optimizer)`, then `torch.nn.utils.clip_grad_norm_`.",
             "overflow": "Use `scaler.last.skipped()` and `scaler.last.culprits()`, after `step`.",
             "enabled": "Use `scaler.is_enabled()`.",

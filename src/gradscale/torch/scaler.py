@@ -23,6 +23,7 @@ from gradscale.policies.contract import Policy
 from gradscale.torch.accumulation.buffers import BufferGuard
 from gradscale.torch.accumulation.closure import RETRIES, holder_of, make_closure
 from gradscale.torch.accumulation.edits import unscale, unscale_rest
+from gradscale.torch.accumulation.first_step import FirstStep
 from gradscale.torch.accumulation.guard import Guard, OnSkip
 from gradscale.torch.accumulation.retry import Retry, check_backward, check_retriable, synchronizing
 from gradscale.torch.accumulation.window import Window, Windows, map_losses
@@ -102,6 +103,7 @@ class LossScaler(OtherNames):
         self._pipeline: Pipeline | None = None
         self._warned_of_half = False
         self._types_known = False
+        self._first_step = FirstStep()
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy or a pickle: everything but the results and gradients of past steps.
@@ -148,26 +150,40 @@ class LossScaler(OtherNames):
         return map_losses(self._scaled, outputs)
 
     @_disable_dynamo
-    def backward(self, loss: Tensor, retries: int = 0, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, retries: int | None = None, **kwargs: Any) -> None:
         """Scales `loss` and runs its backward pass.
 
         With `retries`, an overflow lowers the scale and runs the backward pass, and only that, again: the batch is not
         lost, and gradients of earlier micro-batches are kept and multiplied to the new scale. That costs a host read
-        per attempt, a second set of gradients, and the graph's memory until `loss` is freed. Post-accumulate hooks are
-        called once, with the sum of all gradients. There is no retry for a loss that is not finite, under `Static`, or
-        at the lowest scale. Ranks that share the scale retry together.
+        per attempt, activations that are held until the pass has ended, and a second set of gradients if there are
+        earlier ones. Post-accumulate hooks are called once, with the sum of all gradients. There is no retry for a loss
+        that is not finite, under `Static`, or at the lowest scale. Ranks that share the scale retry together.
+
+        By default there is one retry until the first step has been applied, and none from then on, at no cost: under
+        `Headroom` and `LogMax`, whose first scale is a guess, where the model is known, in one process, without DDP or
+        FSDP, and for a graph of torch's own operations. A compiled model, reentrant checkpointing, other functions with
+        a backward pass of their own, and `create_graph`, `inputs` or `gradient` must be asked for explicitly.
 
         Args:
             loss: a scalar loss.
-            retries: how often the backward pass may be run again.
+            retries: how often the backward pass may be run again; 0 for never.
             **kwargs: passed on to `Tensor.backward`.
         """
-        check_backward(retries, kwargs)
+        if retries is None:
+            retries = self._first_step.retries(self.policy, loss, kwargs, self.last, self._may_retry)
+        else:
+            check_backward(retries, kwargs)
+            if retries and self.policy.needs:
+                check_retriable(self._modules)
         if retries and self.policy.needs:
-            check_retriable(self._modules)
             self._retry(loss, retries, kwargs)
         else:
             self.scale(loss).backward(**kwargs)
+
+    def _may_retry(self) -> bool:
+        """Returns whether a backward pass may be run again without being asked to."""
+        # In one process: a rank that has no loss would not take part in the agreement of the others.
+        return bool(self._modules) and self._agreement.ranks == 1 and not any(map(synchronizing, self._modules))
 
     @_disable_dynamo
     @explains_arguments("scaler.step")
@@ -396,6 +412,7 @@ class LossScaler(OtherNames):
         note_loaded_policy(self.policy, saved.policy)
         self._rule.load(as_policy(saved.policy), saved.state, saved.amax_ratio)
         self._memory.forget()
+        self._first_step = FirstStep(applied=int(saved.state.applied) > 0)
         # Zeros, as `zero_grad(set_to_none=False)` leaves them, have no scale.
         self._windows.close(zeros=False)
 

@@ -73,7 +73,7 @@ def counts(monkeypatch: pytest.MonkeyPatch, optimizer_name: str, policy: Policy,
     for step in range(4):
         loss = loss_of(model, step)
         with counting(monkeypatch) as reads:
-            scaler.backward(loss)
+            scaler.backward(loss, retries=0)
             scaler.metrics()
         assert reads == []
         if step % 2:
@@ -112,6 +112,25 @@ def test_a_step_with_a_fused_optimizer_reads_nothing(
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_no_policy_reads_anything(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
     assert counts(monkeypatch, "adamw fused", policy) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_a_backward_pass_reads_once_until_a_step_is_applied_if_the_policy_predicts(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = LossScaler(model, policy)
+    found = []
+    for step in range(4):
+        with counting(monkeypatch) as reads:
+            scaler.backward(loss_of(model, step))
+        found.append(len(reads))
+        if step == 0:
+            poison(next(model.parameters()), INF)  # skipped: the second is the first to be applied
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    assert found == ([1, 1, 0, 0] if "amax" in policy.needs else [0, 0, 0, 0])
 
 
 # Adam's own loop reads its step counters, so what is its own is not counted here.
@@ -241,7 +260,7 @@ def test_a_whole_loop_runs_on_a_device_that_cannot_be_read(monkeypatch: pytest.M
         x = torch.ones(3, 4, device="meta", requires_grad=True)
         (grad,) = scaler.grad(model(x).sum(), x, create_graph=True)
         assert grad is not None
-        scaler.backward(model(x).sum() + grad.sum())
+        scaler.backward(model(x).sum() + grad.sum(), retries=0)
         assert unknown(scaler.metrics())
         with scaler.unscaled(optimizer):
             pass
@@ -283,7 +302,7 @@ def test_a_loop_copies_nothing_to_the_device(monkeypatch: pytest.MonkeyPatch, po
     optimizer = Folding(model.parameters())
     scaler = LossScaler(model, policy, device="meta")
     for norm in (False, True):
-        scaler.backward(model(torch.ones(3, 4, device="meta")).sum())
+        scaler.backward(model(torch.ones(3, 4, device="meta")).sum(), retries=0)
         with uploading(monkeypatch) as sent:
             scaler.step(optimizer, norm=norm)
             scaler.metrics()

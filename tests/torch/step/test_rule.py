@@ -116,6 +116,6 @@ def test_a_forced_backoff_is_the_same_to_the_last_bit(name: str) -> None:
     # Vectors of one element: numpy 1 makes float64 of a float32 scalar times a Python number.
     rule, state = Rule(policy, device=torch.device("cpu")), place(policy.start(), np.atleast_1d)
     for _ in range(4):
-        rule.state = rule.lowered()
+        rule.state = rule.lowered(rule.state)
         state = backed_off(policy, state, Seen(finite=np.zeros(1, bool)), np)  # type: ignore[arg-type]
         assert rule.state.to_dict() == place(state, lambda value: value[0]).to_dict()

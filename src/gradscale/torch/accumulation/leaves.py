@@ -1,4 +1,4 @@
-"""The leaves of an autograd graph: every tensor whose `.grad` a backward pass adds to."""
+"""The autograd graph of a loss: its nodes, and its leaves, every tensor whose `.grad` a backward pass adds to."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,14 +19,19 @@ def leaves_of(output: Tensor) -> list[Tensor]:
 
 def leaf_nodes(root: Any) -> Iterator[Any]:
     """Yields the nodes below `root` that add to the gradients of leaves, each once."""
+    for node in nodes_of(root):
+        if not node.next_functions and hasattr(node, "variable"):  # an `AccumulateGrad`
+            yield node
+
+
+def nodes_of(root: Any) -> Iterator[Any]:
+    """Yields `root`, a node of a graph, and all nodes below it, each once."""
     seen: set[Any] = {root}
     pending: list[Any] = [root]
     while pending:
-        following = pending.pop().next_functions
-        for node, _ in following:
-            if node is not None and node not in seen:
-                seen.add(node)
-                if node.next_functions:
-                    pending.append(node)
-                elif hasattr(node, "variable"):  # an `AccumulateGrad`
-                    yield node
+        node = pending.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)

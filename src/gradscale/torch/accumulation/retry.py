@@ -2,17 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradscale.engine.retries import check_retries
+from gradscale.torch.accumulation.graph import free
 from gradscale.torch.accumulation.window import Window
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.gradients import numbers_of
 from gradscale.torch.step.measure import measure_sizes
+
+AnyRank = Callable[[Tensor], list[bool]]
+"""Returns which of a few flags are set on any of the ranks that share the scale. Synchronizes with the device."""
 
 
 class Stash:
@@ -39,6 +43,13 @@ class Stash:
         return ~torch.isfinite(measure_sizes(dense, device).total)
 
     @torch.no_grad()
+    def multiply(self, ratio: Tensor) -> None:
+        """Multiplies the gradients of the attempt by the ratio of two scales."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                _multiply(parameter.grad, ratio)
+
+    @torch.no_grad()
     def merge(self, ratio: Tensor | None) -> None:
         """Adds the gradients of the attempt to the earlier ones, which are first multiplied by the ratio of the scales.
 
@@ -50,7 +61,7 @@ class Stash:
             if earlier is None:
                 continue
             if ratio is not None:
-                (earlier._values() if earlier.is_sparse else earlier).mul_(ratio.to(earlier.device))
+                _multiply(earlier, ratio)
             parameter.grad = earlier if parameter.grad is None else _sum(earlier, parameter.grad)
         self._put_hooks_back()
         for parameter in attempted:
@@ -69,6 +80,10 @@ class Stash:
                 parameter._post_accumulate_grad_hooks.update(hooks)  # type: ignore[attr-defined]
 
 
+def _multiply(grad: Tensor, ratio: Tensor) -> None:
+    (grad._values() if grad.is_sparse else grad).mul_(ratio.to(grad.device))
+
+
 def _sum(earlier: Tensor, later: Tensor) -> Tensor:
     """Returns the sum, in the memory of `earlier` unless it is sparse and `later` is not."""
     return later + earlier if earlier.is_sparse and not later.is_sparse else earlier.add_(later)
@@ -83,6 +98,54 @@ def _taken_from(hooks: dict[int, Any] | None) -> dict[int, Any]:
     return taken
 
 
+class Scaling(Protocol):
+    """A scale that losses are multiplied by, and that a retry lowers."""
+
+    @property
+    def scale(self) -> Tensor:
+        """The present scale."""
+        ...
+
+    def product(self, loss: Tensor) -> Tensor:
+        """Returns `loss` times the scale."""
+        ...
+
+    def lowered(self) -> tuple[Any, Tensor]:
+        """Returns the state after one backoff, and its scale. Changes nothing."""
+        ...
+
+    def lower(self, state: Any, scale: Tensor) -> None:
+        """Makes what `lowered` returned the present state, and counts a retry."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WindowScale:
+    """The scale of a window, lowered by its rule."""
+
+    rule: Rule
+    window: Window
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale of the window."""
+        return self.window.scale
+
+    def product(self, loss: Tensor) -> Tensor:
+        """Returns `loss` times the scale."""
+        return self.window.product(loss)
+
+    def lowered(self) -> tuple[Any, Tensor]:
+        """Returns the state after one backoff, whatever the hysteresis says, and its scale."""
+        state = self.rule.lowered(self.rule.state)
+        return state, self.rule.tensor(state.scale)
+
+    def lower(self, state: Any, scale: Tensor) -> None:
+        """Backs off once."""
+        self.rule.state, self.window.scale = state, scale
+        self.window.retries += 1
+
+
 @dataclass(frozen=True, slots=True)
 class Retry:
     """A backward pass that may be run again.
@@ -95,7 +158,7 @@ class Retry:
 
     parameters: Sequence[Tensor]
     rule: Rule
-    any_rank: Callable[[Tensor], list[bool]]
+    any_rank: AnyRank
 
     def backward(self, loss: Tensor, window: Window, retries: int, kwargs: dict[str, Any]) -> None:
         """Runs the backward pass of `loss`, again at lower scales while it overflows, at most `retries` times more.
@@ -106,7 +169,10 @@ class Retry:
         before, scale, earlier_retries, losses = self.rule.state, window.scale, window.retries, window.loss_finite
         stash = Stash(self.parameters)
         try:
-            overflowed = self._try(loss, window, stash, retries, kwargs)
+            finite = window.is_finite(loss)
+            window.note_loss(finite)
+            scaling = WindowScale(self.rule, window)
+            overflowed = attempt(loss, finite, scaling, stash, self.any_rank, retries, kwargs)
         except BaseException:
             stash.restore()
             self.rule.state, window.scale, window.retries, window.loss_finite = before, scale, earlier_retries, losses
@@ -119,26 +185,35 @@ class Retry:
             window.rescaled = {id(parameter) for parameter in self.parameters}
         stash.merge(None if window.scale is scale else window.scale / scale)
 
-    def _try(self, loss: Tensor, window: Window, stash: Stash, retries: int, kwargs: dict[str, Any]) -> bool:
-        """Runs the backward pass until it does not overflow or no retry is left; returns whether it overflowed."""
-        finite = window.is_finite(loss)
-        window.note_loss(finite)
-        keep_graph = bool(kwargs.pop("retain_graph", None))
-        for tried in range(retries + 1):
-            # The graph is kept while another attempt may follow: the last one frees it.
-            again = tried < retries
-            window.product(loss).backward(retain_graph=keep_graph or again, **kwargs)
-            lowered = self.rule.lowered() if again else self.rule.state
-            floor = self.rule.tensor(lowered.scale) >= window.scale
-            # All in one read. All ranks make the same decisions, or their collectives would not match.
-            flags = torch.stack([stash.overflowed(window.scale.device), ~finite, floor])
-            overflowed, bad_loss, at_floor = self.any_rank(flags)
-            if not overflowed or bad_loss or at_floor:
-                return overflowed
-            self.rule.state, window.scale = lowered, self.rule.tensor(lowered.scale)
-            window.retries += 1
-            stash.clear()
-        return True
+
+def attempt(
+    loss: Tensor,
+    finite: Tensor,
+    scaling: Scaling,
+    stash: Stash,
+    any_rank: AnyRank,
+    retries: int,
+    kwargs: dict[str, Any],
+) -> bool:
+    """Runs the backward pass until it does not overflow or no retry is left; returns whether it overflowed.
+
+    There is none for a loss that is not `finite`, and at the lowest scale. Synchronizes once after every attempt.
+    """
+    keeps_graph = bool(kwargs.pop("retain_graph", None))
+    for tried in range(retries + 1):
+        again = tried < retries
+        scaling.product(loss).backward(retain_graph=keeps_graph or again, **kwargs)
+        state, scale = scaling.lowered() if again else (None, scaling.scale)
+        # All in one read. All ranks make the same decisions, or their collectives would not match.
+        flags = torch.stack([stash.overflowed(scale.device), ~finite, scale >= scaling.scale])
+        overflowed, bad_loss, at_floor = any_rank(flags)
+        if not overflowed or bad_loss or at_floor:
+            if again and not keeps_graph and not kwargs.get("inputs"):
+                free(loss)
+            return overflowed
+        scaling.lower(state, scale)
+        stash.clear()
+    return True
 
 
 def check_backward(retries: int, kwargs: dict[str, Any]) -> None:
@@ -147,7 +222,7 @@ def check_backward(retries: int, kwargs: dict[str, Any]) -> None:
     if retries and kwargs.get("create_graph"):
         raise ValueError(
             "`retries` sets gradients aside and adds them up later, which `create_graph=True` cannot differentiate. "
-            "Pass one of the two; for a gradient penalty use `scaler.grad(loss, inputs, create_graph=True)`."
+            "Pass one of the two; for a gradient penalty use `LossScaler.grad(loss, inputs, create_graph=True)`."
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from gradscale.engine.other_arguments import explains_arguments
@@ -17,9 +18,12 @@ from gradscale.engine.texts import policy_text
 from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
+from gradscale.torch.accumulation.first_step import FirstStep
+from gradscale.torch.accumulation.retry import check_backward
 from gradscale.torch.bf16 import note_if_bf16
-from gradscale.torch.drop_in import refusals, saved, settings, stepped, unscale, update
+from gradscale.torch.drop_in import refusals, retry, saved, settings, stepped, unscale, update
 from gradscale.torch.drop_in.ranks import Ranks
+from gradscale.torch.drop_in.retry import Leaves
 from gradscale.torch.drop_in.same_gradients import Start, States, Updated, flags_of
 from gradscale.torch.drop_in.scale_bound import ScaleBound
 from gradscale.torch.drop_in.scaled import rescaled, scaled
@@ -115,6 +119,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self._rule: Rule | None = None
         self._bound = ScaleBound()
         self._divided: list[Optimizer] = []
+        self._leaves = Leaves()
+        self._first_step = FirstStep()
         self._updated: Updated | None = None
         self._ranks = Ranks(group)
         self._warned_of_fused_sgd = False
@@ -144,7 +150,64 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if not self._enabled:
             return outputs
         self._updated = None
+        self._leaves.complete = False
         return scaled(outputs, self._scale_for, self._followed)
+
+    @_disable_dynamo
+    def backward(self, loss: Tensor, retries: int | None = None, **kwargs: Any) -> None:
+        """Scales `loss` and runs its backward pass: `scale(loss).backward()`, which can be run again if it overflows.
+
+        An addition to torch's methods, with the meaning that it has in `gradscale.torch.LossScaler`. With `retries`, an
+        overflow lowers the scale and runs the backward pass, and only that, again: the batch is not lost, and
+        gradients of earlier micro-batches are kept and multiplied to the new scale. `update` goes on from the lowered
+        scale. That costs a host read per attempt, a walk through the graph, activations that are held until the pass
+        has ended, and a second set of gradients if there are earlier ones. There is no retry for a loss that is not
+        finite, under `Static`, or at the lowest scale.
+
+        By default there is one retry until the first step has been applied, and none from then on, at no cost: under
+        `Headroom` and `LogMax` (`policy="auto"` is the former), for a graph of torch's own operations, and where
+        `torch.distributed` is not initialized. Where a retry is not possible, one that was asked for is refused.
+
+        Args:
+            loss: a scalar loss, not scaled.
+            retries: how often the backward pass may be run again; 0 for never.
+            **kwargs: passed on to `Tensor.backward`.
+
+        Raises:
+            RuntimeError: `retries` is given, and the backward pass cannot be run again: `torch.distributed` is
+                initialized, an optimizer was unscaled or stepped since the last `update`, a loss was scaled by `scale`
+                since then, or the graph has reentrant checkpoints.
+        """
+        if retries is not None:
+            check_backward(retries, kwargs)
+        if not self._enabled:
+            loss.backward(**kwargs)
+        elif count := self._retries(loss, retries, kwargs):
+            self._retry(loss, count, kwargs)
+        else:
+            self.scale(loss).backward(**kwargs)
+
+    def _retries(self, loss: Tensor, retries: int | None, kwargs: dict[str, Any]) -> int:
+        """Returns how often the backward pass of `loss` may be run again, or raises if it cannot be."""
+
+        def find_obstacle() -> str | None:
+            return retry.obstacle(loss, self._leaves, self._per_optimizer_states, self._ranks.group)
+
+        if retries is None:
+            policy = TORCHS_RULE if self._rule is None else self._rule.policy
+            return self._first_step.retries(policy, loss, kwargs, self._steps.last, lambda: find_obstacle() is None)
+        if retries:
+            retry.refuse(find_obstacle())
+        return retries
+
+    def _retry(self, loss: Tensor, retries: int, kwargs: dict[str, Any]) -> None:
+        """Runs the backward pass of `loss`, again at a lower scale while it overflows."""
+        # As `_followed` and `_on_backward` for the loss of a single pass.
+        self._updated = None
+        self._divided.clear()
+        self._note_types(loss)
+        self._steps.retries += retry.retried(self, loss, self._leaves.add(loss), retries, kwargs)
+        self._steps.losses.add(loss)
 
     def _scale_for(self, device: torch.device) -> Tensor:
         """Returns the scale, which the first loss puts on its `device`."""
@@ -159,12 +222,16 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             self._divided.clear()
         elif product.requires_grad:
             self._steps.losses.add(loss)
-            if not self._types_known:
-                self._types_known = True
-                note_if_bf16(loss, TORCHS_RULE if self._rule is None else self._rule.policy, "GradScaler")
+            self._note_types(loss)
             version = self._scale._version  # type: ignore[union-attr]
             product.register_hook(partial(self._on_backward, made_with, version))
         return product
+
+    def _note_types(self, loss: Tensor) -> None:
+        """Notes once, of the first loss, that no scaler is needed if its backward pass runs in BF16."""
+        if not self._types_known:
+            self._types_known = True
+            note_if_bf16(loss, TORCHS_RULE if self._rule is None else self._rule.policy, "GradScaler")
 
     def _on_backward(self, made_with: Tensor, version: int, grad: Tensor) -> Tensor | None:
         # New gradients: parameters that optimizers share may be divided once more. Known only when the backward pass
@@ -362,6 +429,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         for result in results:
             result.next_scale = after
         self._divided.clear()
+        self._leaves.clear()
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if not flags:
             self._steps.discard()
@@ -392,14 +460,17 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         # Before the update, which changes the version that distinguishes writes by others.
         self._bound.revalidate(scale)
         if self._rule is None:
-            numbers = (self._growth_factor, self._backoff_factor, int(self._growth_interval))
-            update.by_kernel(scale, tracker, overflow, *numbers, self._bounds)
+            update.by_kernel(scale, tracker, overflow, *self._numbers(), self._bounds)
         else:
             made_with = scale if self._updated is None or self._updated.made_with is None else self._updated.made_with
             sizes = [state["sizes"] for state in states.values() if "sizes" in state]
             seen = update.seen_by(sizes, overflow, made_with)
             update.by_policy(self._rule, scale, tracker, seen, self._bounds)
         self._bound.lowered(scale, by=update.lowest_factor(self._rule, self._backoff_factor))
+
+    def _numbers(self) -> tuple[float, float, int]:
+        """Returns the numbers of torch's rule that its kernel takes."""
+        return self._growth_factor, self._backoff_factor, int(self._growth_interval)
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Sets the factor by which the scale is multiplied when it grows."""
@@ -440,7 +511,9 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             note_loaded_policy(present, found.policy)
             self._updated = Updated()
             state_dict, self._bounds, self._rule = found.numbers, found.bounds, found.rule
-            self._steps.restart(found.counters())
+            counters = found.counters()
+            self._steps.restart(counters)
+            self._first_step = FirstStep(applied=counters.applied > 0)
         super().load_state_dict(state_dict)
         if self._enabled and self._scale is not None:
             self._settle()

@@ -28,6 +28,11 @@ class Ranks:
         self._always = always or group is not None
 
     @property
+    def group(self) -> Any:
+        """The process group; None by default, `"alone"` for this process."""
+        return self._agreement.group
+
+    @property
     def always(self) -> bool:
         """Whether there are other ranks that decide on all gradients, too."""
         return self._always and self._agreement.ranks > 1

@@ -16,6 +16,7 @@ from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_number
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
 from gradscale.torch.drop_in.counters import Counters
+from gradscale.torch.drop_in.retry import Leaves
 from gradscale.torch.drop_in.scale_bound import ScaleBound
 from gradscale.torch.drop_in.settings import Bounds, check_factors, check_interval, shown
 from gradscale.torch.drop_in.steps import Steps
@@ -99,6 +100,7 @@ def contents_of_copy(rule: Rule | None, steps: Steps) -> dict[str, Any]:
         "last": None,
         "_bound": ScaleBound(),
         "_divided": [],
+        "_leaves": Leaves(),
         "_steps": copy.copy(steps),
         "_updated": None,
         "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),

@@ -44,11 +44,13 @@ class Steps:
     Attributes:
         losses: the losses scaled since the last `update`.
         counters: how many steps were applied and skipped.
+        retries: how often a backward pass was run again since the last `update`.
     """
 
     def __init__(self, max_consecutive_skips: int, on_stuck: OnStuck, scale: float) -> None:
         self.losses = Losses()
         self.counters = Counters(scale)
+        self.retries = 0
         self._memory = Memory(max_consecutive_skips, on_stuck)
         self._optimizers: list[Optimizer] = []
         self._results: list[StepResult] = []
@@ -57,12 +59,17 @@ class Steps:
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy: the counts and settings. Results refer to gradients of the original."""
         memory = self._memory.__reduce__()
-        fresh = {"losses": Losses(), "_optimizers": [], "_results": []}
+        fresh = {"losses": Losses(), "retries": 0, "_optimizers": [], "_results": []}
         return fresh | {
             "counters": self.counters.on_host(),
             "_memory": memory[0](*memory[1]),
             "_closed": Closed((), (), {}),
         }
+
+    @property
+    def last(self) -> StepResult | None:
+        """The result that stands for the steps which the last `update` has ended; None before the first."""
+        return self._memory.last
 
     def begin(self, optimizer: Optimizer, device: torch.device) -> None:
         """Notes that an optimizer is about to be stepped: its weights are measured before its first step."""
@@ -78,6 +85,7 @@ class Steps:
             stepped: what is known of its step.
         """
         result = _result(optimizer, state, scale, stepped, self.losses)
+        result.retries = self.retries
         self._optimizers.append(optimizer)
         self._results.append(result)
         return result
@@ -121,6 +129,7 @@ class Steps:
     def discard(self) -> None:
         """Forgets the steps since the last `update`."""
         self._optimizers, self._results = [], []
+        self.retries = 0
         self.losses.clear()
 
     def restart(self, counters: Counters) -> None:

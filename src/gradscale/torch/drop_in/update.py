@@ -9,7 +9,7 @@ from torch import Tensor
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.plan import Plan
 from gradscale.kernels.torch import share_above
-from gradscale.policies.contract import Policy, Seen
+from gradscale.policies.contract import Policy, ScaleState, Seen
 from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.static import Static
 from gradscale.torch.drop_in.settings import Bounds
@@ -40,12 +40,15 @@ def by_kernel(
 
 def by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bounds: Bounds) -> None:
     """Updates `rule`, and with it `scale` and `tracker`. Does not synchronize with the device."""
-    # torch's tensors take precedence over the state: other code may have set them since. Cloned, because they are
-    # written to below and a state is never changed.
-    present = replace(rule.state, scale=rule.leaf(scale.clone()), clean_steps=rule.leaf(tracker.clone()))
-    rule.state = rule.after(present, rule.leaves(seen))
+    # Cloned, because they are written to below and a state is never changed.
+    rule.state = rule.after(present(rule, scale.clone(), tracker.clone()), rule.leaves(seen))
     scale.copy_(rule.scale).clamp_(bounds.min_scale, bounds.max_scale)
     tracker.copy_(rule.tensor(rule.state.clean_steps))
+
+
+def present(rule: Rule, scale: Tensor, tracker: Tensor) -> ScaleState:
+    """Returns the state of `rule` with torch's two tensors, which it keeps: other code may have set them since."""
+    return replace(rule.state, scale=rule.leaf(scale), clean_steps=rule.leaf(tracker))
 
 
 def lowest_factor(rule: Rule | None, backoff_factor: float) -> float:

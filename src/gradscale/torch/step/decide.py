@@ -169,10 +169,10 @@ class Rule:
         return Decision(self.state, no, torch.ones_like(self.scale), seen, self.amax_ratio)
 
     @np.errstate(all="ignore")
-    def lowered(self) -> ScaleState:
-        """Returns the state backed off once, without hysteresis. Does not synchronize with the device."""
+    def lowered(self, state: ScaleState) -> ScaleState:
+        """Returns `state` backed off once, without hysteresis. Does not synchronize with the device."""
         overflow = place(Seen(finite=np.bool_(False)), self._put)
-        return backed_off(self.policy, self.state, overflow, self.xp)
+        return backed_off(self.policy, state, overflow, self.xp)
 
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.int32: np.int32, torch.bool: np.bool_}
