@@ -13,7 +13,7 @@ from pathlib import Path
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 OWN_PROCESS = ("keras_", "jax_many_devices", "accelerate_", "transformers_")
-"""How names of examples begin that need a process of their own, which has one Keras backend, one set of devices, and one
+"""How names of examples begin that need a process of their own, which has one Keras backend, one set of devices and one
 state of Accelerate."""
 
 RANKS = {"torch_ddp": 2, "torch_fsdp2": 2, "torch_fsdp2_tp": 4, "torch_pipeline": 2}

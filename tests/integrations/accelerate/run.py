@@ -82,7 +82,8 @@ class Run:
         self.losses.append(loss.item())
         self.accelerator.backward(loss)
         if self.accelerator.sync_gradients and self.clip is not None:
-            self.norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)))
+            norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
+            self.norms.append(float(norm))
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()

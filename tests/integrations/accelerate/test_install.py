@@ -100,7 +100,7 @@ def test_install_after_prepare_is_refused() -> None:
 
 def test_model_that_was_prepared_before_runs_in_fp16_too() -> None:
     accelerator = fp16()
-    frozen = accelerator.prepare_model(nn.Sequential(nn.Linear(2, 2)), evaluation_mode=True)
+    frozen: Any = accelerator.prepare_model(nn.Sequential(nn.Linear(2, 2)), evaluation_mode=True)
     types = []
     frozen[0].register_forward_hook(lambda module, args, out: types.append(out.dtype))
     frozen(torch.ones(1, 2))

@@ -13,7 +13,7 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-COMMON = {
+COMMON: dict[str, Any] = {
     "fp16": True,
     "use_cpu": True,
     "max_steps": 4,

@@ -24,21 +24,21 @@ WORDS = 32
 def gpt2() -> nn.Module:
     """Returns a GPT-2 without dropout, the same at every call."""
     torch.manual_seed(0)
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    special = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
-    shape = {"n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, loss_type="ForCausalLM", **shape, **off, **special))
+    off: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    special: dict[str, Any] = {"loss_type": "ForCausalLM", "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    shape: dict[str, Any] = {"n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, **shape, **off, **special))
 
 
 def t5() -> nn.Module:
     """Returns a T5 without dropout, the same at every call."""
     torch.manual_seed(0)
-    shape = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    special = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    shape: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    special: dict[str, Any] = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
     return T5ForConditionalGeneration(T5Config(vocab_size=WORDS, dropout_rate=0.0, **shape, **special))
 
 
-def counting(rows: int = 64) -> list[dict[str, list[int]]]:
+def counting(rows: int = 64) -> Any:
     """Returns sequences that count upwards, each from another number."""
     numbers = [[(row + place) % (WORDS - 2) + 2 for place in range(8)] for row in range(rows)]
     return [{"input_ids": ids, "labels": ids} for ids in numbers]
@@ -82,10 +82,10 @@ class Overflow(TrainerCallback):
 
 def trainer_of(
     folder: Path, place: Callable[[Trainer], Any], make: Callable[[], nn.Module] = gpt2, **kwargs: Any
-) -> Trainer:
+) -> Any:
     """Returns a trainer with a scaler in place. Keywords are of `TrainingArguments`, but for `bad_steps`."""
     bad_steps = kwargs.pop("bad_steps", ())
-    defaults = {
+    defaults: dict[str, Any] = {
         "fp16": True,
         "use_cpu": True,
         "max_steps": 8,
@@ -98,8 +98,8 @@ def trainer_of(
     }
     arguments = TrainingArguments(str(folder), **(defaults | kwargs))
     callback = Overflow(bad_steps)
-    trainer = Trainer(make(), arguments, train_dataset=counting(), callbacks=[callback])
-    trainer.overflow = callback  # type: ignore[attr-defined]
+    trainer: Any = Trainer(make(), arguments, train_dataset=counting(), callbacks=[callback])
+    trainer.overflow = callback
     place(trainer)
     return trainer
 

@@ -21,13 +21,21 @@ class ScaledAccelerator(Accelerator):
     scaler: GradScaler
     _grad_norm: Tensor | None = None
 
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Scales the loss and runs its backward pass, as `GradScaler.backward` does, whose `retries` it takes as well.
+
+        The loss is first divided by the number of micro-batches.
+        """
+        # Accelerate calls `scale(loss).backward()`, which cannot be run again if it overflows.
+        self.scaler.backward(loss / self.gradient_accumulation_steps, **kwargs)
+
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Returns the prepared optimizer, which reports skipped steps though it be fused."""
-        prepared = super().prepare_optimizer(optimizer, device_placement)
+        prepared: Any = super().prepare_optimizer(optimizer, device_placement)
         ScaledOptimizer.take_over(prepared)
         return prepared
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: Any = 2) -> Any:
         """Unscales and clips, and returns the norm of the unscaled gradients, which is kept for `log`."""
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         # Not a DTensor, whose value takes all ranks: `log` may be called by one.

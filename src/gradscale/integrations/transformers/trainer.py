@@ -21,7 +21,7 @@ class ScaledTrainer(Trainer):
     _scaler_settings: dict[str, Any]
 
     @classmethod
-    def take_over(cls, trainer: Trainer, settings: dict[str, Any]) -> GradScaler:
+    def take_over(cls, trainer: Any, settings: dict[str, Any]) -> GradScaler:
         """Puts these methods before those of the trainer's class, and returns the scaler of its accelerator.
 
         Args:
