@@ -118,6 +118,16 @@ def test_prepared_optimizer_is_pickled_as_before() -> None:
     assert copied.state_dict()["param_groups"] == run.optimizer.state_dict()["param_groups"]
 
 
+def test_accelerator_is_pickled_as_before() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    scaler = ours("auto")(accelerator)
+    accelerator.prepare(torch.utils.data.DataLoader([1.0, 2.0]))
+    copied = pickle.loads(pickle.dumps(accelerator))
+    assert type(copied) is type(accelerator)
+    assert copied.scaler.state_dict() == scaler.state_dict()
+    assert len(copied._dataloaders) == 1
+
+
 def test_prepared_twice_is_prepared_once() -> None:
     run = Run(ours(), fused=True)
     assert run.accelerator.prepare(run.optimizer) is run.optimizer
