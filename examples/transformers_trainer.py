@@ -11,7 +11,7 @@ WORDS, STEPS = 32, 60
 
 torch.manual_seed(0)
 shape = {"n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
-model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM", **shape))
+model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, bos_token_id=0, eos_token_id=0, **shape))
 sequences = [[(start + place) % WORDS for place in range(16)] for start in range(WORDS)]
 dataset = [{"input_ids": ids, "labels": ids} for ids in sequences]
 

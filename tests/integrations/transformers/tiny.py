@@ -25,7 +25,7 @@ def gpt2() -> nn.Module:
     """Returns a GPT-2 without dropout, the same at every call."""
     torch.manual_seed(0)
     off: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    special: dict[str, Any] = {"loss_type": "ForCausalLM", "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    special: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
     shape: dict[str, Any] = {"n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, **shape, **off, **special))
 
