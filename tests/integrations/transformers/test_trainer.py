@@ -45,7 +45,10 @@ def test_logged_norm_is_of_unscaled_gradients(max_grad_norm: float, tmp_path: Pa
         place = ours() if fp16 else (lambda trainer: None)
         trainer = trainer_of(tmp_path, place, fp16=fp16, max_grad_norm=max_grad_norm, max_steps=1)
         trainer.train()
-        norms.append(trainer.state.log_history[0]["grad_norm"])
+        row = trainer.state.log_history[0]
+        if "grad_norm" not in row:
+            pytest.skip("this version of Transformers logs no norm without clipping")
+        norms.append(row["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-2)
 
 

@@ -42,9 +42,9 @@ class ScaledAccelerator(Accelerator):
         self._grad_norm = norm.detach() if type(norm) is Tensor else None
         return norm
 
-    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Logs `values` and the metrics of the scaler to all trackers."""
-        super().log(values | self.scaler_metrics(), step, log_kwargs)
+        super().log(values | self.scaler_metrics(), *args, **kwargs)
 
     def scaler_metrics(self) -> dict[str, float]:
         """Returns the metrics of the scaler under the names of loggers, and the norm that was clipped last.
