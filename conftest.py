@@ -19,6 +19,8 @@ NEEDS = {
     "bench/targets.py": "torch",
     "bench/traffic.py": "torch",
     "kernels/torch.py": "torch",
+    "integrations/accelerate": "accelerate",
+    "integrations/transformers": "transformers",
     "jax": "jax",
     "kernels/jax.py": "jax",
     "jax/flax.py": "flax",

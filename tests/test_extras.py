@@ -58,6 +58,8 @@ def test_without_an_extra_the_package_itself_is_named() -> None:
         ("gradscale.keras", "keras", "keras"),
         ("gradscale.mxnet", "mxnet", "mxnet"),
         ("gradscale.integrations.lightning", "lightning", "lightning"),
+        ("gradscale.integrations.accelerate", "accelerate", "accelerate"),
+        ("gradscale.integrations.transformers", "transformers", "transformers"),
         ("gradscale.cli", "typer", "cli"),
         ("gradscale.cli", "rich", "cli"),
     ],
@@ -66,8 +68,7 @@ def test_an_import_without_its_package_names_the_extra(module: str, missing: str
     if missing == "optax" and find_spec("jax") is None:
         pytest.skip("JAX is not installed, and would be named as well")
     error = error_of(module, missing)
-    packages = {"cli": "The command line", "lightning": "gradscale.integrations.lightning"}
-    user = packages.get(extra, f"gradscale.{extra}")
+    user = "The command line" if extra == "cli" else ".".join(module.split(".")[: 3 if "integrations" in module else 2])
     assert error.endswith(f"MissingExtra: {user} needs {missing}, which is not installed. Run: {how_to_install(extra)}")
     assert f"gradscale[{extra}" in how_to_install(extra)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-OWN_PROCESS = ("keras_", "jax_many_devices", "torch_rl_fp16")
-"""How names of examples begin that need a process of their own, which has one Keras backend, one set of devices, and
-the folder of the examples on its path."""
+OWN_PROCESS = ("keras_", "jax_many_devices", "accelerate_", "transformers_", "torch_rl_fp16")
+"""How names of examples begin that need a process of their own, which has one Keras backend, one set of devices, one
+state of Accelerate, and the folder of the examples on its path."""
 
 RANKS = {"torch_ddp": 2, "torch_fsdp2": 2, "torch_fsdp2_tp": 4, "torch_pipeline": 2}
 """Examples that `torchrun` starts, and on how many ranks."""

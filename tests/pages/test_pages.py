@@ -1,6 +1,7 @@
 """The code of README and of every page runs as it stands; that of Keras and MXNet in their own tests."""
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -10,8 +11,11 @@ import pytest
 from tests.pages.pages import ROOT, blocks, pages_with, run_page
 
 FRAMEWORK = re.compile(
-    r"^[> ]*(?:import|from) (?:gradscale\.)?(torch|jax|optax|flax|jmp|lightning|accelerate)\b", re.MULTILINE
+    r"^[> ]*(?:import|from) (?:gradscale\.(?:integrations\.)?)?"
+    r"(torch|jax|optax|flax|jmp|lightning|accelerate|transformers)\b",
+    re.MULTILINE,
 )
+ON_TORCH = {"torch", "lightning", "accelerate", "transformers"}
 
 
 def a_training_script(folder: Path) -> dict[str, Any]:
@@ -64,6 +68,15 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             end_process_group()
 
 
+def forget_accelerators() -> None:
+    """Accelerate keeps its state in classes, so one page would see what another has set."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")  # Transformers
 @pytest.mark.filterwarnings("ignore:.*tensorboard:UserWarning")  # Lightning, of a logger that is not installed
 @pytest.mark.parametrize("page", pages_with(None))
 def test_the_code_on_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,4 +86,6 @@ def test_the_code_on_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
         pytest.importorskip(framework)
     monkeypatch.chdir(tmp_path)
     with one_rank(monkeypatch) if "init_process_group" in code else nullcontext():
-        run_page(page, a_training_script(tmp_path) if "torch" in frameworks else None)
+        run_page(page, a_training_script(tmp_path) if frameworks & ON_TORCH else None)
+    if "accelerate" in sys.modules:
+        forget_accelerators()

@@ -1,0 +1,55 @@
+"""What an `Accelerator` does differently once a scaler of gradscale is installed."""
+
+import math
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from gradscale.integrations.accelerate.optimizer import ScaledOptimizer
+from gradscale.integrations.logged import logged
+from gradscale.torch import GradScaler
+
+
+class ScaledAccelerator(Accelerator):
+    """The methods that `install` puts before those of an accelerator's own class.
+
+    Attributes:
+        scaler: the scaler.
+    """
+
+    scaler: GradScaler
+    _grad_norm: Tensor | None = None
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Scales the loss and runs its backward pass, as `GradScaler.backward` does, whose `retries` it takes as well.
+
+        The loss is first divided by the number of micro-batches.
+        """
+        # Accelerate calls `scale(loss).backward()`, which cannot be run again if it overflows.
+        self.scaler.backward(loss / self.gradient_accumulation_steps, **kwargs)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Returns the prepared optimizer, which reports skipped steps though it be fused."""
+        prepared: Any = super().prepare_optimizer(optimizer, device_placement)
+        ScaledOptimizer.take_over(prepared)
+        return prepared
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: Any = 2) -> Any:
+        """Unscales and clips, and returns the norm of the unscaled gradients, which is kept for `log`."""
+        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        # Not a DTensor, whose value takes all ranks: `log` may be called by one.
+        self._grad_norm = norm.detach() if type(norm) is Tensor else None
+        return norm
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Logs `values` and the metrics of the scaler to all trackers."""
+        super().log(values | self.scaler_metrics(), *args, **kwargs)
+
+    def scaler_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the scaler under the names of loggers, and the norm that was clipped last.
+
+        Synchronizes with the device for the norm; without clipping there is none, and it does not.
+        """
+        norm = math.nan if self._grad_norm is None else float(self._grad_norm)
+        return logged(self.scaler.metrics() | {"grad_norm": norm})

@@ -1,0 +1,107 @@
+"""`install`: puts gradscale's scaler into an `Accelerator`."""
+
+import torch
+from accelerate import Accelerator, DistributedType
+
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
+from gradscale.integrations.accelerate.accelerator import ScaledAccelerator
+from gradscale.integrations.accelerate.settings import settings_of
+from gradscale.integrations.mixing import mix_in
+from gradscale.policies.contract import Policy
+from gradscale.torch import GradScaler, ShardedGradScaler
+
+OWNERS = {
+    DistributedType.DEEPSPEED: "DeepSpeed",
+    DistributedType.MEGATRON_LM: "Megatron-LM",
+    DistributedType.XLA: "torch_xla",
+}
+"""Backends that scale the loss by themselves."""
+
+
+def install(
+    accelerator: Accelerator,
+    policy: Policy | str | None = None,
+    *,
+    max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
+    on_stuck: OnStuck = "warn",
+) -> GradScaler:
+    """Makes `accelerator` scale losses with `gradscale.torch.GradScaler`, which it returns.
+
+        accelerator = Accelerator(mixed_precision="fp16")
+        scaler = install(accelerator)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+    The loop stays as it is. `backward`, `clip_grad_norm_`, `clip_grad_value_`, `save_state` and `load_state` use the
+    scaler; `optimizer_step_was_skipped` and prepared schedulers know of skipped steps with fused optimizers, too, and
+    `accelerator.log` adds the scaler's metrics. On a CPU, where Accelerate computes in float32 and scales nothing, the
+    model runs under FP16 autocast.
+
+    Reading whether a step was skipped synchronizes with the device, if the optimizer is fused; nothing else does.
+
+    Args:
+        accelerator: built with `mixed_precision="fp16"`. No optimizer is prepared with it yet.
+        policy: the rule for the scale, or its name. By default the numbers of `GradScalerKwargs`, if the accelerator
+            was built with them, and else `"auto"`.
+        max_consecutive_skips: as in `GradScaler`.
+        on_stuck: as in `GradScaler`.
+
+    Raises:
+        TypeError: `accelerator` is not an `Accelerator`.
+        ValueError: it does not train in FP16, another library scales its losses, or `policy` and `GradScalerKwargs`
+            are two rules.
+        RuntimeError: an optimizer is prepared already, or `install` was called before.
+    """
+    _check(accelerator)
+    settings = settings_of(policy, accelerator.scaler_handler)
+    scaler = _class_for(accelerator)(
+        accelerator.device.type, **settings, max_consecutive_skips=max_consecutive_skips, on_stuck=on_stuck
+    )
+    accelerator.scaler = scaler
+    if not accelerator.native_amp:
+        accelerator.native_amp = True
+        _autocast_prepared(accelerator)
+    # Not a subclass for users to build: trainers on top of Accelerate build theirs themselves.
+    mix_in(ScaledAccelerator, accelerator)
+    return scaler
+
+
+def _check(accelerator: Accelerator) -> None:
+    """Raises unless the losses of `accelerator` can be scaled here, and all its optimizers will know."""
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(
+            f"`install` takes an `accelerate.Accelerator`. Received: {type(accelerator).__name__}. "
+            "For a `Trainer` use `gradscale.integrations.transformers.install`."
+        )
+    if isinstance(accelerator, ScaledAccelerator):
+        raise RuntimeError("`install` was called on this accelerator before. Its scaler is `accelerator.scaler`.")
+    if accelerator.distributed_type in OWNERS:
+        raise ValueError(
+            "`install` scales losses of plain, DDP and FSDP training. "
+            f"Received: an accelerator of {OWNERS[accelerator.distributed_type]}, which has a scaler of its own."
+        )
+    if accelerator.mixed_precision != "fp16":
+        raise ValueError(
+            '`install` needs an accelerator that trains in FP16: `Accelerator(mixed_precision="fp16")`. '
+            f"Received: mixed_precision={accelerator.mixed_precision!r}, which needs no loss scaling."
+        )
+    if accelerator._optimizers:
+        raise RuntimeError(
+            "`install` must come before `accelerator.prepare`: an optimizer keeps the scaler it was prepared with. "
+            f"Prepared already: {', '.join(type(each.optimizer).__name__ for each in accelerator._optimizers)}."
+        )
+
+
+def _class_for(accelerator: Accelerator) -> type[GradScaler]:
+    """Returns the scaler for how the model is spread: the shards of FSDP1 are plain tensors."""
+    fsdp1 = accelerator.distributed_type is DistributedType.FSDP and not getattr(accelerator, "is_fsdp2", False)
+    return ShardedGradScaler if fsdp1 else GradScaler
+
+
+def _autocast_prepared(accelerator: Accelerator) -> None:
+    """Lets models that were prepared already, such as the reference model of TRL, run under autocast as well."""
+    # `prepare_model` puts autocast around `forward`, if `native_amp` is set by then, of models it has not marked.
+    models: list[torch.nn.Module] = accelerator._models
+    accelerator._models = []
+    for model in models:
+        model._is_accelerate_prepared = False  # type: ignore[assignment]
+        accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)

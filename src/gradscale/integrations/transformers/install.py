@@ -1,0 +1,51 @@
+"""`install`: puts gradscale's scaler into a `Trainer`."""
+
+from transformers import Trainer
+
+from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
+from gradscale.integrations.transformers.trainer import ScaledTrainer
+from gradscale.policies.contract import Policy
+from gradscale.torch import GradScaler
+
+
+def install(
+    trainer: Trainer,
+    policy: Policy | str | None = None,
+    *,
+    max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
+    on_stuck: OnStuck = "warn",
+) -> GradScaler:
+    """Makes `trainer` scale losses with `gradscale.torch.GradScaler`, which it returns.
+
+        trainer = Trainer(model, TrainingArguments(fp16=True), train_dataset=dataset)
+        scaler = install(trainer)
+        trainer.train()
+
+    Also for the trainers of TRL and other classes derived from `Trainer`. The learning rate schedule is held while
+    steps are skipped, with fused optimizers too, and logs carry the metrics of the scaler. With `use_cpu=True`, where
+    Transformers computes in float32 and scales nothing, the model runs under FP16 autocast. Checkpoints hold the
+    scaler as before. All else is `gradscale.integrations.accelerate.install` on the trainer's accelerator.
+
+    Args:
+        trainer: built with `fp16=True`, and not trained or evaluated yet.
+        policy: the rule for the scale, or its name; by default `"auto"`.
+        max_consecutive_skips: as in `GradScaler`.
+        on_stuck: as in `GradScaler`.
+
+    Raises:
+        TypeError: `trainer` is not a `Trainer`.
+        ValueError: it does not train in FP16, or DeepSpeed or another library scales its losses.
+        RuntimeError: it has trained already, or `install` was called before.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"`install` takes a `transformers.Trainer`. Received: {type(trainer).__name__}. "
+            "For an `Accelerator` use `gradscale.integrations.accelerate.install`."
+        )
+    if not trainer.args.fp16:
+        raise ValueError(
+            "`install` needs a trainer that trains in FP16: `TrainingArguments(fp16=True)`. "
+            f"Received: fp16={trainer.args.fp16!r}, bf16={trainer.args.bf16!r}, which need no loss scaling."
+        )
+    settings = {"policy": policy, "max_consecutive_skips": max_consecutive_skips, "on_stuck": on_stuck}
+    return ScaledTrainer.take_over(trainer, settings)
