@@ -54,7 +54,7 @@ def load_digits(seed: int) -> Digits:
     check_extra()
     from sklearn import datasets
 
-    pixels, labels = datasets.load_digits(return_X_y=True)
+    pixels, labels = map(np.asarray, datasets.load_digits(return_X_y=True))
     order = np.random.default_rng(seed).permutation(len(pixels))
     images = (pixels[order] / 16).astype(np.float32)
     labels = labels[order]
