@@ -29,6 +29,8 @@ from gradscale.torch.accumulation.window import Window, Windows, map_losses
 from gradscale.torch.bf16 import note_if_bf16
 from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, warn_of_half
 from gradscale.torch.fused_sgd import refuse_broken_fused_sgd
+from gradscale.torch.probing.report import ProbeReport
+from gradscale.torch.probing.run import FRAMES, probe
 from gradscale.torch.ranks.log import note_loaded_policy
 from gradscale.torch.ranks.pipeline import Pipeline, wrapped
 from gradscale.torch.step.agree import Agreement, check_agree
@@ -376,6 +378,44 @@ class LossScaler(OtherNames):
         scale could double before the largest parameter gradient overflows FP16.
         """
         return self._memory.metrics(self._rule.state)
+
+    def probe(
+        self,
+        step: Callable[[], Tensor],
+        *,
+        other: Callable[[], Tensor] | None = None,
+        scale: float | None = None,
+        frames: int = FRAMES,
+    ) -> ProbeReport:
+        """Runs a step again and returns the first operation whose result is not finite, and what to do about it.
+
+            if result.skipped():
+                print(scaler.probe(lambda: loss_fn(model(x), y)))
+
+        As `gradscale.torch.probe`: looks at every operation of forward and backward pass, and finds a lower scale that
+        fits if there is one. Model, gradients, buffers, torch's random numbers and this scaler are as before
+        afterwards. Costs up to ten steps, and synchronizes at every operation. Ranks that share the scale must all
+        call it.
+
+        Args:
+            step: runs the forward pass, with its autocast, and returns the loss: neither scaled nor differentiated.
+            other: the same with another batch, to tell a bad batch from a bad model.
+            scale: what the loss is multiplied by; by default the scale of the last step if that was skipped, else the
+                scale of the next.
+            frames: how many operations the report keeps.
+        """
+        if scale is None:
+            skipped = self.last is not None and self.last.attempted and self.last.skipped()
+            scale = float(self.last.scale if self.last is not None and skipped else self.loss_scale)
+        return probe(
+            step,
+            *self._modules,
+            scale=scale,
+            other=other,
+            frames=frames,
+            weights_at_start=self._memory.weights_at_start(),
+            any_rank=self._agreement.any_rank,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the policy and its state as one JSON text: all it takes to continue bit-exactly. Synchronizes."""

@@ -114,6 +114,10 @@ class Memory:
         """Measures the weights before the first step. Does not synchronize with the device."""
         self._weights.begin(optimizers, device)
 
+    def weights_at_start(self) -> float | None:
+        """Returns the largest weight before the first step; None before that. Synchronizes with the device."""
+        return self._weights.at_start
+
     def keep(self, result: StepResult, state: Counted, optimizers: Sequence[Optimizer]) -> None:
         """Keeps the result, and raises or warns if the run has been stuck for too long. Does not synchronize.
 
