@@ -28,6 +28,10 @@ def probed(name: str, fault: str) -> tuple[str, str | None, int | None]:
     x = torch.ones(4, 4)
     if dist.get_rank() == 1 and fault == "input":
         x[0] = math.inf
+    if dist.get_rank() == 1 and fault == "weight":
+        with torch.no_grad():
+            last = list(model.parameters())[-1]
+            (last.to_local() if hasattr(last, "to_local") else last)[-1] = math.nan
     high = 2.0 ** (140 if fault == "scale" else 4)
 
     def step() -> Tensor:
@@ -51,3 +55,9 @@ def test_an_input_that_is_not_finite_is_named_on_its_rank(name: str, tmp_path: P
     _, second = run_ranks(2, probed, name, "input", folder=tmp_path)
     assert second[0] == "broken_data"
     assert second[1].startswith("an input, float32 of shape [4, 4]")
+
+
+def test_a_weight_that_is_not_finite_is_named_on_the_rank_that_holds_it(tmp_path: Path) -> None:
+    first, second = run_ranks(2, probed, "FSDP2", "weight", folder=tmp_path)
+    assert first[0] == second[0] == "broken_weights"
+    assert (first[1], second[1]) == ("a parameter of another rank", "2.bias")

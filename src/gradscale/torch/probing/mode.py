@@ -6,6 +6,7 @@ Running a mode loads torch's compiler, which takes a second. So this is imported
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -31,6 +32,9 @@ OVERWRITING = {
 ONE_RESULT = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 """Attention also returns the logarithms of sums for its backward pass, which may be infinite and padded."""
 
+COLLECTIVES = {"c10d", "_c10d_functional", "fsdp"}
+"""Namespaces of operators that fill memory they are given, which may not be complete when they return."""
+
 MOST_REPEATED = 64
 """How many operations are repeated in float64, to know whether they overflowed."""
 
@@ -43,6 +47,11 @@ class ProbeMode(TorchDispatchMode):
         tensors: parameters and buffers of the model, by name.
         frames: how many operations are kept before the one that is not finite.
         outermost: the code that calls the user's.
+
+    Attributes:
+        origins: where numbers that are not finite come from.
+        operations: how many operations have run.
+        in_backward: whether the backward pass runs. Not by autograd's node: FSDP reduces gradients outside of one.
     """
 
     supports_higher_order_operators = True
@@ -51,6 +60,7 @@ class ProbeMode(TorchDispatchMode):
         super().__init__()
         self.origins = Origins()
         self.operations = 0
+        self.in_backward = False
         self.frames: deque[Operation] = deque(maxlen=frames)
         self._stack = stack
         self._names = {id(tensor): name for name, tensor in tensors.items()}
@@ -64,11 +74,12 @@ class ProbeMode(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = str(func).removeprefix("aten.").partition(".")[0]
-        node = torch._C._current_autograd_node()
-        place = self._place(node)
-        inputs = _read(name, func, args, kwargs)
-        given = [TensorFacts.of(each) for each in inputs]  # before the call, which may write to them
+        if getattr(func, "namespace", "") in COLLECTIVES:
+            return self._collective(func, args, kwargs)
+        name = _name(func)
+        inputs = _read(name, args, kwargs)
+        # Before the call, which may write to them, and make the node of another operation.
+        before = self._operation(func, torch._C._current_autograd_node(), [TensorFacts.of(each) for each in inputs])
         result = func(*args, **kwargs)
         if getattr(func, "is_view", False):
             return result
@@ -80,12 +91,38 @@ class ProbeMode(TorchDispatchMode):
         if name.startswith(ONE_RESULT) and "backward" not in name:
             outputs = outputs[:1]
         if outputs:
-            facts = tuple(map(TensorFacts.of, outputs))
-            phase = "forward" if node is None else "backward"
-            operation = Operation(self.operations, name, phase, *place[0], place[1], tuple(given), facts)
+            operation = replace(before, outputs=tuple(map(TensorFacts.of, outputs)))
             self.operations += 1
             self.frames.append(operation)
             self._note(func, args, kwargs, operation, inputs, outputs)
+        return result
+
+    def _operation(self, func: Any, node: Any, given: Sequence[TensorFacts]) -> Operation:
+        """Returns an operation that is about to run, without its results."""
+        module, source = self._place(node)
+        return Operation(
+            self.operations,
+            _name(func),
+            "backward" if self.in_backward else "forward",
+            *module,
+            source,
+            tuple(given),
+            (),
+        )
+
+    def _collective(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs an operator that sends numbers; what it writes has the origin of what this rank has sent."""
+        written: list[Tensor] = []
+        sent: list[Tensor] = []
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            tensors = [each for each in tree_leaves(value) if is_number_tensor(each)]
+            (written if argument.alias_info is not None and argument.alias_info.is_write else sent).extend(tensors)
+        operation = self._operation(func, torch._C._current_autograd_node(), list(map(TensorFacts.of, sent)))
+        bad = [each for each, facts in zip(sent, operation.inputs, strict=True) if not facts.finite]
+        origin = next((self.origins.of(each) or self._outside(each, operation) for each in bad), None)
+        result = func(*args, **kwargs)
+        for tensor in written:
+            self.origins.note(tensor, origin)
         return result
 
     def _place(self, node: Any) -> tuple[Module, Source | None]:
@@ -162,7 +199,12 @@ class ProbeMode(TorchDispatchMode):
         return made
 
 
-def _read(name: str, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _name(func: Any) -> str:
+    """Returns the name of an operator, without its overload and torch's namespace."""
+    return str(func).removeprefix("aten.").partition(".")[0]
+
+
+def _read(name: str, args: Any, kwargs: Any) -> list[Tensor]:
     """Returns the tensors of numbers that an operator reads."""
     if name in OVERWRITING:
         args = args[1:]

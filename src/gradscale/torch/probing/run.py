@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -80,6 +81,7 @@ class Probe:
             with without_gradients(leaves):
                 with ExitStack() as looked_at:
                     if mode is not None:
+                        mode.in_backward = True
                         looked_at.enter_context(mode)
                     scaled.backward()
                 return self._result(value, leaves, mode)
@@ -100,6 +102,16 @@ class Probe:
             else:
                 enough = middle
         return enough
+
+    def named(self, origin: Origin | None) -> Origin | None:
+        """Returns the origin, as a parameter where what seems to be an input was gathered from the ranks."""
+        parameters = [each for module in self._modules for each in module.parameters() if is_number_tensor(each)]
+        broken = [each for each in parameters if not TensorFacts.of(each).finite]
+        if not self._any(bool(broken)) or origin is None or origin.outside is None or origin.parameter:
+            return origin
+        # FSDP gathers its weights from memory of its own.
+        name = self._names.of(broken[:1], ())[0] if broken else "a parameter of another rank"
+        return replace(origin, outside=name, parameter=True)
 
     def weights(self, at_start: float) -> Weights | None:
         """Returns how large the weights of the model are; None without one."""
@@ -171,6 +183,7 @@ def probe(
     if first.culprits and halvings is None:
         # At the scale of training something may overflow first that a lower one cures: what is left is the cause.
         origin = looked_at(USELESS_SCALE)[0].origin or origin
+    origin = runs.named(origin)
     found = Findings(
         scale,
         first.loss,
