@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # lazy: `torch.compiler.disable` imports the compiler, which takes a second
 
 from gradscale.engine.decide import check_clip
+from gradscale.engine.health import Health
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.other_arguments import explains_arguments, explains_settings
 from gradscale.engine.other_names import OtherNames
@@ -26,7 +27,7 @@ from gradscale.torch.accumulation.edits import unscale, unscale_rest
 from gradscale.torch.accumulation.guard import Guard, OnSkip
 from gradscale.torch.accumulation.retry import Retry, check_backward, check_retriable, synchronizing
 from gradscale.torch.accumulation.window import Window, Windows, map_losses
-from gradscale.torch.bf16 import note_if_bf16
+from gradscale.torch.bf16 import note_if_bf16, runs_in_bf16
 from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, warn_of_half
 from gradscale.torch.fused_sgd import refuse_broken_fused_sgd
 from gradscale.torch.probing.report import ProbeReport
@@ -104,6 +105,7 @@ class LossScaler(OtherNames):
         self._pipeline: Pipeline | None = None
         self._warned_of_half = False
         self._types_known = False
+        self._in_bf16 = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy or a pickle: everything but the results and gradients of past steps.
@@ -379,6 +381,15 @@ class LossScaler(OtherNames):
         """
         return self._memory.metrics(self._rule.state)
 
+    def health(self) -> Health:
+        """Returns how the run is doing: a condition, what to do, and the numbers behind it. Synchronizes.
+
+        From the last step, the counters and the size of the weights, which it reads. The rate of skips is that since
+        the last call. Rank 0 logs a line when the condition changes, and every ten minutes while the run is not
+        healthy. Call it now and then, as once per epoch.
+        """
+        return self._memory.health(self._rule.state, scaling=bool(self.policy.needs), in_bf16=self._in_bf16)
+
     def probe(
         self,
         step: Callable[[], Tensor],
@@ -447,6 +458,7 @@ class LossScaler(OtherNames):
         """Notes once, of the first loss, that no scaler is needed if its backward pass runs in BF16."""
         if not self._types_known:
             self._types_known = True
+            self._in_bf16 = runs_in_bf16(loss)
             note_if_bf16(loss, self.policy, "LossScaler")
 
     def _retry(self, loss: Tensor, retries: int, kwargs: dict[str, Any], parameters: Sequence[Tensor] = ()) -> None:

@@ -57,7 +57,6 @@ def test_an_input_that_is_not_finite_is_named_on_its_rank(name: str, tmp_path: P
     assert second[1].startswith("an input, float32 of shape [4, 4]")
 
 
-def test_a_weight_that_is_not_finite_is_named_on_the_rank_that_holds_it(tmp_path: Path) -> None:
+def test_a_weight_that_is_not_finite_is_named_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(2, probed, "FSDP2", "weight", folder=tmp_path)
-    assert first[0] == second[0] == "broken_weights"
-    assert (first[1], second[1]) == ("a parameter of another rank", "2.bias")
+    assert first[:2] == second[:2] == ("broken_weights", "2.bias")
