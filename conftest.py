@@ -18,6 +18,7 @@ NEEDS = {
     "bench/steps.py": "torch",
     "bench/targets.py": "torch",
     "bench/traffic.py": "torch",
+    "checkup": "torch",
     "kernels/torch.py": "torch",
     "jax": "jax",
     "kernels/jax.py": "jax",
