@@ -203,7 +203,8 @@ def _ready(
 
 def _begin(scaler: LossScaler, device: str) -> None:
     """Scales a loss and differentiates it, so that the gradients that follow belong to a step."""
-    scaler.backward(torch.ones((), device=device, requires_grad=True) * 1.0)
+    leaf = torch.ones((), device=device, requires_grad=True)  # held: torch 2.6 fails if it is gone by the step
+    scaler.backward(leaf * 1.0)
 
 
 def _numbers(count: int, device: str, seed: int = 0) -> Tensor:

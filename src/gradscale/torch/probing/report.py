@@ -20,8 +20,8 @@ class Verdict(StrEnum):
     Attributes:
         FINITE: nothing: loss and gradients are finite at this scale.
         SCALE_TOO_HIGH: the gradients are finite at a lower scale.
-        FORWARD_OVERFLOW: the forward pass exceeds the range of its number format. No loss scale can help.
-        UNDEFINED: an operation is infinite or undefined in any format, as a division or a square root at zero is.
+        FORWARD_OVERFLOW: the forward pass exceeds the range of FP16, or of what it runs in. No loss scale can help.
+        UNDEFINED: an operation is infinite or undefined in float32 too, as a division or a square root at zero is.
         BROKEN_WEIGHTS: a weight or buffer was inf or NaN before the step, or the weights have diverged.
         BROKEN_DATA: an input of the step is inf or NaN.
         BAD_BATCH: another batch is finite in the same model.
@@ -140,9 +140,14 @@ def _verdict(found: Findings) -> Verdict:
         return Verdict.BROKEN_WEIGHTS
     if found.other_finite:
         return Verdict.BAD_BATCH
-    if origin is not None and origin.overflow and origin.operation.phase == "forward":
+    if origin is not None and origin.overflow and _is_narrow_forward(origin.operation):
         return Verdict.FORWARD_OVERFLOW
     return Verdict.UNDEFINED
+
+
+def _is_narrow_forward(operation: Operation) -> bool:
+    """Returns whether an operation is of the forward pass, in a format that is narrower than float32."""
+    return operation.phase == "forward" and operation.outputs[0].dtype not in ("float32", "float64")
 
 
 def _advice(verdict: Verdict, found: Findings) -> str:
@@ -167,9 +172,8 @@ def _advice(verdict: Verdict, found: Findings) -> str:
             f"help. {_keep_wide(origin.operation)}"
         )
     return (
-        f"{name}{place} is infinite or undefined whatever the scale and the format, as a division, a logarithm, a "
-        "square root or a norm at zero, or a softmax over a row that is masked as a whole. Add an epsilon, or leave "
-        "such rows out."
+        f"{name}{place} is infinite or undefined whatever the scale, as a division, a logarithm, a square root or a "
+        "norm at zero, or a softmax over a row that is masked as a whole. Add an epsilon, or leave such rows out."
     )
 
 
