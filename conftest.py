@@ -18,6 +18,7 @@ NEEDS = {
     "bench/steps.py": "torch",
     "bench/targets.py": "torch",
     "bench/traffic.py": "torch",
+    "checkup": "torch",
     "kernels/torch.py": "torch",
     "integrations/accelerate": "accelerate",
     "integrations/transformers": "transformers",

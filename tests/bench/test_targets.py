@@ -192,7 +192,8 @@ def test_kernels_that_a_device_does_not_have_are_refused() -> None:
 
 def with_accelerator(monkeypatch: pytest.MonkeyPatch, name: str | None, count: int = 0) -> None:
     device = None if name is None else torch.device(name)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: device is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
 
 

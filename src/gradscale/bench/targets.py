@@ -121,7 +121,8 @@ def _make_own(path: str, make: Callable[..., Any], parameters: list[Tensor]) -> 
 
 def device_of(name: str | None) -> str:
     """Returns the device to measure on: by default the accelerator, where there is one."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # Asked first: `current_accelerator` checks that itself only from torch 2.7 on.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     known = ["cpu", *([accelerator.type] if accelerator else [])]
     if name is None:
         return known[-1]

@@ -11,6 +11,7 @@ import typer
 from gradscale import __version__
 from gradscale.cli._group import OneLineErrors
 from gradscale.cli.bench import bench
+from gradscale.cli.check_fp16 import check_fp16
 from gradscale.cli.demo import demo
 from gradscale.cli.doctor import doctor
 from gradscale.cli.formats import formats
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 for command in (demo, formats, policies, replay, bench, precisions, doctor):
     app.command()(command)
+app.command("check-fp16")(check_fp16)
 
 
 def _show_version(asked: bool) -> None:

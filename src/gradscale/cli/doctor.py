@@ -15,9 +15,11 @@ from rich.markup import escape
 
 from gradscale import __version__
 from gradscale._extras import MissingExtra, how_to_install
-from gradscale.cli._console import FAILURE, console, table
+from gradscale.cli._console import FAILURE, console, fail, table
 from gradscale.cli._requirements import CORE, Package, installed, packages_by_extra
 from gradscale.cli._trainers import TRAINERS, package_of
+from gradscale.cli.doctor_device import examine_device
+from gradscale.cli.doctor_training import examine_training
 
 STDERR = 2
 
@@ -51,8 +53,41 @@ class Finding:
     broken: bool = False
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show what is installed and which adapters load. Exits with 1 if one is broken or too old."""
+def doctor(
+    training: Annotated[
+        str | None,
+        typer.Argument(
+            help="Run a few steps of this training and say what is wrong. The function returns (model, batches, "
+            "loss_fn) or these and an optimizer, and loss_fn(model, batch) returns the loss.",
+            show_default=False,
+            metavar="MODULE:FUNCTION",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Test this device instead: cpu, cuda, mps, xpu, npu.", show_default=False)
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the training.")] = 20,
+    policy: Annotated[
+        str, typer.Option("--policy", "-p", help="Policy of the training; `gradscale policies` lists the names.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what is installed and which adapters load, test a device, or examine a training.
+
+    Exits with 1 if an adapter is broken or too old, a test fails, or the training needs attention.
+    """
+    if training is not None and device is not None:
+        fail("Give MODULE:FUNCTION or --device, not both: the function places its model itself.")
+    if training is not None:
+        examine_training(training, steps, policy, as_json=as_json)
+    elif device is not None:
+        examine_device(device, as_json=as_json)
+    else:
+        examine_installation(as_json=as_json)
+
+
+def examine_installation(*, as_json: bool) -> None:
+    """Prints what is installed and which adapters load. Exits with 1 if one is broken or too old."""
     screen = console()
     with screen.status("loading the frameworks that are installed"), _stderr_dropped():
         extras = packages_by_extra() or {extra: [] for extra in ADAPTERS}

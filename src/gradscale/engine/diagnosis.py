@@ -45,6 +45,10 @@ class Weights:
         at_start = 1.0 if self.at_start is None or math.isnan(self.at_start) else max(1.0, self.at_start)
         return not self.largest < HUGE * at_start
 
+    def broken_after(self, applied: int) -> bool:
+        """Returns whether they are the fault, after so many applied steps. Without one, only if they are not finite."""
+        return self.diverged and (applied > 0 or not math.isfinite(self.largest))
+
     def as_cause(self) -> str:
         """Returns what made them diverge, as sentences."""
         if self.at_start is not None and not math.isfinite(self.at_start):
@@ -73,7 +77,7 @@ def likely_cause(
         weights: how large the weights are; None where they are not known.
         applied: steps applied so far. Without one, no learning rate can be the cause.
     """
-    if weights is not None and weights.diverged and (applied or not math.isfinite(weights.largest)):
+    if weights is not None and weights.broken_after(applied):
         return weights.as_cause()
     if status is Status.NONFINITE_LOSS:
         rate = " If weights have become very large, the learning rate is too high." if applied and not weights else ""

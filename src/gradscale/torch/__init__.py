@@ -16,6 +16,9 @@ from gradscale.torch.masters import MasterWeights
 from gradscale.torch.precision.explain import Explanation, explain
 from gradscale.torch.precision.levels import O0, O1, O2, O3, Precision
 from gradscale.torch.precision.prepare import prepare
+from gradscale.torch.probing.operation import Operation
+from gradscale.torch.probing.report import ProbeReport, Verdict
+from gradscale.torch.probing.run import probe
 from gradscale.torch.ranks.errors import RankFailed, ScaleDesync
 from gradscale.torch.scaler import LossScaler
 from gradscale.torch.step.result import Culprit, StepResult
@@ -30,17 +33,21 @@ __all__ = [
     "GradScaler",
     "LossScaler",
     "MasterWeights",
+    "Operation",
     "Precision",
+    "ProbeReport",
     "RankFailed",
     "ScaleDesync",
     "ScaleStuck",
     "ShardedGradScaler",
     "StepResult",
+    "Verdict",
     "casts",
     "emulate",
     "explain",
     "float_function",
     "half_function",
     "prepare",
+    "probe",
     "promote_function",
 ]

@@ -24,17 +24,20 @@ def note_if_bf16(loss: Tensor, policy: Policy, scaler: str) -> None:
     `torch.autocast` has usually ended when a loss is scaled, and the loss is float32: the graph shows what was computed
     in BF16. A compiled model shows the types of its outputs alone. Reads no values.
     """
-    if not may_be_noted(policy):
-        return
-    dtypes = _dtypes(loss)
-    kind = loss.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtypes.add(torch.get_autocast_dtype(kind))
-    if torch.bfloat16 in dtypes and not dtypes & NARROW:
+    if may_be_noted(policy) and runs_in_bf16(loss):
         note_bf16(
             f"A {scaler} scales a loss whose backward pass runs in BF16.",
             f"Leave the scaler out, or switch it off: `{OFF[scaler]}`.",
         )
+
+
+def runs_in_bf16(loss: Tensor) -> bool:
+    """Returns whether the backward pass of `loss` runs in BF16, and nowhere in a narrower type. Reads no values."""
+    dtypes = _dtypes(loss)
+    kind = loss.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtypes.add(torch.get_autocast_dtype(kind))
+    return torch.bfloat16 in dtypes and not dtypes & NARROW
 
 
 def _dtypes(loss: Tensor) -> set[torch.dtype]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # lazy: `torch.compiler.disable` imports the compiler, which takes a second
 
 from gradscale.engine.decide import check_clip
+from gradscale.engine.health import Health
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.other_arguments import explains_arguments, explains_settings
 from gradscale.engine.other_names import OtherNames
@@ -27,9 +28,11 @@ from gradscale.torch.accumulation.first_step import FirstStep
 from gradscale.torch.accumulation.guard import Guard, OnSkip
 from gradscale.torch.accumulation.retry import Retry, check_backward, check_retriable, synchronizing
 from gradscale.torch.accumulation.window import Window, Windows, map_losses
-from gradscale.torch.bf16 import note_if_bf16
+from gradscale.torch.bf16 import note_if_bf16, runs_in_bf16
 from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, warn_of_half
 from gradscale.torch.fused_sgd import refuse_broken_fused_sgd
+from gradscale.torch.probing.report import ProbeReport
+from gradscale.torch.probing.run import FRAMES, probe
 from gradscale.torch.ranks.log import note_loaded_policy
 from gradscale.torch.ranks.pipeline import Pipeline, wrapped
 from gradscale.torch.step.agree import Agreement, check_agree
@@ -104,6 +107,7 @@ class LossScaler(OtherNames):
         self._warned_of_half = False
         self._types_known = False
         self._first_step = FirstStep()
+        self._in_bf16 = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy or a pickle: everything but the results and gradients of past steps.
@@ -397,6 +401,53 @@ class LossScaler(OtherNames):
         """
         return self._memory.metrics(self._rule.state)
 
+    def health(self) -> Health:
+        """Returns how the run is doing: a condition, what to do, and the numbers behind it. Synchronizes.
+
+        From the last step, the counters and the size of the weights, which it reads. The rate of skips is that since
+        the last call. Rank 0 logs a line when the condition changes, and every ten minutes while the run is not
+        healthy. Call it now and then, as once per epoch.
+        """
+        return self._memory.health(self._rule.state, scaling=bool(self.policy.needs), in_bf16=self._in_bf16)
+
+    def probe(
+        self,
+        step: Callable[[], Tensor],
+        *,
+        other: Callable[[], Tensor] | None = None,
+        scale: float | None = None,
+        frames: int = FRAMES,
+    ) -> ProbeReport:
+        """Runs a step again and returns the first operation whose result is not finite, and what to do about it.
+
+            if result.skipped():
+                print(scaler.probe(lambda: loss_fn(model(x), y)))
+
+        As `gradscale.torch.probe`: looks at every operation of forward and backward pass, and finds a lower scale that
+        fits if there is one. Model, gradients, buffers, torch's random numbers and this scaler are as before
+        afterwards. Costs up to ten steps, and synchronizes at every operation. Ranks that share the scale must all
+        call it.
+
+        Args:
+            step: runs the forward pass, with its autocast, and returns the loss: neither scaled nor differentiated.
+            other: the same with another batch, to tell a bad batch from a bad model.
+            scale: what the loss is multiplied by; by default the scale of the last step if that was skipped, else the
+                scale of the next.
+            frames: how many operations the report keeps.
+        """
+        if scale is None:
+            skipped = self.last is not None and self.last.attempted and self.last.skipped()
+            scale = float(self.last.scale if self.last is not None and skipped else self.loss_scale)
+        return probe(
+            step,
+            *self._modules,
+            scale=scale,
+            other=other,
+            frames=frames,
+            weights_at_start=self._memory.weights_at_start(),
+            any_rank=self._agreement.any_rank,
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the policy and its state as one JSON text: all it takes to continue bit-exactly. Synchronizes."""
         saved = write_saved(self._rule.policy, self._rule.state, float(self._rule.amax_ratio))
@@ -429,6 +480,7 @@ class LossScaler(OtherNames):
         """Notes once, of the first loss, that no scaler is needed if its backward pass runs in BF16."""
         if not self._types_known:
             self._types_known = True
+            self._in_bf16 = runs_in_bf16(loss)
             note_if_bf16(loss, self.policy, "LossScaler")
 
     def _retry(self, loss: Tensor, retries: int, kwargs: dict[str, Any], parameters: Sequence[Tensor] = ()) -> None:

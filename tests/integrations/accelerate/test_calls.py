@@ -124,6 +124,7 @@ def test_accelerator_is_pickled_as_before() -> None:
     accelerator.prepare(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(2))))
     copied: Any = pickle.loads(pickle.dumps(accelerator))
     assert type(copied) is type(accelerator)
+    assert copied.scaler is not None
     assert copied.scaler.state_dict() == scaler.state_dict()
     assert len(copied._dataloaders) == 1
 

@@ -11,6 +11,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
+from gradscale.engine.health import Health
 from gradscale.engine.other_arguments import explains_arguments
 from gradscale.engine.other_names import OtherNames
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
@@ -532,6 +533,13 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         without `clip_norm`, and `headroom_bits` unless the policy reads the largest gradient.
         """
         return self._steps.metrics()
+
+    def health(self) -> Health:
+        """Returns how the run is doing, as `LossScaler.health`. Synchronizes with the device.
+
+        Whether gradients underflow is known only with a policy that reads the largest one, and BF16 is not recognized.
+        """
+        return self._steps.health(self.is_enabled())
 
     def _reopened(self, scale: Tensor, tracker: Tensor) -> States:
         """Takes the last update back if this one is for the same gradients, and returns what was noted for it."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradscale.engine.health import Health
 from gradscale.engine.stuck import OnStuck
 from gradscale.engine.texts import scaler_text
 from gradscale.torch.drop_in.counters import Counters
@@ -141,6 +142,10 @@ class Steps:
     def metrics(self) -> dict[str, float]:
         """Returns the newest numbers known on the host. Never synchronizes."""
         return self._memory.metrics(self.counters)
+
+    def health(self, scaling: bool) -> Health:
+        """Returns how the run is doing. Synchronizes with the device."""
+        return self._memory.health(self.counters, scaling=scaling, in_bf16=False)
 
     def text(self, name: str, about: Sequence[str], scale: Any, last: StepResult | None) -> str:
         """Returns the scaler as text: its `name`, `about`, scale, counts and last status. Never synchronizes."""

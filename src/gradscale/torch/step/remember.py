@@ -1,7 +1,9 @@
 """Stage five, remember: the last result, the metrics, and the check for a run that skips every step."""
 
 import math
+import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -9,15 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradscale.engine.health import Health, health_of
+from gradscale.engine.health_log import HealthLog
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.metrics import metrics_of
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck
+from gradscale.torch.ranks.log import is_first_rank
 from gradscale.torch.step import host_copy
 from gradscale.torch.step.decide import Decision, Rule
 from gradscale.torch.step.gradients import Names
 from gradscale.torch.step.host_copy import HostCopy, host_value, read_now
 from gradscale.torch.step.plan import StepPlan
 from gradscale.torch.step.result import StepResult, Traces
+from gradscale.torch.step.vitals import vitals
 from gradscale.torch.step.weights import WeightSizes
 
 Optimizer = torch.optim.Optimizer
@@ -104,6 +110,9 @@ class Memory:
         self._counters: tuple[int, HostCopy] | None = None
         self._numbers: HostCopy | None = None
         self._metrics = _as_metrics([math.nan] * 5)
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._counted = 0, 0
+        self._log = HealthLog()
 
     @property
     def samples(self) -> bool:
@@ -113,6 +122,10 @@ class Memory:
     def begin(self, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         """Measures the weights before the first step. Does not synchronize with the device."""
         self._weights.begin(optimizers, device)
+
+    def weights_at_start(self) -> float | None:
+        """Returns the largest weight before the first step; None before that. Synchronizes with the device."""
+        return self._weights.at_start
 
     def keep(self, result: StepResult, state: Counted, optimizers: Sequence[Optimizer]) -> None:
         """Keeps the result, and raises or warns if the run has been stuck for too long. Does not synchronize.
@@ -125,6 +138,7 @@ class Memory:
         if not result.attempted:
             return
         self._steps += 1
+        self._optimizers = list(map(weakref.ref, optimizers))
         progress = self._late_progress(result, state) if _on_device(state) else self._progress(result, state)
         if progress is not None:
             self._stuck_check.check(progress, result, lambda: self._weights.now(optimizers, result.parameter_names))
@@ -150,6 +164,16 @@ class Memory:
         applied, skipped, skips, stuck, loss_finite, last_finite_loss = map(int, copy.read())
         since = None if not last_finite_loss else applied + skipped - (copied_at - last_finite_loss)
         return Progress(applied, skipped, skips, bool(stuck), bool(loss_finite), since)
+
+    def health(self, state: Counted, *, scaling: bool, in_bf16: bool) -> Health:
+        """Returns how the run is doing, and logs it on rank 0 if it has changed. Synchronizes with the device."""
+        optimizers = [each for reference in self._optimizers if (each := reference()) is not None]
+        seen = vitals(self.last, state, optimizers, self._weights, self._amax, self._counted)
+        self._counted = seen.applied, seen.skipped
+        health = health_of(replace(seen, scaling=scaling, in_bf16=in_bf16))
+        if is_first_rank():
+            self._log.note(health)
+        return health
 
     def metrics(self, state: Counted) -> dict[str, float]:
         """Returns the newest numbers known on the host, and starts a copy of newer ones. Does not synchronize."""

@@ -35,14 +35,18 @@ class WeightSizes:
             size = largest(values, device).amax()
             self._at_start = size if self._at_start is None else torch.maximum(self._at_start, size)
 
+    @property
+    def at_start(self) -> float | None:
+        """The largest weight before the first step; None before that. Reading it synchronizes with the device."""
+        return None if self._at_start is None else float(self._at_start)
+
     def now(self, optimizers: Sequence[Optimizer], names: Names) -> Weights | None:
         """Returns how large the weights are now; None if none can be read. Synchronizes with the device."""
         parameters, values = _readable(optimizers)
         sizes: list[float] = largest(values, values[0].device).tolist() if values else []
-        at_start = None if self._at_start is None else float(self._at_start)
         rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
         named = zip(sizes, names.of(parameters, optimizers), strict=True)
-        return Weights.of(named, at_start, max(rates, default=None))
+        return Weights.of(named, self.at_start, max(rates, default=None))
 
 
 def _readable(optimizers: Sequence[Optimizer]) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,0 +1,127 @@
+"""A few steps of a user's training, and what is wrong with them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradscale.bench.targets import BadTarget, load_function
+from gradscale.engine.health import Condition, Health
+from gradscale.torch import LossScaler, ProbeReport, StepResult, Verdict
+
+Optimizer = torch.optim.Optimizer
+
+LEARNING_RATE = 1e-4
+"""Of the AdamW that is used where the function returns no optimizer."""
+
+MOST_BATCHES = 64
+"""Batches that are taken from the function, and repeated after the last."""
+
+HEALTHY = (Condition.OK, Condition.CALIBRATING)
+
+
+class Training(NamedTuple):
+    """What the function that is named returns.
+
+    Attributes:
+        model: the module that is trained.
+        batches: batches, of whatever type `loss_fn` takes.
+        loss_fn: takes the model and a batch, runs the forward pass with its autocast, and returns the loss.
+        optimizer: of the model's parameters; AdamW if it is left out.
+    """
+
+    model: nn.Module
+    batches: Iterable[Any]
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    optimizer: Optimizer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkup:
+    """What a few steps have shown.
+
+    Attributes:
+        losses: of every step.
+        scales: after every step.
+        skipped: the steps that were skipped, counted from 1, each with its status and its non-finite parameters.
+        health: of the run after the last step.
+        report: of a probe of the last step that was skipped; None if the run is healthy.
+    """
+
+    losses: list[float]
+    scales: list[float]
+    skipped: dict[int, str]
+    health: Health
+    report: ProbeReport | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing needs to be done."""
+        return self.health.condition in HEALTHY and (self.report is None or self.report.verdict is Verdict.FINITE)
+
+
+def load_training(path: str) -> Training:
+    """Returns what the function `module:function` returns, or raises if that is no training."""
+    made = load_function("doctor", path)()
+    fields = list(made) if isinstance(made, tuple | list) else []
+    is_training = (
+        len(fields) in (3, 4)
+        and isinstance(fields[0], nn.Module)
+        and isinstance(fields[1], Iterable)
+        and callable(fields[2])
+        and isinstance(fields[3] if len(fields) == 4 else None, Optimizer | None)
+    )
+    if not is_training:
+        shown = f"({', '.join(type(each).__name__ for each in fields)})" if fields else type(made).__name__
+        raise BadTarget(
+            "The function must return (model, batches, loss_fn) or (model, batches, loss_fn, optimizer), where "
+            f"`loss_fn(model, batch)` returns the loss. Received: {shown} from {path}."
+        )
+    return Training(*fields)
+
+
+def check_training(training: Training, steps: int, policy: Any = "auto") -> Checkup:
+    """Runs a few steps, with a probe of the last skipped one if the run is not healthy."""
+    model, loss_fn = training.model, training.loss_fn
+    optimizer = training.optimizer or torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    scaler = LossScaler(model, policy, on_stuck="ignore")
+    losses: list[float] = []
+    scales: list[float] = []
+    skipped: dict[int, str] = {}
+    last_bad: Any = None
+    last_good: Any = None
+    for index, batch in enumerate(_repeated(training.batches, steps), 1):
+        loss = loss_fn(model, batch)
+        losses.append(float(loss.detach()))
+        scaler.backward(loss)
+        result = scaler.step(optimizer)
+        optimizer.zero_grad()
+        scales.append(float(result.next_scale))
+        if result.skipped():
+            skipped[index], last_bad = _described(result), (batch, float(result.scale))
+        else:
+            last_good = (batch,)
+    checkup = Checkup(losses, scales, skipped, scaler.health())
+    if last_bad is None or (checkup.healthy and len(losses) not in skipped):
+        return checkup
+    batch, scale = last_bad
+    other = None if last_good is None else lambda: loss_fn(model, last_good[0])
+    report = scaler.probe(lambda: loss_fn(model, batch), other=other, scale=scale)
+    return Checkup(losses, scales, skipped, checkup.health, report)
+
+
+def _repeated(batches: Iterable[Any], steps: int) -> Iterator[Any]:
+    """Yields as many batches as there are steps, some of them again where there are fewer."""
+    held = list(islice(batches, min(steps, MOST_BATCHES)))
+    if not held:
+        raise BadTarget("The function must return at least one batch. Received: none.")
+    return islice(cycle(held), steps)
+
+
+def _described(result: StepResult) -> str:
+    culprits = result.culprits()
+    named = ", ".join(f"{each.name} ({each.kind})" for each in culprits[:3])
+    return f"{result.status()}: {named}{', ...' if len(culprits) > 3 else ''}"

@@ -1,0 +1,142 @@
+"""The tensors of a checkpoint, one after the other: safetensors, or torch's own files. No pickled code is run."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+
+from gradscale._extras import require
+
+Array = np.ndarray[Any, Any]
+
+DTYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+}
+"""The floating-point types of safetensors, by the name in its header. Others are not weights that a cast could lose."""
+
+LARGEST_HEADER = 100_000_000
+"""Bytes. The limit of the format's own reader."""
+
+TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def tensors_of(path: str) -> Iterator[tuple[str, Array]]:
+    """Yields name and numbers of every floating-point tensor of a checkpoint.
+
+    Args:
+        path: a `.safetensors` file, the `.index.json` of several, a file of `torch.save`, or a folder with one of them.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is not what its name says.
+        MissingExtra: the file is torch's, and torch is not installed.
+    """
+    file = _chosen(Path(path))
+    if file.name.endswith(".index.json"):
+        for part in _parts(file):
+            yield from tensors_of(str(part))
+    elif file.suffix == ".safetensors":
+        yield from _safetensors(file)
+    elif file.suffix in TORCH_FILES:
+        yield from _saved_by_torch(file)
+    else:
+        raise ValueError(
+            f"A checkpoint must be a .safetensors file, a .index.json of several, or one of torch's "
+            f"({', '.join(TORCH_FILES)}). Received: {path}."
+        )
+
+
+def _chosen(path: Path) -> Path:
+    """Returns the file to read: of a folder, the index of its parts, or the one checkpoint in it."""
+    if not path.is_dir():
+        return path
+    for pattern in ("*.safetensors.index.json", "*.bin.index.json", "*.safetensors", "*.bin", "*.pt", "*.pth"):
+        found = sorted(path.glob(pattern))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(each.name for each in found[:3])
+            raise ValueError(f"{path} has several checkpoints: {names}. Name one of them.")
+    raise ValueError(f"{path} has no checkpoint: no .safetensors file and none of torch's.")
+
+
+def _parts(index: Path) -> list[Path]:
+    """Returns the files that an index names, each once."""
+    try:
+        mapping = json.loads(index.read_text())["weight_map"]
+        names = sorted(set(mapping.values()))
+        # Beside the index: a name that leads elsewhere is not one that a trainer writes.
+        if any(os.path.basename(name) != name for name in names):
+            raise ValueError("a name is a path")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not the index of a checkpoint: {error}.") from None
+    return [index.parent / name for name in names]
+
+
+def _safetensors(file: Path) -> Iterator[tuple[str, Array]]:
+    """Yields the tensors of a safetensors file: 8 bytes with the length of a JSON header, the header, the numbers."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(LARGEST_HEADER, size - 8):
+            raise ValueError(f"{file} is not a safetensors file, or is cut short: its header does not fit.")
+        text = stream.read(length)
+    try:
+        header = cast(dict[str, Any], json.loads(text))
+        entries = [(name, _entry(each, 8 + length, size)) for name, each in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is not a safetensors file, or is cut short: {error}.") from None
+    for name, entry in entries:
+        if entry is not None:
+            dtype, shape, offset = entry
+            empty = 0 in shape
+            yield name, np.empty(shape, dtype) if empty else np.memmap(file, dtype, "r", offset, shape)
+
+
+def _entry(entry: Mapping[str, Any], data: int, size: int) -> tuple[Any, tuple[int, ...], int] | None:
+    """Returns dtype, shape and position of a tensor; None for one that does not hold floating-point numbers."""
+    begin, end = (int(each) for each in entry["data_offsets"])
+    shape = tuple(int(each) for each in entry["shape"])
+    if not 0 <= begin <= end <= size - data:
+        raise ValueError("a tensor ends outside of the file")
+    if entry["dtype"] not in DTYPES:
+        return None
+    dtype = np.dtype(DTYPES[entry["dtype"]])
+    if min(shape, default=0) < 0 or int(np.prod(shape, dtype=object)) * dtype.itemsize != end - begin:
+        raise ValueError("a tensor does not have the size of its shape")
+    return dtype, shape, data + begin
+
+
+def _saved_by_torch(file: Path) -> Iterator[tuple[str, Array]]:
+    """Yields the tensors of a file of `torch.save`, loaded as weights only."""
+    require(f"{file.name}, a file of torch's,", "torch", extra="torch")
+    import torch
+
+    file.open("rb").close()  # raises for a file that is not there, as for the others
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # of many types: a bad zip file, a pickle that is refused, a file that ends early
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{file} cannot be loaded as weights only: {reason}") from None
+    for name, tensor in _flat("", loaded):
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout is torch.strided:
+            yield name, tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).numpy()
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of nested dicts and lists with their paths."""
+    if isinstance(value, Mapping | list | tuple):
+        pairs = cast(Any, value.items() if isinstance(value, Mapping) else enumerate(cast(Any, value)))
+        for key, inner in pairs:
+            yield from _flat(f"{prefix}.{key}" if prefix else str(key), inner)
+    else:
+        yield prefix, value

@@ -1,0 +1,184 @@
+"""`gradscale check-fp16`: what a cast to FP16 does to a checkpoint."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from gradscale.cli import app
+from gradscale.cli._checkpoint import DTYPES, tensors_of
+from gradscale.cli._survival import survival
+
+NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()} | {np.dtype(np.int64): "I64"}
+
+
+def save(file: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> Path:
+    """Writes a safetensors file, as its format is published: the length of a header, the header, the numbers."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, array in tensors.items():
+        offsets = [begin, begin + array.nbytes]
+        header[name] = {"dtype": NAMES[array.dtype], "shape": list(array.shape), "data_offsets": offsets}
+        begin += array.nbytes
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(each.tobytes() for each in tensors.values()))
+    return file
+
+
+def check(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["check-fp16", *map(str, arguments)], env={"COLUMNS": "120"})
+
+
+def weights(*values: float, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
+    return np.array(values, dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16, np.float16])
+def test_weights_that_fit_survive(dtype: Any, tmp_path: Path) -> None:
+    found = check(save(tmp_path / "m.safetensors", {"a": weights(1.0, -0.5, 0.0, dtype=dtype)}))
+    assert found.exit_code == 0
+    assert "It survives: every weight" in found.output
+
+
+def test_a_weight_above_the_largest_number_does_not() -> None:
+    one = survival("a", weights(65519.0, 65520.0, 1e30, -7e4))
+    assert (one.overflowed, one.fails, one.amax) == (3, True, pytest.approx(1e30))
+
+
+def test_what_is_lost_is_counted_among_the_nonzero_weights() -> None:
+    one = survival("a", weights(0.0, 0.0, 1.0, 2.0**-15, 2.0**-24, 2.0**-26, 1e-30))
+    assert (one.nonzero, one.flushed, one.subnormal, one.overflowed) == (5, 2, 2, 0)
+    assert (one.flushed_share, one.subnormal_share) == (0.4, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("values", "risk"),
+    [
+        ([1.0, float("nan"), float("inf")], "2 inf or NaN already"),
+        ([1.0, 1e5], "1 above 65504 become inf"),
+        ([1.0, 3e4], "close to the largest"),
+        ([1.0, 1e-9], "50.0% become zero"),
+        ([1.0, 1e-6], "50.0% lose digits"),
+        ([1.0, 0.0], ""),
+    ],
+)
+def test_the_risk_of_a_tensor(values: list[float], risk: str) -> None:
+    assert survival("a", weights(*values)).risk.startswith(risk)
+    assert bool(survival("a", weights(*values)).risk) is bool(risk)
+
+
+def test_only_tensors_at_risk_are_shown_unless_all_are_asked_for(tmp_path: Path) -> None:
+    file = save(
+        tmp_path / "m.safetensors", {"good": weights(1.0), "norm.weight": weights(1e5, dtype=ml_dtypes.bfloat16)}
+    )
+    found = check(file)
+    assert found.exit_code == 1
+    assert "norm.weight" in found.output
+    assert "good" not in found.output
+    assert "It does not survive: 1 tensor" in found.output
+    assert "good" in check(file, "--all").output
+
+
+def test_json_has_every_tensor(tmp_path: Path) -> None:
+    file = save(tmp_path / "m.safetensors", {"a": weights(1.0, 1e-9), "ids": np.arange(3), "empty": weights()})
+    found = json.loads(check(file, "--json").stdout)
+    assert found["survives"] is True
+    assert [one["name"] for one in found["tensors"]] == ["a", "empty"]
+    assert (found["tensors"][0]["flushed_share"], found["tensors"][0]["risk"]) == (0.5, "50.0% become zero")
+
+
+def test_the_parts_of_an_index_and_a_folder_are_read(tmp_path: Path) -> None:
+    save(tmp_path / "part-1.safetensors", {"a": weights(1.0)})
+    save(tmp_path / "part-2.safetensors", {"b": weights(1e5)})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}))
+    assert [name for name, _ in tensors_of(str(index))] == ["a", "b"]
+    assert [name for name, _ in tensors_of(str(tmp_path))] == ["a", "b"]
+
+
+def test_a_file_of_safetensors_itself_is_read(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.numpy")
+    library.save_file({"a": weights(1.0, 2.0).reshape(1, 2), "b": np.arange(3)}, tmp_path / "m.safetensors")
+    [(name, array)] = tensors_of(str(tmp_path / "m.safetensors"))
+    assert (name, array.tolist()) == ("a", [[1.0, 2.0]])
+
+
+def test_a_file_of_torch_is_read(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = {"model": {"w": torch.tensor([1e5], dtype=torch.bfloat16), "n": torch.arange(2)}, "step": 3}
+    torch.save(state, tmp_path / "m.pt")
+    found = check(tmp_path / "m.pt", "--json")
+    assert found.exit_code == 1
+    assert [one["name"] for one in json.loads(found.stdout)["tensors"]] == ["model.w"]
+
+
+class Harmful:
+    """Would write a file when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.target,)
+
+
+def test_pickled_code_is_not_run(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"w": Harmful(tmp_path / "touched")}, tmp_path / "m.pt")
+    (tmp_path / "plain.bin").write_bytes(pickle.dumps(Harmful(tmp_path / "touched")))
+    for name in ("m.pt", "plain.bin"):
+        found = check(tmp_path / name)
+        assert found.exit_code == 2
+        assert "cannot be loaded as weights only" in found.output
+    assert not (tmp_path / "touched").exists()
+
+
+def broken(tmp_path: Path, name: str) -> Path:
+    file = tmp_path / "m.safetensors"
+    whole = save(file, {"a": weights(1.0, 2.0)}).read_bytes()
+    header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}'
+    contents = {
+        "empty": b"",
+        "cut short": whole[:-4],
+        "not JSON": (4).to_bytes(8, "little") + b"nope" + whole,
+        "a list": (2).to_bytes(8, "little") + b"[]" + whole,
+        "a wrong size": len(header).to_bytes(8, "little") + header + bytes(8),
+    }
+    file.write_bytes(contents[name])
+    return file
+
+
+@pytest.mark.parametrize("name", ["empty", "cut short", "not JSON", "a list", "a wrong size"])
+def test_a_broken_file_is_one_line(name: str, tmp_path: Path) -> None:
+    found = check(broken(tmp_path, name))
+    assert found.exit_code == 2
+    assert found.output.startswith("Error: ")
+    assert found.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("missing.safetensors", "No such file"), ("missing.pt", "No such file"), ("m.txt", "must be a")]
+)
+def test_a_file_that_cannot_be_read_is_one_line(name: str, says: str, tmp_path: Path) -> None:
+    found = check(tmp_path / name)
+    assert found.exit_code == 2
+    assert says in found.output
+    assert found.output.count("\n") == 1
+
+
+def test_names_in_an_index_stay_in_its_folder(tmp_path: Path) -> None:
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
+    assert "a name is a path" in check(index).output
+
+
+def test_a_folder_with_several_or_no_checkpoints_is_refused(tmp_path: Path) -> None:
+    assert "no checkpoint" in check(tmp_path).output
+    for name in ("a", "b"):
+        save(tmp_path / f"{name}.safetensors", {"a": weights(1.0)})
+    assert "several checkpoints" in check(tmp_path).output

@@ -1,0 +1,185 @@
+"""Faults that people have in real runs, each injected once, and what probe and health say of them."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.torch.helpers import autocast
+from tests.torch.probing.models import Attention, Block, Stack, fp16_step, rows
+from torch import Tensor, nn
+
+from gradscale import Condition, Dynamic, Headroom, Health, Policy, Static
+from gradscale.torch import LossScaler, Verdict
+
+
+def train(
+    model: nn.Module, step: Callable[[], Tensor], policy: Policy, steps: int = 25, lr: float = 1e-3
+) -> tuple[LossScaler, Health]:
+    """Returns the scaler of a run, and its health after the last step."""
+    scaler = LossScaler(model, policy, on_stuck="ignore")
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for _ in range(steps):
+        scaler.backward(step())
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    return scaler, scaler.health()
+
+
+def two_blocks() -> Stack:
+    return Stack(Block(), Block())
+
+
+def test_a_nan_in_one_weight() -> None:
+    model = two_blocks()
+    with torch.no_grad():
+        model.parts[1].fc2.weight[1, 2] = math.nan  # type: ignore[index]
+    scaler, health = train(model, fp16_step(model), Headroom(), steps=3)
+    assert health.condition is Condition.BROKEN
+    assert "parts.1.fc2.weight were inf or NaN before the first step" in health.advice
+    report = scaler.probe(fp16_step(model))
+    assert (report.verdict, report.tensor) == (Verdict.BROKEN_WEIGHTS, "parts.1.fc2.weight")
+
+
+def test_an_inf_in_the_input() -> None:
+    model = two_blocks()
+    x = rows()
+    x[3, 1] = math.inf
+    scaler, health = train(model, fp16_step(model, x), Headroom(), steps=3)
+    assert health.condition is Condition.FORWARD_OVERFLOW
+    assert "the input batch" in health.advice
+    report = scaler.probe(fp16_step(model, x), other=fp16_step(model))
+    assert report.verdict is Verdict.BROKEN_DATA
+    assert report.tensor == "an input, float32 of shape [8, 4]"
+
+
+def test_an_fp16_softmax_that_overflows_in_one_layer() -> None:
+    model = Stack(Attention(), Attention(gain=1e4))
+    scaler, health = train(model, fp16_step(model), Headroom(), steps=3)
+    assert health.condition is Condition.FORWARD_OVERFLOW
+    report = scaler.probe(fp16_step(model))
+    assert report.operation is not None
+    assert (report.verdict, report.operation.module) == (Verdict.FORWARD_OVERFLOW, "parts.1")
+    assert "no loss scale can help" in report.advice
+    assert "`parts.1` in float32" in report.advice
+
+
+def test_a_residual_add_between_modules_that_overflows() -> None:
+    model = two_blocks()
+    nn.init.constant_(model.embed.bias, 40000.0)
+    nn.init.constant_(model.parts[1].fc2.bias, 40000.0)  # type: ignore[arg-type]
+    report = LossScaler(model).probe(fp16_step(model))
+    assert report.operation is not None
+    assert (report.verdict, report.operation.name, report.operation.module) == (
+        Verdict.FORWARD_OVERFLOW,
+        "add",
+        "parts.1",
+    )
+
+
+def test_a_learning_rate_that_is_far_too_high() -> None:
+    model = two_blocks()
+    scaler, health = train(model, fp16_step(model), Headroom(), steps=10, lr=1e6)
+    assert health.condition is Condition.BROKEN
+    assert "the learning rate (1e+06) is too high" in health.advice
+    report = scaler.probe(fp16_step(model))
+    assert report.verdict is Verdict.BROKEN_WEIGHTS
+    assert "the learning rate is too high" in report.advice
+
+
+@pytest.mark.parametrize("scale", [1.0, 65536.0])
+def test_a_loss_weight_of_a_billionth(scale: float) -> None:
+    model = two_blocks()
+    _, health = train(model, fp16_step(model, weight=1e-9), Static(scale))
+    assert health.condition is Condition.UNDERFLOWING
+    assert "weight of the loss" in health.advice or "All gradients are zero" in health.advice
+    assert train(model, fp16_step(model, weight=1e-9), Headroom(), steps=60)[1].condition is Condition.OK
+
+
+def test_a_frozen_layer() -> None:
+    model = two_blocks()
+    model.parts[0].requires_grad_(False)
+    scaler = LossScaler(model, Headroom())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(25):
+        scaler.backward(fp16_step(model)())
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    health = scaler.health()
+    assert health.condition is Condition.OK
+    assert health.evidence["parameters_without_gradient"] == 4
+    assert "4 parameters had no gradient" in health.advice
+    assert "parts.0.fc1.weight" in health.advice
+
+
+class Normed(nn.Module):
+    """BatchNorm of a channel that is the same for all rows."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, eps=eps)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        constant = x.clone()
+        constant[:, 2] = 1.0
+        return self.head(self.norm(constant))
+
+
+def test_a_batchnorm_with_a_constant_channel() -> None:
+    model = Normed(eps=1e-320)  # zero in float32; torch refuses 0 itself
+    before = [each.clone() for each in model.buffers()]
+    report = LossScaler(model).probe(lambda: model(rows()).square().mean())
+    assert report.operation is not None
+    assert (report.verdict, report.operation.module, report.operation.module_type) == (
+        Verdict.UNDEFINED,
+        "norm",
+        "BatchNorm1d",
+    )
+    assert "epsilon" in report.advice
+    assert all(map(torch.equal, model.buffers(), before))
+    sound = Normed(eps=1e-5)
+    assert LossScaler(sound, Static(1.0)).probe(lambda: sound(rows()).square().mean()).verdict is Verdict.FINITE
+
+
+def test_stale_gradients() -> None:
+    model = two_blocks()
+    scaler = LossScaler(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler.backward(fp16_step(model)())
+    scaler.step(optimizer)
+    scaler.backward(fp16_step(model)())  # without `zero_grad`
+    with pytest.raises(RuntimeError, match=r"Gradients from before the last step are still there.*embed\.weight"):
+        scaler.step(optimizer)
+
+
+def test_a_scale_that_is_forced_too_high() -> None:
+    model = two_blocks()
+    scaler, health = train(model, fp16_step(model), Static(2.0**40), steps=5)
+    assert health.condition is Condition.STUCK
+    report = scaler.probe(fp16_step(model))
+    assert report.verdict is Verdict.SCALE_TOO_HIGH
+    assert report.halvings is not None
+    fits = 2.0 ** (40 - report.halvings)
+    assert train(model, fp16_step(model), Static(fits))[1].condition is Condition.OK
+
+
+def test_a_scale_that_is_forced_too_low() -> None:
+    model = two_blocks()
+    _, health = train(model, fp16_step(model), Static(2.0**-20))
+    assert health.condition is Condition.UNDERFLOWING
+    assert "Raise the scale" in health.advice
+
+
+def test_no_fault() -> None:
+    model = two_blocks()
+    scaler, health = train(model, fp16_step(model), Dynamic(init_scale=1024.0))
+    assert health.condition is Condition.OK
+    assert health.advice == "Nothing to do."
+    assert scaler.probe(fp16_step(model)).verdict is Verdict.FINITE
+
+    def plain() -> Tensor:
+        with autocast(enabled=False):
+            return model(rows()).square().mean()
+
+    assert scaler.probe(plain).verdict is Verdict.FINITE

@@ -1,0 +1,62 @@
+"""A probe on several ranks: all of them run the same steps, and each names what it holds."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.torch.ranks.launch import run_ranks
+from torch import Tensor, nn
+
+from gradscale import Static
+from gradscale.torch import LossScaler
+
+
+def spread(name: str, model: nn.Module) -> nn.Module:
+    if name == "DDP":
+        return nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model)
+
+
+def probed(name: str, fault: str) -> tuple[str, str | None, int | None]:
+    """Returns verdict, tensor and halvings of a probe on this rank. Rank 1 has the fault."""
+    torch.manual_seed(0)
+    model = spread(name, nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+    x = torch.ones(4, 4)
+    if dist.get_rank() == 1 and fault == "input":
+        x[0] = math.inf
+    if dist.get_rank() == 1 and fault == "weight":
+        with torch.no_grad():
+            last = list(model.parameters())[-1]
+            (last.to_local() if hasattr(last, "to_local") else last)[-1] = math.nan
+    high = 2.0 ** (140 if fault == "scale" else 4)
+
+    def step() -> Tensor:
+        return model(x).square().mean()
+
+    report = LossScaler(model, Static(2.0**100)).probe(step, scale=high)
+    for _ in range(2):  # and the ranks still train together
+        model(x).sum().backward()
+    return report.verdict.value, report.tensor, report.halvings
+
+
+@pytest.mark.parametrize("name", ["DDP", "FSDP2"])
+def test_a_scale_that_is_too_high_is_found_by_all_ranks(name: str, tmp_path: Path) -> None:
+    first, second = run_ranks(2, probed, name, "scale", folder=tmp_path)
+    assert first == second
+    assert first[0] == "scale_too_high"
+
+
+@pytest.mark.parametrize("name", ["DDP", "FSDP2"])
+def test_an_input_that_is_not_finite_is_named_on_its_rank(name: str, tmp_path: Path) -> None:
+    _, second = run_ranks(2, probed, name, "input", folder=tmp_path)
+    assert second[0] == "broken_data"
+    assert second[1].startswith("an input, float32 of shape [4, 4]")
+
+
+def test_a_weight_that_is_not_finite_is_named_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(2, probed, "FSDP2", "weight", folder=tmp_path)
+    assert first[:2] == second[:2] == ("broken_weights", "2.bias")
