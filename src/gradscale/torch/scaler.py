@@ -60,7 +60,8 @@ class LossScaler(OtherNames):
             result = scaler.step(optimizer, clip_norm=1.0)
             optimizer.zero_grad()
 
-    Only `step` with an optimizer that has no fused kernel synchronizes with the device: it reads one flag.
+    Only `step` with an optimizer that has no fused kernel synchronizes with the device: it reads one flag. Until the
+    first step has been applied, so does `backward`, which then retries an overflow.
 
     Args:
         model: the module, or modules, trained. Gives gradients their names; needed for `retries`. Without it, or if a

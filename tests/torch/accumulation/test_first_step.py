@@ -165,6 +165,7 @@ def kept_loss(model: nn.Sequential) -> tuple[Tensor, Tensor, "weakref.ref[Tensor
     return out.square().sum(), out, inside[0]
 
 
+@pytest.mark.not_simulated("errors in hooks of a backward pass: torch ends the process")
 @pytest.mark.parametrize(("size", "retries"), [(1.0, 0), (1e34, 1)], ids=["clean", "run again"])
 def test_the_graph_of_the_first_step_is_freed_as_that_of_any_other(size: float, retries: int) -> None:
     model, optimizer, scaler = setup()
