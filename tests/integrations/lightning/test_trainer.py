@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from tests.integrations.lightning.runs import L, Regression, data, fit, ours, trainer_of, weights_of
@@ -291,6 +292,11 @@ def test_device_is_that_of_the_strategy() -> None:
         (lambda: MixedPrecision(Static(8), scaler=GradScaler("cpu")), ValueError, "exclude each other"),
         (lambda: MixedPrecision(on_skip="wait"), ValueError, '`on_skip` must be "hold" or "advance"'),  # type: ignore[arg-type]
         (lambda: MixedPrecision("no such policy"), ValueError, "no such policy"),
+        (
+            lambda: MixedPrecision(precision="bf16-mixed", scaler=GradScaler("cpu")),
+            MisconfigurationException,
+            "does not use a scaler",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(make: Callable[[], Any], error: type[Exception], text: str) -> None:

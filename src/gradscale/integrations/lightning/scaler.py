@@ -17,6 +17,8 @@ def scaler_of(
     policy: Policy | str, scaler: GradScaler | None, precision: AnyPrecision, device: str | None
 ) -> GradScaler | None:
     """Returns the scaler of a plugin: the one given, or one with the policy; None for BF16, which needs none."""
+    if precision == "bf16-mixed":
+        return scaler  # Lightning refuses one
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(
             "`scaler` must be a `gradscale.torch.GradScaler`, which clips and reports skipped steps. "
@@ -27,7 +29,7 @@ def scaler_of(
             f"`policy` and `scaler` exclude each other. Received: policy={policy!r} and a scaler. "
             "Make the scaler with the policy: `GradScaler(policy=...)`."
         )
-    if scaler is not None or precision == "bf16-mixed":
+    if scaler is not None:
         return scaler
     # Where the device is not known yet, the CPU: a type that is always there. The first loss says where the scale is.
     return GradScaler(device or "cpu", policy=policy)
