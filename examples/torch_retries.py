@@ -26,7 +26,7 @@ for _ in range(STEPS):
     with torch.autocast(DEVICE, dtype=torch.float16):
         loss = nn.functional.cross_entropy(model(pixels[batch]), labels[batch])
     # Worth it where a batch costs far more than a backward pass: rollouts, long accumulation, rare data. The price is
-    # one look at the gradients per attempt, and the memory of the graph and of a second set of gradients.
+    # one look at the gradients per attempt, and memory: activations are freed when the pass has ended.
     scaler.backward(loss, retries=12)
     result = scaler.step(optimizer)
     optimizer.zero_grad()

@@ -13,7 +13,7 @@ from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
 from gradscale.policies.log_max import LogMax
-from gradscale.policies.static import NoScaling, Static
+from gradscale.policies.static import CheckOnly, NoScaling, Static
 from gradscale.replay.run import Replay, replay
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "FP16",
     "FP32",
     "TF32",
+    "CheckOnly",
     "Dynamic",
     "Format",
     "Headroom",

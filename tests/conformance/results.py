@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gradscale import Dynamic, Headroom, Histogram, LogMax, NoScaling, Policy, Static, Status
+from gradscale import CheckOnly, Dynamic, Headroom, Histogram, LogMax, NoScaling, Policy, Static, Status
 from gradscale.engine.culprits import Culprit
 
 Values = Mapping[str, list[float]]
@@ -141,6 +141,8 @@ RESULT_CASES = (
         ),
         ELEMENTS,
     ),
+    *cases("a check alone", CheckOnly(), STEPS, ELEMENTS),
+    *cases("a check alone: losses that are not finite", CheckOnly(), LOSSES, ELEMENTS),
     *cases("no scaling", NoScaling(), FINITE, ELEMENTS),
     *(
         ResultCase(f"{dtype} gradients", Headroom(init_scale=SCALE), 1.0, STEPS[:4], ELEMENTS, dtype)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from gradscale import Dynamic, NoScaling, Policy, Static, preset
+from gradscale import CheckOnly, Dynamic, NoScaling, Policy, Static, preset
 
 
 class Event(Enum):
@@ -234,6 +234,17 @@ STATE_CASES = (
             Row(NAN, 100.0, 0, 1, 1, 2, 2, yes),
             Row(BAD_LOSS, 100.0, 0, 1, 1, 3, 3, no),
             Row(CLEAN, 100.0, 0, 1, 2, 3, 0, no),
+        ),
+    ),
+    StateCase(
+        "a check alone skips and counts at scale 1, and every overflow is stuck",
+        CheckOnly(),
+        (
+            Row(CLEAN, 1.0, 0, 1, 1, 0, 0, no),
+            Row(INF, 1.0, 0, 1, 1, 1, 1, yes),
+            Row(NAN, 1.0, 0, 1, 1, 2, 2, yes),
+            Row(BAD_LOSS, 1.0, 0, 1, 1, 3, 3, no),
+            Row(CLEAN, 1.0, 0, 1, 2, 3, 0, no),
         ),
     ),
     StateCase(

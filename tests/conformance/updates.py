@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradscale import Dynamic, Headroom, NoScaling, Policy, Static, Status, preset
+from gradscale import CheckOnly, Dynamic, Headroom, NoScaling, Policy, Static, Status, preset
 
 Values = Mapping[str, list[Any]]
 
@@ -283,6 +283,36 @@ UPDATE_CASES = (
                 factor=0.25,
                 applied={"weight": [0.0]},
                 params={"weight": [1.0]},
+            ),
+        ),
+    ),
+    UpdateCase(
+        "a check alone applies gradients as they are, or not at all",
+        CheckOnly(),
+        {"weight": [1.0, 2.0], "bias": [0.0]},
+        (
+            Update(
+                grads={"weight": [0.5, -3.0], "bias": [2.0**-100]},
+                status=APPLIED,
+                factor=1.0,
+                applied={"weight": [0.5, -3.0], "bias": [2.0**-100]},
+                params={"weight": [0.75, 3.5], "bias": [-(2.0**-101)]},
+            ),
+            Update(
+                grads={"weight": [1.0, math.nan], "bias": [1.0]},
+                status=OVERFLOW,
+                factor=0.0,
+                applied=None,
+                params={"weight": [0.75, 3.5], "bias": [-(2.0**-101)]},
+            ),
+            Update(
+                grads={"weight": [6.0, -8.0], "bias": [0.0]},
+                clip_norm=5.0,
+                norm=10.0,
+                status=APPLIED,
+                factor=0.5,
+                applied={"weight": [3.0, -4.0], "bias": [0.0]},
+                params={"weight": [-0.75, 5.5], "bias": [-(2.0**-101)]},
             ),
         ),
     ),

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from gradscale import BF16, FP16, Dynamic, Headroom, NoScaling, Policy, Static
+from gradscale import BF16, FP16, CheckOnly, Dynamic, Headroom, NoScaling, Policy, Static
 from gradscale.engine import bf16
 
 
@@ -18,7 +18,8 @@ def test_it_is_logged_once_and_is_no_warning(caplog: pytest.LogCaptureFixture) -
         bf16.note_bf16("A scaler scales in BF16.", "Leave it out.")
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert caplog.messages[0].startswith("A scaler scales in BF16. BF16 has the range of float32, ")
-    assert "Leave it out." in caplog.messages[0]
+    assert "Leave it out. To go on skipping steps" in caplog.messages[0]
+    assert "`policy=CheckOnly()`" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,7 @@ def test_it_is_logged_once_and_is_no_warning(caplog: pytest.LogCaptureFixture) -
         (Dynamic(), True),
         (Static(8.0), True),
         (NoScaling(), False),
+        (CheckOnly(), False),
         (Headroom(BF16), False),
     ],
 )

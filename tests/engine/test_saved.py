@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.stories import next_of
+from tests.stories import after, next_of
 
-from gradscale import Dynamic, Headroom, NoScaling, Seen, preset
+from gradscale import CheckOnly, Dynamic, Headroom, NoScaling, Seen, preset
 from gradscale.engine.saved import check_state, read_saved, write_saved
 from gradscale.engine.saved_text import KEY, write_text
 from gradscale.numpy import LossScaler
@@ -73,3 +73,14 @@ def test_the_one_text_of_pytorchs_scaler_is_read_by_every_scaler() -> None:
     scaler = LossScaler(Dynamic())
     scaler.load_state_dict({KEY: write_text(plain)})
     assert scaler.policy == Headroom()
+
+
+def test_a_check_alone_goes_through_a_saved_state() -> None:
+    state = after(CheckOnly(), "co")
+    saved = read_saved(json.loads(json.dumps(write_saved(CheckOnly(), state))))
+    assert (saved.policy, saved.state) == (CheckOnly(), state)
+
+
+def test_a_check_alone_has_no_other_scale_than_one() -> None:
+    with pytest.raises(ValueError, match=r"The scale of `CheckOnly` is 1.*Received: scale=1024\.0"):
+        LossScaler(CheckOnly(), state=Dynamic(init_scale=1024.0).start())

@@ -20,6 +20,7 @@ from gradscale.policies.static import NoScaling
         ("TF_Keras", "tf-keras"),
         ("tf", "tf-keras"),
         ("tensorflow", "tf-keras"),
+        ("RL", "verl"),
     ],
 )
 def test_systems_are_found_whatever_the_case_and_the_dash(alias: str, name: str) -> None:
@@ -43,6 +44,7 @@ def test_every_system_is_registered() -> None:
         "openseq2seq",
         "popart",
         "chainer",
+        "verl",
     ]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.peers import oracles
 from tests.stories import next_of
 
-from gradscale.peers import preset
+from gradscale.peers import export_state, import_state, preset
 from gradscale.policies.contract import Policy, Seen
 from gradscale.policies.static import NoScaling, Static
 from gradscale.record import numbers, place
@@ -213,6 +213,39 @@ def test_sharded_scaler_equals_the_installed_one_on_the_cpu() -> None:
 def test_sharded_scaler_on_a_gpu_does_not_grow_to_infinity() -> None:
     policy = preset("torch", "ShardedGradScaler", device="cuda", init_scale=3e38, growth_interval=1)
     assert float(advanced(policy, policy.start(), False).scale) == np.float32(3e38)
+
+
+def test_verl_is_torchs_sharded_scaler_with_an_interval_of_400() -> None:
+    assert preset("verl") == preset("torch", "ShardedGradScaler", device="cuda", growth_interval=400)
+    assert preset("rl", growth_interval=100) == preset("torch", growth_interval=100)
+    assert preset("verl", enabled=False) == NoScaling()
+
+
+def test_verl_equals_torchs_kernel_step_by_step() -> None:
+    torch = pytest.importorskip("torch")
+    scale, tracker = torch.full((), 65536.0), torch.zeros((), dtype=torch.int32)
+    policy = preset("verl")
+    state = policy.start()
+    for step in range(1301):
+        overflow = step in (0, 1, 500)
+        torch._amp_update_scale_(scale, tracker, torch.tensor(float(overflow)), 2.0, 0.5, 400)
+        state = advanced(policy, state, overflow)
+        assert (float(state.scale), int(state.clean_steps)) == (scale.item(), tracker.item())
+    assert float(state.scale) == 65536.0
+
+
+def test_a_scaler_of_verl_is_saved_and_loaded_as_torchs() -> None:
+    policy = preset("verl")
+    saved = export_state("verl", policy, advanced(policy, policy.start(), False))
+    assert saved == {
+        "scale": 65536.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 400,
+        "_growth_tracker": 1,
+    }
+    loaded, state = import_state("verl", saved)
+    assert (loaded, int(state.clean_steps)) == (policy, 1)
 
 
 def test_deepspeed_raises_the_scale_to_its_floor_before_it_is_stuck_there() -> None:

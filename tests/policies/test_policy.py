@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from tests.stories import BAD_LOSS, BAD_LOSS_ALONE, CLEAN, OVERFLOW, after, next_of
 
-from gradscale import Dynamic, Headroom, Histogram, LogMax, NoScaling, ScaleState, Seen, Static, preset
+from gradscale import CheckOnly, Dynamic, Headroom, Histogram, LogMax, NoScaling, ScaleState, Seen, Static, preset
 from gradscale.engine.host import scalar, vector
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE
 from gradscale.policies.contract import backed_off, counted, verdict
+from gradscale.policies.static import multiplies
 from gradscale.record import numbers
 
 
@@ -213,12 +214,23 @@ def test_static_is_stuck_at_any_overflow_and_not_at_a_bad_loss() -> None:
     assert_state(after(Static(8), "b"), scale=8.0, skipped=1, consecutive_skips=1)
 
 
+def test_a_check_alone_counts_and_skips_at_scale_one() -> None:
+    assert_state(after(CheckOnly(), "ccoc"), scale=1.0, applied=3, skipped=1)
+    assert_state(after(CheckOnly(), "o"), scale=1.0, skipped=1, consecutive_skips=1, stuck=True)
+    assert_state(after(CheckOnly(), "b"), scale=1.0, skipped=1, consecutive_skips=1)
+
+
+def test_only_a_scale_that_may_differ_from_one_multiplies() -> None:
+    found = {type(policy): multiplies(policy) for policy in (Dynamic(), Static(8.0), CheckOnly(), NoScaling())}
+    assert found == {Dynamic: True, Static: True, CheckOnly: False, NoScaling: False}
+
+
 def test_no_scaling_applies_every_step_at_scale_one() -> None:
     assert_state(after(NoScaling(), "cobl"), scale=1.0, applied=4)
 
 
 def test_policies_say_what_they_read() -> None:
-    assert Dynamic.needs == Static.needs == {"finite", "loss_finite"}
+    assert Dynamic.needs == Static.needs == CheckOnly.needs == {"finite", "loss_finite"}
     assert NoScaling.needs == frozenset()
 
 
@@ -245,6 +257,7 @@ LAST = np.int32(2**31 - 1)
     [
         Dynamic(growth_interval=2**31 - 1),
         Static(8.0),
+        CheckOnly(),
         NoScaling(),
         Headroom(),
         LogMax(),

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.stories import after, same
 
-from gradscale import Dynamic, ScaleState
+from gradscale import CheckOnly, Dynamic, ScaleState
 from gradscale.record import numbers, place, with_values
 
 scales = st.floats(2.0**-126, 2.0**126, width=32)
@@ -121,3 +121,15 @@ def test_a_vector_of_policies_runs_as_each_does_alone(policies: list[Dynamic], s
 @given(dynamics(), stories)
 def test_settings_placed_as_arrays_give_the_same_scales_as_plain_numbers(policy: Dynamic, story: str) -> None:
     assert same(after(place(policy, lambda array: array), story), after(policy, story))
+
+
+@given(stories)
+def test_a_check_alone_stays_at_one_and_a_vector_of_states_runs_as_each_does_alone(story: str) -> None:
+    policy = CheckOnly()
+    state = after(policy, story)
+    assert state.scale == 1
+    assert (state.applied, state.skipped) == (story.count("c"), len(story) - story.count("c"))
+    both = after(policy, story, place(policy.start(), lambda array: np.repeat(array, 2)))
+    assert all((getattr(both, field.name) == getattr(state, field.name)).all() for field in fields(state))
+    assert CheckOnly.from_dict(policy.to_dict()) == policy
+    assert ScaleState.from_dict(state.to_dict()) == state

@@ -5,6 +5,7 @@ from typing import Any
 
 from gradscale.formats import FP16
 from gradscale.policies.contract import Policy
+from gradscale.policies.static import multiplies
 
 logger = logging.getLogger(__name__)
 
@@ -14,7 +15,7 @@ _noted: list[str] = []
 def may_be_noted(policy: Policy) -> bool:
     """Returns whether the note is still to be made, and `policy` scales for FP16, as all do unless told otherwise."""
     made_for: Any = getattr(policy, "format", FP16)
-    return not _noted and bool(policy.needs) and made_for == FP16
+    return not _noted and multiplies(policy) and made_for == FP16
 
 
 def note_bf16(found: str, instead: str) -> None:
@@ -28,7 +29,8 @@ def note_bf16(found: str, instead: str) -> None:
         _noted.append(found)
         logger.warning(
             "%s BF16 has the range of float32, so that gradients neither vanish nor overflow, and scaling only costs "
-            "time. %s This is logged once.",
+            "time. %s To go on skipping steps whose gradients are inf or NaN, at the cost of the check alone, use "
+            "`policy=CheckOnly()`. This is logged once.",
             found,
             instead,
         )

@@ -11,6 +11,7 @@ from gradscale.engine.measurement import UNKNOWN_RATIO
 from gradscale.engine.saved_text import opened
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_number
 from gradscale.policies.contract import Policy, ScaleState, check_policy
+from gradscale.policies.static import CheckOnly
 from gradscale.record import Record, numbers, with_values
 
 KEYS = ("policy", "state")
@@ -71,6 +72,11 @@ def read_saved(
 def check_state(policy: Policy, state: Any) -> None:
     """Raises if `state` is not a state of `policy`, for a single scale that gradients can be divided by."""
     _check_kind(policy, state)
+    if isinstance(policy, CheckOnly) and state.scale != 1:
+        raise ValueError(
+            f"The scale of `CheckOnly` is 1, and nothing is multiplied by it. Received: scale={float(state.scale)!r}. "
+            "Continue with the policy that made this state, or start `CheckOnly` without it."
+        )
     if policy.needs and not LOWEST_SCALE <= state.scale <= HIGHEST_SCALE:
         raise ValueError(
             "The scale of a run must lie between 2**-126 and 2**126, where it and its reciprocal are normal float32 "

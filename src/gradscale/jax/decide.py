@@ -36,14 +36,20 @@ def decide(
     return seen, engine.decide(policy, state, judged, jnp, clip_norm, used.scale)
 
 
-def unscaled(gradients: Sequence[Array], outcome: engine.Outcome, *, gated: bool) -> list[Array]:
-    """Returns the gradients times the factor, in float32 or wider; zeros in a step that is skipped, if one can be."""
-    return [_unscaled(gradient, outcome.factor, outcome.applied if gated else None) for gradient in gradients]
+def unscaled(gradients: Sequence[Array], outcome: engine.Outcome, *, gated: bool, multiplied: bool) -> list[Array]:
+    """Returns the gradients times the factor, in float32 or wider; zeros in a step that is skipped, if one can be.
+
+    Unless they are `multiplied`, the factor of an applied step is 1.
+    """
+    factor = outcome.factor if multiplied else None
+    return [_unscaled(gradient, factor, outcome.applied if gated else None) for gradient in gradients]
 
 
-def _unscaled(gradient: Array, factor: Array, applied: Array | None) -> Array:
+def _unscaled(gradient: Array, factor: Array | None, applied: Array | None) -> Array:
     wide = wide_type(gradient)
-    product = (gradient.astype(wide) * factor).astype(wide)
+    product = gradient.astype(wide)
+    if factor is not None:
+        product = (product * factor).astype(wide)
     # The factor of a skipped step is zero, but zero times inf is NaN.
     return product if applied is None else jnp.where(applied, product, jnp.zeros_like(product))
 

@@ -13,6 +13,7 @@ from jax import Array
 from gradscale.jax.axes import Axes
 from gradscale.jax.tree import Gradients, Split, is_nnx_object, split
 from gradscale.policies.contract import Policy
+from gradscale.policies.static import multiplies
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +123,13 @@ def checked_loss(loss: Any, policy: Policy) -> Array:
     # JAX accepts an integer loss without an error, and all gradients are zero.
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"A loss must be a floating-point number. Received: {value.dtype.name}.")
-    if value.dtype == jnp.bfloat16 and policy.needs:
+    if value.dtype == jnp.bfloat16 and multiplies(policy):
         raise TypeError(
             "A loss must be float32 or wider to be scaled. Received: bfloat16. BF16 needs no loss scaling: use "
-            "`Scaler(NoScaling())`, or cast the outputs before the loss is computed: `outputs.astype('float32')`."
+            "`Scaler(NoScaling())`, or `Scaler(CheckOnly())` to skip steps that are not finite; or cast the outputs "
+            "before the loss is computed: `outputs.astype('float32')`."
         )
-    if value.dtype.itemsize < 4 and policy.needs:
+    if value.dtype.itemsize < 4 and multiplies(policy):
         raise TypeError(
             f"A loss must be float32 or wider, as a scale like 65536 does not fit a narrower type. "
             f"Received: {value.dtype.name}. Cast the model's outputs before the loss is computed: "

@@ -17,6 +17,7 @@ from gradscale.jax.measure import measure
 from gradscale.jax.remember import StepResult
 from gradscale.jax.tree import Gradients, Split
 from gradscale.policies.contract import Policy
+from gradscale.policies.static import multiplies
 
 
 class Attempt(NamedTuple):
@@ -94,5 +95,6 @@ class Step:
             clip_norm=self.clip_norm,
             scale_range=last.agreed.scale_range,
         )
-        trained = unscaled(last.gradients.trained, outcome, gated=self.plan.checks)
+        multiplied = multiplies(self.policy) or self.clip_norm is not None
+        trained = unscaled(last.gradients.trained, outcome, gated=self.plan.checks, multiplied=multiplied)
         return last.gradients._replace(trained=tuple(trained)), after, result

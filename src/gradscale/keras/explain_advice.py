@@ -8,6 +8,7 @@ import keras
 from gradscale.explain import scaler_warning, scaling_advice
 from gradscale.formats import FP16
 from gradscale.keras.optimizer import KerasLossScaleOptimizer, LossScaleOptimizer
+from gradscale.policies.static import multiplies
 
 ADD_SCALER = (
     "Compile it with `gradscale.keras.LossScaleOptimizer`, or use BF16. Keras adds a scaler of its own only to a model "
@@ -38,7 +39,7 @@ def advice(layers: Sequence[Any], outputs: Sequence[Any], optimizer: Any) -> tup
 def _scales(optimizer: Any) -> bool:
     """Returns whether `optimizer` multiplies losses by a scale."""
     if isinstance(optimizer, LossScaleOptimizer):
-        return bool(optimizer.policy.needs)
+        return multiplies(optimizer.policy)
     return isinstance(optimizer, KerasLossScaleOptimizer) or optimizer.loss_scale_factor is not None
 
 

@@ -29,6 +29,7 @@ from gradscale.keras.remember import StepResult, metrics_on_host, result_of, res
 from gradscale.keras.step import run_step, unscaled
 from gradscale.keras.variables import FIRST, SCALE_INDEX, StateLayout, fitted, on_host
 from gradscale.policies.contract import Policy, ScaleState
+from gradscale.policies.static import multiplies
 from gradscale.record import Array, numbers, with_values
 
 KerasLossScaleOptimizer: Any = keras.optimizers.LossScaleOptimizer
@@ -135,6 +136,8 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         Raises:
             ValueError: JAX would compile the scale in, as it is not among the arguments of the function.
         """
+        if not multiplies(self._policy):
+            return loss
         if optimizer_variables is not None:
             return keras.ops.multiply(loss, optimizer_variables[SCALE_INDEX])
         if not self.built:

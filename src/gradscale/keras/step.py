@@ -9,6 +9,7 @@ from gradscale.engine.decide import Outcome, decide
 from gradscale.keras.backends import Observation, Update
 from gradscale.keras.measure import BACKEND, Gradients, measure, overwrites
 from gradscale.policies.contract import Seen
+from gradscale.policies.static import multiplies
 from gradscale.record import Array
 
 
@@ -50,7 +51,8 @@ def run_step(optimizer: Any, gradients: Gradients, loss: Any, *, norm: bool, kin
         return Step(state.scale, observation, seen, outcome)
 
     def update(grads: Sequence[Any], variables: Sequence[Any], factor: Array) -> None:
-        inner.apply(_for_accumulation(inner, unscaled(grads, variables, factor), variables), variables)
+        grads = unscaled(grads, variables, factor) if multiplies(policy) else list(grads)
+        inner.apply(_for_accumulation(inner, grads, variables), variables)
 
     # On each replica, before `merge_call`: MirroredStrategy reduces gradients inside the inner optimizer, after the
     # decision. A check of one replica's gradients would let another's inf into the weights, as Keras's class does.

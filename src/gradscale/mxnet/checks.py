@@ -8,6 +8,7 @@ from mxnet import gluon, nd
 
 from gradscale.mxnet.gradients import is_half
 from gradscale.policies.contract import Policy
+from gradscale.policies.static import multiplies
 
 
 def check_trainer(trainer: Any) -> None:
@@ -52,7 +53,7 @@ def check_compression(trainer: Any) -> None:
 
 def check_masters(trainer: Any, policy: Policy) -> None:
     """Raises if float16 weights would be updated in float16, where one over a large scale is zero."""
-    if trainer._optimizer.multi_precision or not policy.needs:
+    if trainer._optimizer.multi_precision or not multiplies(policy):
         return
     half = [param.name for param in trainer._params if param.grad_req != "null" and is_half(param)]
     if half:
@@ -66,7 +67,7 @@ def check_masters(trainer: Any, policy: Policy) -> None:
 def check_optimizer(trainer: Any, policy: Policy) -> None:
     """Raises if the optimizer uses gradients before it multiplies them by `rescale_grad`, while they are scaled."""
     optimizer = trainer._optimizer
-    if not policy.needs or not isinstance(optimizer, mx.optimizer.LBSGD):
+    if not multiplies(policy) or not isinstance(optimizer, mx.optimizer.LBSGD):
         return
     if optimizer.warmup_strategy == "lars" or optimizer.batch_scale != 1:
         raise ValueError(
@@ -84,7 +85,7 @@ def check_loss(loss: Any, policy: Policy) -> None:
             f"`loss` must be an MXNet array, or a list or tuple of them. Received: {loss!r} ({type(loss).__name__})."
         )
     kind = np.dtype(loss.dtype)  # MXNet's bfloat16 is a record with one field, named so
-    if kind.kind != "f" or (kind.itemsize < 4 and policy.needs):
+    if kind.kind != "f" or (kind.itemsize < 4 and multiplies(policy)):
         raise TypeError(
             "A loss must be float32 or wider, as a scale like 65536 does not fit a narrower type. "
             f"Received: {kind.names[0] if kind.names else kind.name}. "

@@ -19,6 +19,7 @@ from gradscale.mxnet.checks import check_loss
 from gradscale.mxnet.gradients import Gradients, multiply
 from gradscale.mxnet.remember import Losses
 from gradscale.policies.contract import ScaleState
+from gradscale.policies.static import multiplies
 
 
 class Decision(NamedTuple):
@@ -79,7 +80,7 @@ class LossScaler(HostScaler):
         self._undo_unscale()
         if self._policy.needs and losses:
             self._losses.add(losses)
-        scaled = [one * self.loss_scale for one in losses]
+        scaled = [one * self.loss_scale for one in losses] if multiplies(self._policy) else list(losses)
         return scaled if losses is loss else scaled[0]
 
     def unscale(self, gradients: Gradients) -> None:
@@ -91,7 +92,8 @@ class LossScaler(HostScaler):
         if self._unscaled:
             raise RuntimeError("Gradients are unscaled once per step. `unscale` was called before; remove one call.")
         observation = self._observe(gradients, self.loss_scale, 1.0)
-        multiply(gradients, 1.0 / self.loss_scale)
+        if multiplies(self._policy):
+            multiply(gradients, 1.0 / self.loss_scale)
         if self._before_unscale is None:  # an earlier one is kept only if it overflowed, and still counts
             self._before_unscale = observation
         self._unscaled = gradients
@@ -168,7 +170,8 @@ class LossScaler(HostScaler):
 
     def _undo_unscale(self) -> None:
         """Multiplies by the scale what `unscale` has divided, if no step followed. An overflow is not forgotten."""
-        multiply(self._unscaled, self.loss_scale)
+        if multiplies(self._policy):
+            multiply(self._unscaled, self.loss_scale)
         self._unscaled = ()
         if self.unscaled_finite():
             self._before_unscale = None

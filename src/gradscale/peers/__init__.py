@@ -20,6 +20,7 @@ from gradscale.peers import (
     popart,
     tf_keras,
     torch,
+    verl,
 )
 from gradscale.peers._peer import Peer
 from gradscale.peers._saved import Imported
@@ -44,6 +45,7 @@ _MODULES = (
     openseq2seq,
     popart,
     chainer,
+    verl,
 )
 
 
@@ -65,6 +67,7 @@ SYSTEM_ALIASES: Mapping[str, str] = MappingProxyType(
         "lightning": "torch",
         "pytorch": "torch",
         "torch-xla": "torch",
+        "rl": "verl",
         "megatron-lm": "megatron",
         "tensorflow": "tf-keras",
         "tf": "tf-keras",

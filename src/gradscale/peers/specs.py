@@ -14,7 +14,7 @@ from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
 from gradscale.policies.log_max import LogMax
-from gradscale.policies.static import NoScaling, Static
+from gradscale.policies.static import CheckOnly, NoScaling, Static
 
 POLICIES: Mapping[str, type[Any]] = MappingProxyType(
     {
@@ -23,6 +23,7 @@ POLICIES: Mapping[str, type[Any]] = MappingProxyType(
         "logmax": LogMax,
         "histogram": Histogram,
         "static": Static,
+        "check_only": CheckOnly,
         "none": NoScaling,
     }
 )

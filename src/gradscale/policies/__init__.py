@@ -5,9 +5,10 @@ from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.headroom import Headroom, HeadroomState
 from gradscale.policies.histogram import Histogram, HistogramState
 from gradscale.policies.log_max import LogMax, LogMaxState
-from gradscale.policies.static import NoScaling, Static
+from gradscale.policies.static import CheckOnly, NoScaling, Static
 
 __all__ = [
+    "CheckOnly",
     "Dynamic",
     "Headroom",
     "HeadroomState",

@@ -7,7 +7,7 @@ import numpy as np
 
 from gradscale.policies.arithmetic import Namespace
 from gradscale.policies.checks import as_single, check_scale
-from gradscale.policies.contract import ScaleState, Seen, counted, one_more, verdict
+from gradscale.policies.contract import Policy, ScaleState, Seen, counted, one_more, verdict
 from gradscale.record import Record
 
 
@@ -32,6 +32,30 @@ class NoScaling(Record):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
+class CheckOnly(Record):
+    """Scale 1, and steps with non-finite gradients skipped: protects a BF16 or FP32 run, at the cost of the check.
+
+    Nothing is multiplied or divided. One inf or NaN would otherwise stay in float32 weights, moments and averages.
+
+    >>> state = CheckOnly().next(CheckOnly().start(), Seen(finite=np.bool_(False)), np)
+    >>> float(state.scale), int(state.skipped)
+    (1.0, 1)
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
+    min_scale: ClassVar[float] = 1.0
+    max_scale: ClassVar[float] = 1.0
+
+    def start(self) -> ScaleState:
+        """Returns the state before the first step."""
+        return ScaleState(scale=np.float32(1))
+
+    def next(self, state: ScaleState, seen: Seen, xp: Namespace) -> ScaleState:
+        """Returns the state with the step counted. Non-finite gradients set `stuck`: no lower scale would help."""
+        return _counted(state, seen, xp)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Static(Record):
     """A scale that never changes. Overflow is still detected, skipped and counted.
 
@@ -53,5 +77,15 @@ class Static(Record):
 
     def next(self, state: ScaleState, seen: Seen, xp: Namespace) -> ScaleState:
         """Returns the state with the step counted. Any overflow sets `stuck`: a static scale cannot go lower."""
-        clean, overflow = verdict(seen, xp)
-        return counted(state, clean, xp, stuck=overflow)
+        return _counted(state, seen, xp)
+
+
+def multiplies(policy: Policy) -> bool:
+    """Returns whether a scaler with this policy multiplies losses and divides gradients at all."""
+    return bool(policy.needs) and not isinstance(policy, CheckOnly)
+
+
+def _counted(state: ScaleState, seen: Seen, xp: Namespace) -> ScaleState:
+    """Returns the state of a scale that stays where it is, with the step counted."""
+    clean, overflow = verdict(seen, xp)
+    return counted(state, clean, xp, stuck=overflow)

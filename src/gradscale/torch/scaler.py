@@ -57,7 +57,8 @@ class LossScaler(OtherNames):
             result = scaler.step(optimizer, clip_norm=1.0)
             optimizer.zero_grad()
 
-    Only `step` with an optimizer that has no fused kernel synchronizes with the device: it reads one flag.
+    Only `step` with an optimizer that has no fused kernel synchronizes with the device: it reads one flag. Until the
+    first step has been applied, so does `backward`, which then retries an overflow.
 
     Args:
         model: the module, or modules, trained. Gives gradients their names; needed for `retries`. Without it, or if a
@@ -319,7 +320,8 @@ class LossScaler(OtherNames):
             measurement = measure(plan)
             decision = self._decided(plan, measurement)
             self._warn_of_half(plan, samples)
-            multiply(plan.gradients.values, torch.where(decision.applied, decision.factor, 1.0))
+            if not plan.keeps:
+                multiply(plan.gradients.values, torch.where(decision.applied, decision.factor, 1.0))
             return self._close(plan, measurement, decision)
 
         return make_closure(evaluate, parameters, backward, settle)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.torch.drop_in.helpers import OURS, last_of, linear_pair
+from tests.torch.drop_in.helpers import OURS, grad_of, last_of, linear_pair
 from tests.torch.helpers import INF, NAN, all_finite, same, weights
 from tests.torch.process_group import end_process_group
 from tests.torch.short_runs import fine_tuned_model, large_loss, lost_steps
@@ -102,15 +102,9 @@ def test_gradients_of_earlier_micro_batches_are_brought_to_the_new_scale() -> No
     scaler.backward(first(x).sum(), retries=1)
     scaler.backward((second(x) * torch.tensor(1.0)).sum().half() * 4, retries=20)  # FP16: inf above 65504
     scaler.unscale_(optimizer)
-    assert first.weight.grad is not None
-    assert second.weight.grad is not None
-    assert last_scale(scaler) < 65536.0
-    assert (first.weight.grad == 1.0).all()
-    assert (second.weight.grad == 4.0).all()
-
-
-def last_scale(scaler: GradScaler) -> float:
-    return scaler.get_scale()
+    assert scaler.get_scale() < 65536.0
+    assert grad_of(first.weight).unique().tolist() == [1.0]
+    assert grad_of(second.weight).unique().tolist() == [4.0]
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"policy": "auto"}], ids=str)
@@ -169,6 +163,7 @@ def test_a_disabled_scaler_runs_the_backward_pass() -> None:
     assert all_finite(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
+@pytest.mark.not_simulated("errors in hooks of a backward pass: torch ends the process")
 def test_a_backward_pass_that_raises_leaves_everything_as_it_was() -> None:
     model, _, scaler = setup()
     passes: list[int] = []

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from gradscale import Dynamic, Headroom, Histogram, LogMax, NoScaling, Static, preset
+from gradscale import CheckOnly, Dynamic, Headroom, Histogram, LogMax, NoScaling, Static, preset
 from gradscale.policies.contract import Policy
 from gradscale.policies.scalars import EXACT
 
@@ -38,6 +38,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "openseq2seq log max": partial(preset, "openseq2seq", "LogMax"),
     "popart": partial(preset, "popart"),
     "chainer": partial(preset, "chainer"),
+    "check only": CheckOnly,
 }
 
 if not EXACT:

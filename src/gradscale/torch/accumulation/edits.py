@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gradscale.engine.plan import Plan
 from gradscale.policies.contract import Policy
+from gradscale.policies.static import multiplies
 from gradscale.torch.accumulation.window import Window
 from gradscale.torch.checks import refuse_narrow, refuse_unnamed
 from gradscale.torch.step.apply import multiply
@@ -24,7 +25,8 @@ def unscale(scaled: Gradients, window: Window, policy: Policy, names: Names) -> 
     share = torch.zeros_like(window.scale) if found.upper_share is None else found.upper_share
     # Noted before the edits: clipping, for instance, may make a non-finite gradient finite.
     window.note_overflow(~found.finite(window.scale, torch))
-    multiply(scaled.values, 1.0 / window.scale)
+    if multiplies(policy):
+        multiply(scaled.values, 1.0 / window.scale)
     window.unscaled.note(scaled, cast(Tensor, found.amax) / window.scale, share)
 
 

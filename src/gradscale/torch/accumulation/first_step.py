@@ -33,8 +33,8 @@ class FirstStep:
         """Returns how often the backward pass of `loss` may be run again by default.
 
         0 once a step has been applied, for a policy whose first scale is not a guess, with arguments of `backward`
-        other than `retain_graph`, and for a graph that is not known to allow it. Synchronizes with the device, for the
-        result of the last step, until one was applied.
+        other than `retain_graph`, and for a graph that is not known to allow it. Where it is possible, synchronizes
+        with the device for the result of the last step, until one was applied.
 
         Args:
             policy: the rule for the scale.
@@ -45,7 +45,9 @@ class FirstStep:
         """
         if self.applied or not (count := first_retries(policy)):
             return 0
-        if not kwargs.keys() <= {"retain_graph"} or not possible():
+        # Asked without synchronizing first, so that a run which cannot retry does not wait for its result either.
+        self.applied = last is not None and bool(last.poll())
+        if self.applied or not kwargs.keys() <= {"retain_graph"} or not possible():
             return 0
         self.applied = last is not None and not last.skipped()
         return 0 if self.applied or not is_repeatable(loss) else count

@@ -12,6 +12,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_map
 
 from gradscale.kernels.torch import largest
+from gradscale.policies.static import multiplies
 from gradscale.torch.accumulation.leaves import leaves_of
 from gradscale.torch.accumulation.stale import StaleGradients
 from gradscale.torch.accumulation.unscaled import Unscaled
@@ -68,7 +69,13 @@ class Window:
     """
 
     def __init__(
-        self, scale: Tensor, gradients: StaleGradients, begin: Callable[[], "Window"], mark: "Mark | None" = None
+        self,
+        scale: Tensor,
+        gradients: StaleGradients,
+        begin: Callable[[], "Window"],
+        mark: "Mark | None" = None,
+        *,
+        multiplies: bool = True,
     ) -> None:
         """Opens a window.
 
@@ -79,6 +86,7 @@ class Window:
                 backward pass comes late.
             mark: returns what the gradient of a loss is multiplied by, to tell other ranks whether the loss is finite;
                 None if they need not be told so.
+            multiplies: whether losses are multiplied at all, and not left as they are because the scale is always 1.
         """
         # A step inside `torch.inference_mode()` makes a scale that autograd cannot keep for the backward pass.
         self.scale = scale.clone() if scale.is_inference() else scale
@@ -92,6 +100,7 @@ class Window:
         self._gradients = gradients
         self._begin = begin
         self._mark = mark
+        self._multiplies = multiplies
         self.noted_overflow = False
         self._left_gradients = False
         self._left: list[Held] = []
@@ -111,13 +120,15 @@ class Window:
 
     def product(self, output: Tensor) -> Tensor:
         """Returns `output` times the scale, in float32 if it was narrower: FP16 cannot hold `1.0 * 65536`."""
+        if not self._multiplies:
+            return output.view_as(output)  # a tensor of its own, for the hook on its backward pass
         wide = output.float() if output.dtype.itemsize < 4 else output
         return wide * moved(self.scale, output.device, wide.dtype)
 
     def unscale(self, grad: Tensor) -> Tensor:
         """Returns a gradient divided by the scale, in float32 if it was narrower; differentiable."""
         wide = grad.float() if grad.dtype.itemsize < 4 else grad
-        return wide * moved(1.0 / self.scale, grad.device, wide.dtype)
+        return wide * moved(1.0 / self.scale, grad.device, wide.dtype) if self._multiplies else wide
 
     def is_finite(self, output: Tensor) -> Tensor:
         """Returns whether `output` is finite, a 0-d bool on the scaler's device: of a DTensor, the part held here.
@@ -212,7 +223,8 @@ class Windows:
         """Returns the open window, or opens one. The first decides that the scale is kept on `device`."""
         if self.open is None:
             self._rule.settle(device)
-            self.open = Window(self._rule.scale, self._stale, partial(self.begin, device), self._mark)
+            begin, scales = partial(self.begin, device), multiplies(self._rule.policy)
+            self.open = Window(self._rule.scale, self._stale, begin, self._mark, multiplies=scales)
         return self.open
 
     def begin(self, device: torch.device) -> Window:

@@ -18,6 +18,7 @@ from gradscale.engine.texts import policy_text
 from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
+from gradscale.policies.static import multiplies
 from gradscale.torch.accumulation.first_step import FirstStep
 from gradscale.torch.accumulation.retry import check_backward
 from gradscale.torch.bf16 import note_if_bf16
@@ -151,7 +152,12 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             return outputs
         self._updated = None
         self._leaves.complete = False
-        return scaled(outputs, self._scale_for, self._followed)
+        return scaled(outputs, self._scale_for, self._followed, multiplies=self._multiplies)
+
+    @property
+    def _multiplies(self) -> bool:
+        """Whether losses and gradients are multiplied at all: not by a scale that is always 1."""
+        return self._rule is None or multiplies(self._rule.policy)
 
     @_disable_dynamo
     def backward(self, loss: Tensor, retries: int | None = None, **kwargs: Any) -> None:
@@ -308,6 +314,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         gradients = unscale.gradients_of(optimizer)
+        if not self._multiplies:
+            return unscale.check_only(gradients, inv_scale)
         if not allow_fp16:
             refusals.refuse_half(optimizer, gradients)
         return multiply_and_check(gradients, inv_scale, found_inf)
@@ -367,8 +375,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if state["stage"] is OptState.READY:
             refusals.refuse_divided(optimizer, self._divided)
             self._check_inf_per_device(optimizer)
-            divisor = scale
-            if state.get("sharing"):
+            divisor = scale if self._multiplies else None
+            if divisor is not None and state.get("sharing"):
                 # The kernel writes the divided gradient back, and would divide it for each parameter that holds it.
                 stepped.divide_once(optimizer, scale)
                 divisor, state["stage"] = None, OptState.UNSCALED

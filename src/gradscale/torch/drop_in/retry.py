@@ -105,7 +105,7 @@ class DropInScale:
 
     def product(self, loss: Tensor) -> Tensor:
         """Returns `loss` times the scale. It is not followed: `retried` does that, once for all attempts."""
-        return scaled(loss, self.scaler._scale_for, lambda product, *_: product)
+        return scaled(loss, self.scaler._scale_for, lambda product, *_: product, multiplies=self.scaler._multiplies)
 
     def lowered(self) -> tuple[Any, Tensor]:
         """Returns the state after one backoff, whatever the hysteresis says, and its scale.
@@ -116,7 +116,7 @@ class DropInScale:
         rule, bounds = self.scaler._rule, self.scaler._bounds
         if rule is None:
             overflow = torch.ones_like(scale, dtype=torch.bool)
-            update.by_kernel(scale, tracker, overflow, *self.scaler._numbers(), bounds)
+            update.by_kernel(scale, tracker, overflow, *self.scaler._numbers(), bounds=bounds)
             return tracker, scale
         state = rule.lowered(update.present(rule, scale, tracker))
         return state, rule.tensor(state.scale).clamp(bounds.min_scale, bounds.max_scale)

@@ -18,7 +18,7 @@ from gradscale.policies.dynamic import Dynamic
 from gradscale.torch.drop_in.counters import Counters
 from gradscale.torch.drop_in.retry import Leaves
 from gradscale.torch.drop_in.scale_bound import ScaleBound
-from gradscale.torch.drop_in.settings import Bounds, check_factors, check_interval, shown
+from gradscale.torch.drop_in.settings import Bounds, bounds_of, check_factors, check_interval, shown
 from gradscale.torch.drop_in.steps import Steps
 from gradscale.torch.drop_in.update import LARGEST_TRACKER
 from gradscale.torch.step.decide import Rule
@@ -83,7 +83,7 @@ def read_scaler(saved: Mapping[str, Any], policy: Policy | None, bounds: Bounds)
     _check_numbers(numbers, lowest=-1 if "policy" in extra else 0)
     if "policy" in extra:
         saved_rule = read_saved(extra)
-        rule, bounds = Rule(saved_rule.policy, saved_rule.state), Bounds()
+        rule, bounds = Rule(saved_rule.policy, saved_rule.state), bounds_of(saved_rule.policy)
     elif extra:
         rule, bounds = None, Bounds(**extra)
     else:

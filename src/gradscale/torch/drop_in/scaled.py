@@ -15,6 +15,8 @@ def scaled(
     scale_for: Callable[[torch.device], Tensor],
     follow: Callable[[Tensor, Tensor, Tensor], Tensor],
     copies: dict[torch.device, Tensor] | None = None,
+    *,
+    multiplies: bool = True,
 ) -> Any:
     """Returns `outputs` times the scale, FP16 tensors in float32. Does not synchronize with the device.
 
@@ -23,9 +25,12 @@ def scaled(
         scale_for: returns the scale, for a loss on a device.
         follow: is called with each product, its loss and the scale that made it, and returns the product.
         copies: the scale on each device, for the losses of one iterable.
+        multiplies: whether they are multiplied at all, and not left as they are because the scale is always 1.
     """
     if isinstance(outputs, Tensor):
         scale, device = scale_for(outputs.device), outputs.device
+        if not multiplies:
+            return follow(outputs.view_as(outputs), outputs, scale)
         # Autograd keeps the scale for the backward pass, and refuses one that `update` has written to. As in torch,
         # several losses get a copy, so that one may be differentiated after an update for another.
         if copies is not None and device not in copies:
@@ -35,7 +40,8 @@ def scaled(
         return follow(wide * local, wide, local)
     if not isinstance(outputs, Iterable) or isinstance(outputs, str):
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-    each = partial(scaled, scale_for=scale_for, follow=follow, copies={} if copies is None else copies)
+    copies = {} if copies is None else copies
+    each = partial(scaled, scale_for=scale_for, follow=follow, copies=copies, multiplies=multiplies)
     return type(outputs)(map(each, outputs)) if isinstance(outputs, list | tuple) else map(each, outputs)
 
 

@@ -12,6 +12,7 @@ from gradscale._shown import short
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_count, check_number, check_scale
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
+from gradscale.policies.static import multiplies
 
 TORCH_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
@@ -87,7 +88,12 @@ def of_policy(policy: Policy) -> Settings:
         if policy.hysteresis == 1:
             return Settings(**numbers, bounds=Bounds(policy.min_scale, policy.max_scale), policy=None)
     numbers["init_scale"] = float(policy.start().scale)
-    return Settings(**numbers, bounds=Bounds(), policy=policy)
+    return Settings(**numbers, bounds=bounds_of(policy), policy=policy)
+
+
+def bounds_of(policy: Policy) -> Bounds:
+    """Returns the bounds of a scale that `policy` moves: it has its own, and others may set any."""
+    return Bounds() if multiplies(policy) else Bounds(1.0, 1.0)
 
 
 def from_numbers(

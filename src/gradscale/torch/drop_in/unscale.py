@@ -79,6 +79,15 @@ def check_scaled(
     return {device: overflow.to(device, torch.float32) for device in devices}
 
 
+def check_only(gradients: Sequence[Tensor], like: Tensor) -> dict[torch.device, Tensor]:
+    """Returns, per device, whether a gradient is not finite. One read, no write. Does not synchronize.
+
+    `like` is a float32 on the device of the scale.
+    """
+    overflow, _ = check(gradients, torch.ones_like(like), grows=False)
+    return {device: overflow.to(device, torch.float32) for device in {grad.device for grad in gradients}}
+
+
 def still_finite(
     optimizer: Optimizer, flags: dict[torch.device, Tensor], scale: Tensor, bound: ScaleBound
 ) -> dict[torch.device, Tensor]:

@@ -11,7 +11,7 @@ from gradscale.engine.plan import Plan
 from gradscale.kernels.torch import share_above
 from gradscale.policies.contract import Policy, ScaleState, Seen
 from gradscale.policies.dynamic import Dynamic
-from gradscale.policies.static import Static
+from gradscale.policies.static import CheckOnly, Static
 from gradscale.torch.drop_in.settings import Bounds
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.measure import measure_sizes
@@ -55,7 +55,7 @@ def lowest_factor(rule: Rule | None, backoff_factor: float) -> float:
     """Returns the least that one update may multiply the scale by; 0 where the policy has no such bound."""
     if rule is None or isinstance(rule.policy, Dynamic):
         return backoff_factor
-    return 1.0 if isinstance(rule.policy, Static) else 0.0
+    return 1.0 if isinstance(rule.policy, Static | CheckOnly) else 0.0
 
 
 def sizing_policy(rule: Rule | None) -> Policy | None:

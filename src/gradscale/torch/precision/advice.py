@@ -7,6 +7,7 @@ import torch
 
 from gradscale.explain import scaler_warning, scaling_advice
 from gradscale.formats import FP16
+from gradscale.policies.static import multiplies
 from gradscale.torch.cast import HALF_DTYPES
 from gradscale.torch.masters import MasterWeights
 from gradscale.torch.precision.compute_dtypes import ModuleDtype, dtype_names
@@ -39,7 +40,7 @@ def _scales(scaler: Any) -> bool:
     if scaler is None:
         return False
     enabled: Callable[[], bool] | None = getattr(scaler, "is_enabled", None)
-    return bool(scaler.policy.needs) if enabled is None else enabled()
+    return multiplies(scaler.policy) if enabled is None else enabled() and getattr(scaler, "_multiplies", True)
 
 
 def _half_norms(modules: Sequence[ModuleDtype]) -> str | None:

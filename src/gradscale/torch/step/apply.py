@@ -104,7 +104,7 @@ def apply(plan: "StepPlan", applied: Tensor, factor: Tensor, known: bool | None 
     """
     optimizers, gradients, clip_value = plan.optimizers, plan.gradients, plan.clip_value
     # The factor of a skipped step is 0, and its inverse inf: 1 leaves the gradients as they are.
-    divisor = None if plan.divides else torch.where(applied, 1.0 / factor, 1.0)
+    divisor = None if plan.divides or plan.keeps else torch.where(applied, 1.0 / factor, 1.0)
     if divisor is not None and plan.divided_first:
         multiply(gradients.owned_by(plan.divided_first).values, torch.where(applied, factor, 1.0))
     if clip_value is not None:

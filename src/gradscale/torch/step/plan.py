@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gradscale.engine.measurement import reads_amax
 from gradscale.engine.plan import Plan
+from gradscale.policies.static import multiplies
 from gradscale.torch.accumulation.window import Window
 from gradscale.torch.step.apply import folds
 from gradscale.torch.step.decide import Rule
@@ -33,6 +34,7 @@ class StepPlan:
             replaces at most steps.
         divides: whether they are divided in the pass that checks them. Only where no size is needed, no optimizer folds
             the division into its own kernel, and no finite gradient can overflow by it.
+        keeps: whether they are applied as they are: the scale is always 1, and their norm is not clipped.
         grows: whether the divisor may be below 1, so that a finite gradient may not be finite once divided.
         half: whether FP16 gradients are divided in FP16 by a divisor that may be below 1.
         folding: the optimizers whose kernels divide the gradients and skip the update themselves.
@@ -50,6 +52,7 @@ class StepPlan:
     edge: float | None
     estimates_amax: bool
     divides: bool
+    keeps: bool
     grows: bool
     half: bool
     folding: Sequence[Optimizer]
@@ -99,6 +102,7 @@ def plan_step(
     edge = reads.edge if as_made else None
     grows = as_made and not _at_least_one(divisor, rule)
     folding = [optimizer for optimizer in optimizers if fold and folds(optimizer)]
+    scales = multiplies(rule.policy)
     any_size = reads.norm or amax or edge is not None
     return StepPlan(
         optimizers=optimizers,
@@ -109,7 +113,8 @@ def plan_step(
         amax=amax,
         edge=edge,
         estimates_amax=follows,
-        divides=fold and as_made and not (any_size or grows or folding or clip_value is not None),
+        divides=scales and fold and as_made and not (any_size or grows or folding or clip_value is not None),
+        keeps=not scales and clip_norm is None,
         grows=grows,
         half=grows and not all(map(keeps_masters, optimizers)),
         folding=folding,
