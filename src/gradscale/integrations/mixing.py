@@ -37,5 +37,4 @@ def _mixed(methods: type, present: type) -> type:
 
 
 def _new(methods: type, present: type) -> Any:
-    mixed: Any = _mixed(methods, present)
-    return mixed.__new__(mixed)
+    return object.__new__(_mixed(methods, present))

@@ -119,12 +119,11 @@ def test_prepared_optimizer_is_pickled_as_before() -> None:
 
 
 def test_accelerator_is_pickled_as_before() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16")
     scaler = ours("auto")(accelerator)
     accelerator.prepare(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(2))))
-    copied: Any = pickle.loads(pickle.dumps(accelerator))
+    copied = pickle.loads(pickle.dumps(accelerator))
     assert type(copied) is type(accelerator)
-    assert copied.scaler is not None
     assert copied.scaler.state_dict() == scaler.state_dict()
     assert len(copied._dataloaders) == 1
 
