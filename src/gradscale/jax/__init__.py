@@ -12,6 +12,7 @@ from gradscale.engine.culprits import Culprit
 from gradscale.engine.desync import ScaleDesync
 from gradscale.engine.stuck import ScaleStuck
 from gradscale.jax.apply import apply
+from gradscale.jax.histogram import block_histogram, exponent_histogram
 from gradscale.jax.optimizer import init
 from gradscale.jax.remember import StepResult
 from gradscale.jax.scaler import Scaler
@@ -26,6 +27,8 @@ __all__ = [
     "Scaler",
     "StepResult",
     "apply",
+    "block_histogram",
+    "exponent_histogram",
     "init",
     "loss_scale",
     "scaled",

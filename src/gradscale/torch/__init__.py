@@ -12,6 +12,7 @@ from gradscale.torch.casting import casts, float_function, half_function, promot
 from gradscale.torch.drop_in.grad_scaler import GradScaler
 from gradscale.torch.drop_in.sharded import ShardedGradScaler
 from gradscale.torch.emulation import emulate
+from gradscale.torch.histogram import block_histogram, exponent_histogram
 from gradscale.torch.masters import MasterWeights
 from gradscale.torch.precision.explain import Explanation, explain
 from gradscale.torch.precision.levels import O0, O1, O2, O3, Precision
@@ -36,9 +37,11 @@ __all__ = [
     "ScaleStuck",
     "ShardedGradScaler",
     "StepResult",
+    "block_histogram",
     "casts",
     "emulate",
     "explain",
+    "exponent_histogram",
     "float_function",
     "half_function",
     "prepare",
