@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.jax.versions import enable_x64
 
 from gradscale import FP16
 from gradscale import histogram as reference
 from gradscale.jax import block_histogram, exponent_histogram
 from gradscale.kernels.jax_exponents import CHUNK
-from tests.jax.versions import enable_x64
 
 compiled = jax.jit(exponent_histogram)
 

@@ -1,6 +1,7 @@
 """Exponent histograms of torch tensors, by the bits of their numbers, in chunks."""
 
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -74,21 +75,22 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _total(chunks: Iterable[Tensor], tensor: Tensor) -> ExponentHistogram:
     layout = DOUBLE if tensor.dtype is torch.float64 else SINGLE
+    histograms = [_folded(_field_counts(bits, layout), bits, layout) for bits in chunks]
+    return reduce(ExponentHistogram.__add__, histograms or [ExponentHistogram(np.zeros(EXPONENTS.size, np.int64))])
+
+
+def _folded(fields: FloatArray, bits: Tensor, layout: Layout) -> ExponentHistogram:
+    """Returns the histogram of a chunk, by the counts of its fields."""
     total = np.zeros(EXPONENTS.size, np.int64)
-    zeros, infs, nans = 0, 0, 0
-    for bits in chunks:
-        fields = _field_counts(bits, layout)
-        _add_to_bins(total, fields[1 : layout.last], 1 - layout.bias)
-        if fields[0]:
-            chunk_zeros = bits.numel() - int(torch.count_nonzero(bits << 1))  # shifted by the sign
-            zeros += chunk_zeros
-            if fields[0] > chunk_zeros:
-                _add_subnormal(total, bits, layout)
-        if fields[-1]:
-            chunk_infs = int(((bits & torch.iinfo(layout.integer).max) == layout.inf).sum())
-            infs += chunk_infs
-            nans += int(fields[-1]) - chunk_infs
-    return ExponentHistogram(total, np.int64(zeros), np.int64(infs), np.int64(nans))
+    zeros = infs = 0
+    _add_to_bins(total, fields[1 : layout.last], 1 - layout.bias)
+    if fields[0]:
+        zeros = bits.numel() - int(torch.count_nonzero(bits << 1))  # shifted by the sign
+        if fields[0] > zeros:
+            _add_subnormal(total, bits, layout)
+    if fields[-1]:
+        infs = int(((bits & torch.iinfo(layout.integer).max) == layout.inf).sum())
+    return ExponentHistogram(total, np.int64(zeros), np.int64(infs), np.int64(fields[-1] - infs))
 
 
 def _pieces(tensor: Tensor, block: int) -> Iterator[Tensor]:

@@ -20,6 +20,7 @@ from gradscale.torch.precision.prepare import prepare
 from gradscale.torch.ranks.errors import RankFailed, ScaleDesync
 from gradscale.torch.scaler import LossScaler
 from gradscale.torch.step.result import Culprit, StepResult
+from gradscale.torch.watch import Watch, WatchRow, watch
 
 __all__ = [
     "O0",
@@ -37,6 +38,8 @@ __all__ = [
     "ScaleStuck",
     "ShardedGradScaler",
     "StepResult",
+    "Watch",
+    "WatchRow",
     "block_histogram",
     "casts",
     "emulate",
@@ -46,4 +49,5 @@ __all__ = [
     "half_function",
     "prepare",
     "promote_function",
+    "watch",
 ]
