@@ -12,6 +12,7 @@ from gradscale.engine.culprits import Culprit
 from gradscale.engine.desync import ScaleDesync
 from gradscale.engine.stuck import ScaleStuck
 from gradscale.jax.apply import apply
+from gradscale.jax.calibrate import calibrate
 from gradscale.jax.histogram import block_histogram, exponent_histogram
 from gradscale.jax.optimizer import init
 from gradscale.jax.remember import StepResult
@@ -28,6 +29,7 @@ __all__ = [
     "StepResult",
     "apply",
     "block_histogram",
+    "calibrate",
     "exponent_histogram",
     "init",
     "loss_scale",

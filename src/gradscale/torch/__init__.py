@@ -8,6 +8,7 @@ from gradscale.torch import compat as compat  # first: it raises where torch is 
 
 # isort: split
 from gradscale.engine.stuck import ScaleStuck
+from gradscale.torch.calibrate import calibrate
 from gradscale.torch.casting import casts, float_function, half_function, promote_function
 from gradscale.torch.drop_in.grad_scaler import GradScaler
 from gradscale.torch.drop_in.sharded import ShardedGradScaler
@@ -41,6 +42,7 @@ __all__ = [
     "Watch",
     "WatchRow",
     "block_histogram",
+    "calibrate",
     "casts",
     "emulate",
     "explain",
