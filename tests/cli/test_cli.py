@@ -17,7 +17,7 @@ from gradscale import __version__
 from gradscale.__main__ import main
 from gradscale.cli import app
 
-COMMANDS = ("demo", "formats", "policies", "replay", "bench", "precisions", "doctor")
+COMMANDS = ("demo", "formats", "policies", "replay", "calibrate", "bench", "precisions", "doctor")
 
 
 @functools.cache

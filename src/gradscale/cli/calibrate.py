@@ -82,7 +82,7 @@ def _parts(factory: str, made: Any) -> tuple[Any, Any, Callable[..., Any], Any]:
 
     # A model may be iterable, over its layers.
     several = isinstance(made, Iterable) and not isinstance(made, nn.Module)
-    given: tuple[Any, ...] = tuple(cast(Iterable[Any], made)) if several else (made,)
+    given: list[Any] = list(cast(Iterable[Any], made)) if several else [made]
     if len(given) not in (3, 4) or not isinstance(given[0], nn.Module) or not callable(given[2]):
         names = ", ".join(type(each).__name__ for each in given)
         raise ValueError(

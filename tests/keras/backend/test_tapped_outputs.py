@@ -11,7 +11,7 @@ def test_the_outputs_of_all_layers_can_be_counted() -> None:
     hidden = keras.layers.Dense(4, activation="relu", name="hidden")(inputs)
     model = keras.Model(inputs, keras.layers.Dense(2, name="last")(hidden))
     x = np.ones((5, 3), np.float32)
-    taps = keras.Model(model.inputs, [layer.output for layer in model.layers])
+    taps = keras.Model(model.input, [layer.output for layer in model.layers])
     outputs = {
         layer.name: keras.ops.convert_to_numpy(output) for layer, output in zip(model.layers, taps(x), strict=True)
     }

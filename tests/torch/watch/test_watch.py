@@ -1,5 +1,6 @@
 """`watch`: what it records, at which steps, and that nothing is left on the model between them."""
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -234,3 +235,13 @@ def test_settings_that_would_record_nothing_are_refused(settings: dict[str, Any]
 def test_a_scaler_without_a_scale_is_refused() -> None:
     with pytest.raises(TypeError, match="`scaler` must be a `LossScaler`, a `GradScaler` or None"):
         watch(model_of(), scaler=3)
+
+
+def test_a_copy_of_the_scaler_is_not_watched() -> None:
+    model = model_of()
+    scaler = LossScaler(model)
+    watched = watch(model, scaler)
+    other_model, other = copy.deepcopy((model, scaler))
+    train(other_model, other, 2)
+    assert watched.step_index == 0
+    watched.close()

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradscale.histogram.counts import ExponentHistogram
+from gradscale.histogram.counts import ExponentHistogram, shifted
 from gradscale.kernels.torch import largest
 from gradscale.kernels.torch_exponents import count_exponents
 from gradscale.torch.step.gradients import numbers_of
@@ -43,10 +43,12 @@ class Tally:
 def tally_of(tensor: Tensor, scale: float = 1.0) -> Tally:
     """Returns the numbers of a tensor, divided by `scale`. Synchronizes with its device."""
     numbers = numbers_of(tensor.detach())
-    if scale != 1.0:
-        # In float32, where no usual scale makes them subnormal. Exact for a power of two.
-        numbers = (numbers.float() if numbers.dtype.itemsize < 4 else numbers) / scale
-    return Tally(count_exponents(numbers), _amax(numbers), tensor.dtype, scale)
+    mantissa, exponent = math.frexp(scale)
+    if mantissa == 0.5:
+        # A power of two moves every number by the same number of bins, and no temporary is needed.
+        return Tally(shifted(count_exponents(numbers), 1 - exponent), _amax(numbers) / scale, tensor.dtype, scale)
+    unscaled = (numbers.float() if numbers.dtype.itemsize < 4 else numbers) / scale
+    return Tally(count_exponents(unscaled), _amax(unscaled), tensor.dtype, scale)
 
 
 def _amax(numbers: Tensor) -> float:
