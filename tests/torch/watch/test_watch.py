@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -237,11 +238,12 @@ def test_a_scaler_without_a_scale_is_refused() -> None:
         watch(model_of(), scaler=3)
 
 
-def test_a_copy_of_the_scaler_is_not_watched() -> None:
+def test_copies_of_the_model_and_the_scaler_are_not_watched() -> None:
     model = model_of()
     scaler = LossScaler(model)
     watched = watch(model, scaler)
     other_model, other = copy.deepcopy((model, scaler))
     train(other_model, other, 2)
     assert watched.step_index == 0
-    watched.close()
+    pickle.loads(pickle.dumps(model))(batch())
+    assert watched._recorder.detach() == {}

@@ -17,6 +17,27 @@ MODEL = "(model)"
 """The name of the whole model, which torch calls by the empty string."""
 
 
+class LeftOut:
+    """A hook that a copy or a pickle of the model does not take along: there it does nothing."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        self._hook(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(*args: Any) -> None:
+    del args
+
+
 class Recorder:
     """Records a model's tensors between `attach` and `detach`.
 
@@ -45,7 +66,9 @@ class Recorder:
         self._tallies = {}
         for name, module in self._chosen():
             if {"weight", "input", "output", "output_grad"} & set(self._kinds):
-                self._handles.append(module.register_forward_hook(partial(self._forward, name), with_kwargs=True))
+                self._handles.append(
+                    module.register_forward_hook(LeftOut(partial(self._forward, name)), with_kwargs=True)
+                )
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad and "weight_grad" in self._kinds:
                     record = partial(self._weight_grad, _joined(name, parameter_name))
