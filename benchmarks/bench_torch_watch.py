@@ -1,6 +1,6 @@
 """What `watch` adds to training when it samples one step in a hundred.
 
-Claim:    amortized over 100 steps, a char-GPT trains in at most 1.01 of the time.
+Goal:     amortized over 100 steps, a char-GPT trains in at most 1.01 of the time. The smallest float32 model misses it.
 Baseline: the same loop without `watch`.
 Machine:  printed with the results; one CPU thread.
 Command:  python benchmarks/bench_torch_watch.py [--quick]
