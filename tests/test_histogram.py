@@ -1,6 +1,8 @@
 """Exponent histograms, what a format and a scale lose of them, and the best static scale."""
 
 import json
+import math
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
@@ -14,11 +16,15 @@ from gradscale.histogram import (
     EXPONENTS,
     ExponentHistogram,
     best_static_scale,
+    block_histogram,
     exponent_histogram,
+    losses,
     lost_share,
     overflow_share,
+    safe_bits,
     subnormal_share,
 )
+from gradscale.histogram.counts import shifted
 
 floats32 = hnp.arrays(
     np.float32, st.integers(1, 60), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -38,9 +44,10 @@ def test_each_magnitude_is_counted_in_the_bin_of_its_leading_bit() -> None:
     assert histogram.nonzero == 5
 
 
-def test_zeros_and_nonfinite_elements_are_counted_apart() -> None:
+def test_zeros_infs_and_nans_are_counted_apart() -> None:
     histogram = exponent_histogram(np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0], np.float16))
-    assert (int(histogram.zeros), int(histogram.nonfinite), histogram.nonzero) == (2, 3, 1)
+    assert (int(histogram.zeros), int(histogram.infs), int(histogram.nans), histogram.nonzero) == (2, 2, 1, 1)
+    assert histogram.nonfinite == 3
 
 
 def test_the_smallest_float32_is_in_the_first_bin_and_the_largest_in_the_last() -> None:
@@ -75,6 +82,18 @@ def test_a_histogram_of_several_arrays_is_the_sum_of_their_histograms() -> None:
 def test_large_strided_and_empty_arrays_are_counted_whole() -> None:
     strided = np.ones((300, 400), np.float32).T[::2]
     assert count_of(exponent_histogram([strided, np.empty((0, 3), np.float32)]), 0) == strided.size
+
+
+@pytest.mark.parametrize("bits", [0, 5, -17])
+def test_a_shifted_histogram_is_that_of_the_elements_times_a_power_of_two(bits: int) -> None:
+    values = np.array([1.0, -3.0, 0.0, 1e-3, np.inf, np.nan], np.float32)
+    assert shifted(exponent_histogram(values), bits).to_dict() == exponent_histogram(values * 2.0**bits).to_dict()
+
+
+def test_a_histogram_shifted_beyond_the_bins_keeps_all_elements() -> None:
+    histogram = exponent_histogram(np.array([1.0, 2.0], np.float32))
+    assert shifted(histogram, 300).counts[-1] == 2
+    assert shifted(histogram, -300).counts[0] == 2
 
 
 def test_a_histogram_survives_json() -> None:
@@ -169,3 +188,86 @@ def test_a_negative_margin_is_refused() -> None:
 def test_a_scale_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`scale` must lie between 2\*\*-126 and 2\*\*126"):
         lost_share(exponent_histogram(np.array([1.0], np.float32)), FP16, scale=0.0)
+
+
+def test_the_lowest_and_the_highest_bin_are_those_that_hold_elements() -> None:
+    histogram = exponent_histogram(np.array([3.0, 1e-3, 0.0], np.float32))
+    assert (histogram.lowest, histogram.highest) == (-10, 1)
+
+
+@pytest.mark.parametrize("shape", [(7, 100), (3, 5, 33), (2, 20_000), (5, 0), (0, 5), (), (3,)])
+@pytest.mark.parametrize("block", [16, 32, 7])
+def test_each_block_along_the_last_dimension_is_counted_by_its_largest_magnitude(
+    shape: tuple[int, ...], block: int
+) -> None:
+    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    rows = values.reshape(math.prod(shape[:-1]), shape[-1] if shape else 1)
+    cut = [row[start : start + block] for row in rows for start in range(0, rows.shape[1], block)]
+    peaks = np.array([np.abs(piece).max() for piece in cut], np.float32)
+    assert block_histogram(values, block).to_dict() == exponent_histogram(peaks).to_dict()
+
+
+def test_blocks_of_zeros_and_blocks_with_inf_or_nan_are_counted_apart() -> None:
+    blocks = np.array([[0, 0], [1, np.inf], [np.nan, np.inf], [0, -4]], np.float32)
+    histogram = block_histogram(blocks, 2)
+    assert (int(histogram.zeros), int(histogram.infs), int(histogram.nans), histogram.nonzero) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("block", [0, -1, 2.0])
+def test_a_block_that_is_no_number_of_elements_is_refused(block: int) -> None:
+    with pytest.raises(ValueError, match=r"`block` must be a positive number of elements\. Received: block="):
+        block_histogram(np.ones(3), block)
+
+
+def uniform_in_bins(exponents: range, each: int = 2000) -> np.ndarray:
+    """Returns numbers that are uniformly distributed within each power of two, as `losses` assumes."""
+    within = np.linspace(1, 2, each, endpoint=False) + 0.5 / each
+    return np.concatenate([within * 2.0**exponent for exponent in exponents])
+
+
+def energy(values: np.ndarray) -> float:
+    return float(np.square(values, dtype=np.float64).sum())
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-4, 24.0])
+@pytest.mark.parametrize("format", [FP16, FP8_E4M3, FP8_E5M2])
+def test_shares_of_energy_are_those_of_the_elements_themselves(format: Format, scale: float) -> None:
+    values = uniform_in_bins(range(-20, 18))
+    magnitudes = values * scale
+    found = losses(exponent_histogram(values), format, scale)
+    edges = [0, format.smallest_subnormal / 2, format.smallest_normal, format.overflow_threshold, np.inf]
+    flushed, subnormal, _, overflow = (
+        energy(values[(magnitudes >= low) & (magnitudes < high)]) / energy(values) for low, high in pairwise(edges)
+    )
+    assert found.flushed_energy == pytest.approx(flushed, rel=2e-3)
+    assert found.subnormal_energy == pytest.approx(subnormal, rel=2e-3)
+    assert found.overflow_energy == pytest.approx(overflow, rel=2e-3)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-9, 2.0**9, 1.5])
+@pytest.mark.parametrize("format", [FP16, BF16, FP8_E4M3, FP8_E5M2])
+def test_the_signal_to_noise_ratio_is_that_of_rounding_and_clipping(format: Format, scale: float) -> None:
+    values = uniform_in_bins(range(-20, 12))
+    rounded = np.minimum(format.round(np.minimum(values * scale, format.max)), format.max) / scale
+    ratio = 10 * np.log10(energy(values) / energy(values - rounded))
+    assert losses(exponent_histogram(values), format, scale).snr_db == pytest.approx(ratio, abs=0.1)
+
+
+def test_nothing_is_lost_of_a_histogram_of_zeros() -> None:
+    found = losses(exponent_histogram(np.zeros(4)))
+    assert (found.flushed, found.flushed_energy, found.snr_db) == (0, 0, np.inf)
+
+
+@given(values=floats32, scale=powers)
+def test_the_three_shares_are_shares(values: np.ndarray, scale: float) -> None:
+    found = losses(exponent_histogram(values), FP8_E4M3, scale)
+    for kind in ("", "_energy"):
+        parts = [getattr(found, f"{name}{kind}") for name in ("flushed", "subnormal", "overflow")]
+        assert all(0 <= part <= 1 for part in parts)
+        assert sum(parts) <= 1 + 1e-9
+
+
+def test_the_safe_bits_are_the_margin_of_the_best_scale() -> None:
+    histogram = exponent_histogram(np.array([0.3, 1e-5], np.float32))
+    assert safe_bits(histogram, FP16, best_static_scale(histogram, FP16, margin_bits=5)) == 5
+    assert safe_bits(histogram, FP16, 2.0**18) == -2

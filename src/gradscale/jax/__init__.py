@@ -12,6 +12,8 @@ from gradscale.engine.culprits import Culprit
 from gradscale.engine.desync import ScaleDesync
 from gradscale.engine.stuck import ScaleStuck
 from gradscale.jax.apply import apply
+from gradscale.jax.calibrate import calibrate
+from gradscale.jax.histogram import block_histogram, exponent_histogram
 from gradscale.jax.optimizer import init
 from gradscale.jax.remember import StepResult
 from gradscale.jax.scaler import Scaler
@@ -26,6 +28,9 @@ __all__ = [
     "Scaler",
     "StepResult",
     "apply",
+    "block_histogram",
+    "calibrate",
+    "exponent_histogram",
     "init",
     "loss_scale",
     "scaled",

@@ -8,10 +8,12 @@ from gradscale.torch import compat as compat  # first: it raises where torch is 
 
 # isort: split
 from gradscale.engine.stuck import ScaleStuck
+from gradscale.torch.calibrate import calibrate
 from gradscale.torch.casting import casts, float_function, half_function, promote_function
 from gradscale.torch.drop_in.grad_scaler import GradScaler
 from gradscale.torch.drop_in.sharded import ShardedGradScaler
 from gradscale.torch.emulation import emulate
+from gradscale.torch.histogram import block_histogram, exponent_histogram
 from gradscale.torch.masters import MasterWeights
 from gradscale.torch.precision.explain import Explanation, explain
 from gradscale.torch.precision.levels import O0, O1, O2, O3, Precision
@@ -22,6 +24,7 @@ from gradscale.torch.probing.run import probe
 from gradscale.torch.ranks.errors import RankFailed, ScaleDesync
 from gradscale.torch.scaler import LossScaler
 from gradscale.torch.step.result import Culprit, StepResult
+from gradscale.torch.watch import Watch, WatchRow, watch
 
 __all__ = [
     "O0",
@@ -42,12 +45,18 @@ __all__ = [
     "ShardedGradScaler",
     "StepResult",
     "Verdict",
+    "Watch",
+    "WatchRow",
+    "block_histogram",
+    "calibrate",
     "casts",
     "emulate",
     "explain",
+    "exponent_histogram",
     "float_function",
     "half_function",
     "prepare",
     "probe",
     "promote_function",
+    "watch",
 ]

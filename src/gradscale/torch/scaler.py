@@ -105,13 +105,14 @@ class LossScaler(OtherNames):
         self._windows = Windows(self._rule, self._names, self._agreement.mark)
         self._buffers: list[BufferGuard] = []
         self._pipeline: Pipeline | None = None
+        self._after_step: list[Callable[[], None]] = []
         self._warned_of_half = False
         self._types_known = False
         self._first_step = FirstStep()
         self._in_bf16 = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the contents of a copy or a pickle: everything but the results and gradients of past steps.
+        """Returns the contents of a copy or a pickle: everything but past steps, and what is called after each step.
 
         The model is part of it: copy both at once, as `copy.deepcopy((model, optimizer, scaler))`, or the copy has a
         model of its own, and knows neither names nor buffers of the one it is used with.
@@ -121,7 +122,7 @@ class LossScaler(OtherNames):
                 "A LossScaler can be copied or pickled between steps only, and a loss has been scaled since the last. "
                 "Do it after `scaler.step(...)`, or save `scaler.state_dict()`."
             )
-        return self.__dict__
+        return self.__dict__ | {"_after_step": []}
 
     def __repr__(self) -> str:
         """Returns policy, scale, counts and the status of the last step as text. Never synchronizes."""
@@ -500,7 +501,12 @@ class LossScaler(OtherNames):
         self._memory.last = step_without_scaling(
             self._rule, self._agreement, optimizers, self._names, clip_norm, clip_value, norm=wants_norm
         )
+        self._note_step()
         return self._memory.last
+
+    def _note_step(self) -> None:
+        for call in tuple(self._after_step):
+            call()
 
     def _ready(self, optimizers: Sequence[Optimizer]) -> Window:
         """Returns the window whose gradients are used, or raises if the order of calls is wrong."""
@@ -579,6 +585,7 @@ class LossScaler(OtherNames):
             # Now, when all ranks know of it: a user may ask on one of them alone.
             result.found = self._agreement.culprits(result.culprits(), plan.divisor.device)
         self._windows.close(plan.optimizers)
+        self._note_step()
         self._memory.keep(result, decision.state, plan.optimizers)
         return result
 

@@ -1,0 +1,155 @@
+"""`gradscale calibrate`: the best static scale of a PyTorch model, and the layers that it does not serve."""
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from gradscale._extras import require
+from gradscale.cli._console import console, counted, number, table, usage_errors
+from gradscale.formats import get_format
+from gradscale.histogram.calibration import Calibration
+from gradscale.record import plain
+
+ENDINGS = (".png", ".svg")
+
+LEGEND = (
+    "flushed: share of nonzero gradients that become zero. subnormal: kept with fewer digits. overflow: too large for "
+    "the format. energy: share of the sum of squares that is flushed. own: the best scale of that gradient alone."
+)
+
+
+def calibrate(
+    factory: Annotated[
+        str,
+        typer.Argument(
+            help="MODULE:FUNCTION; the function returns a model, batches, a function of both that returns the loss, "
+            "and, if the model should be trained meanwhile, an optimizer.",
+            show_default=False,
+        ),
+    ],
+    batches: Annotated[int, typer.Option(min=1, help="Batches to measure, at most.")] = 50,
+    format: Annotated[str, typer.Option(help="Format that gradients are to be computed in.")] = "FP16",
+    margin_bits: Annotated[
+        float, typer.Option(min=0, help="How many times gradients may double before they overflow.")
+    ] = 2,
+    layers: Annotated[int, typer.Option(min=0, help="Gradients to show, those that lose most first.")] = 20,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the losses at each scale: a .png or .svg file.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every gradient.")] = False,
+) -> None:
+    """Find the best static scale of a PyTorch model, in float32 on any machine.
+
+    Example: gradscale calibrate my_package.training:parts --batches 100
+    """
+    with usage_errors():
+        require("`gradscale calibrate`", "torch", extra="torch")
+        get_format(format)
+        if plot is not None:
+            _check_plot(plot)
+        found = _calibrated(factory, batches, format, margin_bits, hidden=as_json)
+    if plot is not None:
+        _draw(found, plot)
+    if as_json:
+        print(json.dumps(_as_json(found)))
+    else:
+        _show(found, layers, plot)
+
+
+def _calibrated(factory: str, most: int, format: str, margin_bits: float, *, hidden: bool) -> Calibration:
+    from gradscale.bench.targets import load_function
+    from gradscale.torch import calibrate as run
+
+    model, data, loss_fn, optimizer = _parts(factory, load_function("FACTORY", factory)())
+    columns = (TextColumn("batches"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console(), disable=hidden) as progress:
+        bar = progress.add_task("batches", total=min(most, len(data)) if hasattr(data, "__len__") else most)
+        chosen = islice(data, most)
+        settings: dict[str, Any] = {"margin_bits": margin_bits, "optimizer": optimizer}
+        return run(model, chosen, loss_fn, format, **settings, tick=lambda: progress.advance(bar))
+
+
+def _parts(factory: str, made: Any) -> tuple[Any, Any, Callable[..., Any], Any]:
+    """Returns model, batches, loss function and optimizer or None."""
+    from torch import nn
+
+    # A model may be iterable, over its layers.
+    several = isinstance(made, Iterable) and not isinstance(made, nn.Module)
+    given: list[Any] = list(cast(Iterable[Any], made)) if several else [made]
+    if len(given) not in (3, 4) or not isinstance(given[0], nn.Module) or not callable(given[2]):
+        names = ", ".join(type(each).__name__ for each in given)
+        raise ValueError(
+            "The function must return a model, batches, a function of both that returns the loss and, if the model "
+            f"should be trained meanwhile, an optimizer. Received: {names} from {factory}."
+        )
+    return given[0], given[1], given[2], given[3] if len(given) == 4 else None
+
+
+def _show(found: Calibration, most: int, plot: Path | None) -> None:
+    screen = console()
+    screen.print(
+        f"{found.format.name}: best static scale {number(found.scale)}, {counted(found.safe_bits, 'bit')} safe"
+    )
+    scales = table("scale", "flushed", "subnormal", "overflow", "energy", "SNR dB")
+    for each in found.at:
+        shares = (each.losses.flushed, each.losses.subnormal, each.losses.overflow, each.losses.flushed_energy)
+        best = " best" if each.scale == found.scale else ""
+        scales.add_row(_power(each.scale) + best, *(f"{share:.2%}" for share in shares), f"{each.losses.snr_db:.1f}")
+    gradients = table("gradient of", "own", "bits", "flushed", "subnormal", "advice", prose=1)
+    for layer in found.layers[:most]:
+        own = "" if layer.own_scale is None else _power(layer.own_scale)
+        shares = (f"{layer.losses.flushed:.2%}", f"{layer.losses.subnormal:.2%}")
+        gradients.add_row(escape(layer.name), own, str(layer.range_bits), *shares, layer.advice)
+    screen.print(scales, gradients)
+    if len(found.layers) > most:
+        rest = counted(len(found.layers) - most, "gradient")
+        screen.print(f"{rest} not shown; --layers {len(found.layers)} shows all.")
+    screen.print(LEGEND)
+    if plot is not None:
+        screen.print(f"plot: {plot}", soft_wrap=True)
+
+
+def _power(scale: float) -> str:
+    return f"2^{math.frexp(scale)[1] - 1}"
+
+
+def _as_json(found: Calibration) -> dict[str, Any]:
+    """Returns the calibration as JSON can hold it; infinity is the string "inf"."""
+
+    def held(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: held(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(value, list | tuple):
+            return [held(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+        return plain(value)
+
+    return held(found.to_dict())
+
+
+def _check_plot(path: Path) -> None:
+    require("`--plot`", "matplotlib", extra="demo")
+    if path.suffix.lower() not in ENDINGS:
+        raise ValueError(f"`--plot` must be a file that ends in .png or .svg. Received: {path}.")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"`--plot` must be in a folder that exists. Received: {path}.")
+
+
+def _draw(found: Calibration, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    powers = [math.log2(each.scale) for each in found.at]
+    for name, color in (("flushed", "#d55e00"), ("subnormal", "#0072b2"), ("overflow", "#009e73")):
+        axes.plot(powers, [100 * getattr(each.losses, name) for each in found.at], label=name, color=color)
+    axes.axvline(math.log2(found.scale), color="#808080", linestyle="--", label="best static scale")
+    axes.set(xlabel="log2 of the scale", ylabel="nonzero gradients (%)", title=f"What {found.format.name} loses")
+    axes.legend()
+    figure.savefig(path)

@@ -1,0 +1,172 @@
+"""The best static scale of a model by the histograms of its gradients, and the layers that it does not serve."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from typing import Any
+
+from gradscale._table import text_table
+from gradscale.formats import FP16, Format, get_format
+from gradscale.histogram.counts import ExponentHistogram
+from gradscale.histogram.losses import Losses, losses
+from gradscale.histogram.scale import best_static_scale, safe_bits
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE
+
+TOLERANCE = 0.01
+"""Share of nonzero gradients of a layer that may be flushed to zero before it counts as not served."""
+
+SHOWN_BITS = 12
+"""Powers of two below and above the best scale whose losses are listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleLosses:
+    """What all gradients together lose at one scale.
+
+    Attributes:
+        scale: the scale.
+        losses: what is lost of them.
+    """
+
+    scale: float
+    losses: Losses
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCalibration:
+    """The gradients of one tensor.
+
+    Attributes:
+        name: what it is the gradient of.
+        own_scale: the best scale if it were alone; None where every gradient is zero.
+        range_bits: powers of two from its smallest to its largest gradient.
+        losses: what is lost of it at the scale of the whole model.
+        own_losses: what would be lost at its own best scale.
+        advice: what to do if the scale of the model does not serve it; empty where it does.
+    """
+
+    name: str
+    own_scale: float | None
+    range_bits: int
+    losses: Losses
+    own_losses: Losses
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The best static scale for a model, and what is lost at others.
+
+    Attributes:
+        format: the format that the gradients pass through.
+        scale: the largest power of two at which no gradient overflows, even if they grow by the margin.
+        safe_bits: how many times the gradients may double at that scale before they overflow.
+        at: what is lost at this and other scales, in order.
+        layers: the gradients one by one, those that lose most first.
+    """
+
+    format: Format
+    scale: float
+    safe_bits: int
+    at: Sequence[ScaleLosses]
+    layers: Sequence[LayerCalibration]
+
+    @property
+    def losses(self) -> Losses:
+        """What is lost of all gradients together at the best scale."""
+        return next(each.losses for each in self.at if each.scale == self.scale)
+
+    @property
+    def unserved(self) -> Sequence[LayerCalibration]:
+        """The layers of which too much is lost at the best scale."""
+        return [layer for layer in self.layers if layer.advice]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as plain values."""
+        return asdict(self) | {"format": self.format.name}
+
+    def __str__(self) -> str:
+        """Returns the scales and the layers as text."""
+        scales = text_table(
+            ("scale", "flushed", "subnormal", "overflow", "energy flushed", "SNR dB"),
+            [_scale_cells(each, best=each.scale == self.scale) for each in self.at],
+        )
+        layers = text_table(
+            ("gradient of", "own scale", "bits", "flushed", "subnormal", "advice"),
+            [_cells(each) for each in self.layers],
+        )
+        summary = f"{self.format.name}: scale {self.scale:g}, {self.safe_bits} bits below overflow\n"
+        return f"{summary}\n{scales}\n{layers}"
+
+
+def calibration_of(
+    histograms: Mapping[str, ExponentHistogram], format: Format | str = FP16, margin_bits: float = 2
+) -> Calibration:
+    """Returns the calibration of gradients by the histograms of the unscaled ones, by name.
+
+    >>> import numpy as np
+    >>> from gradscale.histogram import exponent_histogram
+    >>> found = calibration_of({"w": exponent_histogram(np.float32([0.5, 1e-3]))})
+    >>> found.scale, found.safe_bits, found.losses.flushed
+    (8192.0, 2, 0.0)
+
+    Raises:
+        ValueError: every gradient is zero, or one is inf or NaN, or the margin is negative.
+    """
+    limits = get_format(format)
+    total = reduce(ExponentHistogram.__add__, histograms.values())
+    scale = best_static_scale(total, limits, margin_bits)
+    shown = (scale * 2.0**bits for bits in range(-SHOWN_BITS, SHOWN_BITS + 1))
+    return Calibration(
+        limits,
+        scale,
+        safe_bits(total, limits, scale),
+        [ScaleLosses(each, losses(total, limits, each)) for each in shown if LOWEST_SCALE <= each <= HIGHEST_SCALE],
+        sorted(
+            (_layer(name, histogram, limits, scale, margin_bits) for name, histogram in histograms.items()),
+            key=lambda layer: -layer.losses.flushed,
+        ),
+    )
+
+
+def _layer(
+    name: str, histogram: ExponentHistogram, limits: Format, scale: float, margin_bits: float
+) -> LayerCalibration:
+    found = losses(histogram, limits, scale)
+    if not histogram.nonzero:
+        return LayerCalibration(name, None, 0, found, found, "")
+    own_scale = best_static_scale(histogram, limits, margin_bits)
+    own = losses(histogram, limits, own_scale)
+    return LayerCalibration(
+        name,
+        own_scale,
+        histogram.highest - histogram.lowest + 1,
+        found,
+        own,
+        _advice(found, own, own_scale / scale),
+    )
+
+
+def _advice(found: Losses, own: Losses, ratio: float) -> str:
+    if found.flushed <= TOLERANCE:
+        return ""
+    if own.flushed <= TOLERANCE:
+        return f"keep it in float32, or multiply its gradient by up to 2^{math.frexp(ratio)[1] - 1} more"
+    return "keep it in float32: no scale fits its range"
+
+
+def _scale_cells(each: ScaleLosses, *, best: bool) -> tuple[str, ...]:
+    found = each.losses
+    shares = (found.flushed, found.subnormal, found.overflow, found.flushed_energy)
+    return (
+        f"2^{math.frexp(each.scale)[1] - 1}{' (best)' if best else ''}",
+        *(f"{share:.2%}" for share in shares),
+        f"{found.snr_db:.1f}",
+    )
+
+
+def _cells(layer: LayerCalibration) -> tuple[str, ...]:
+    own = "none" if layer.own_scale is None else f"2^{math.frexp(layer.own_scale)[1] - 1}"
+    found = layer.losses
+    return (layer.name, own, str(layer.range_bits), f"{found.flushed:.2%}", f"{found.subnormal:.2%}", layer.advice)

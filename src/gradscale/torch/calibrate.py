@@ -1,0 +1,96 @@
+"""`calibrate`: the best static scale of a model, measured in float32 on any machine."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradscale.formats import FP16, Format, get_format
+from gradscale.histogram.calibration import Calibration, calibration_of
+from gradscale.histogram.counts import ExponentHistogram
+from gradscale.torch.watch.recorder import Recorder
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    format: Format | str = FP16,
+    *,
+    margin_bits: float = 2,
+    optimizer: torch.optim.Optimizer | None = None,
+    tick: Callable[[], object] = lambda: None,
+) -> Calibration:
+    """Returns the best static scale for a model, what is lost at others, and the layers that no single scale serves.
+
+    Runs forward and backward in float32 on every batch, without autocast, and counts the gradients of parameters and
+    of the outputs of modules: both pass through the format. What functions between modules pass on is not seen.
+
+    Args:
+        model: a float32 model. Its gradients, and without an optimizer its buffers, are left as they were.
+        batches: as many as it takes to see what gradients there are: some dozens.
+        loss_fn: takes the model and a batch, and returns the loss.
+        format: the format that gradients are to be computed in.
+        margin_bits: how many times the gradients may double before they overflow.
+        optimizer: steps after every batch, so that the beginning of the run is measured and not the initial weights
+            alone. The model is trained then.
+        tick: called after every batch.
+
+    Raises:
+        ValueError: there are no batches, a parameter is not float32, or gradients are all zero, inf or NaN.
+    """
+    limits = get_format(format)
+    _check_single(model)
+    recorder = Recorder(model, "", lambda: 1.0, ("output_grad", "weight_grad"))
+    found: dict[str, ExponentHistogram] = {}
+    with _restored(model, buffers=optimizer is None):
+        for batch in batches:
+            for name, histogram in _gradients(model, recorder, loss_fn, batch).items():
+                found[name] = found[name] + histogram if name in found else histogram
+            if optimizer is not None:
+                optimizer.step()
+            tick()
+    if not found:
+        raise ValueError("`calibrate` needs batches whose loss reaches parameters that require gradients.")
+    return calibration_of(found, limits, margin_bits)
+
+
+def _gradients(
+    model: nn.Module, recorder: Recorder, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any
+) -> dict[str, ExponentHistogram]:
+    model.zero_grad()
+    recorder.attach()
+    try:
+        device = next(model.parameters()).device.type
+        with torch.autocast(device, enabled=False):
+            loss_fn(model, batch).backward()
+    finally:
+        tallies = recorder.detach()
+    suffixes = {"output_grad": " (output)", "weight_grad": ""}
+    return {f"{name}{suffixes[kind]}": tally.histogram for (name, kind), tally in tallies.items()}
+
+
+@contextmanager
+def _restored(model: nn.Module, *, buffers: bool) -> Iterator[None]:
+    """Restores the gradients of a model at the end and, if asked for, its buffers, such as those of BatchNorm."""
+    grads = [parameter.grad for parameter in model.parameters()]
+    kept = [buffer.clone() for buffer in model.buffers()] if buffers else []
+    try:
+        yield
+    finally:
+        for parameter, grad in zip(model.parameters(), grads, strict=True):
+            parameter.grad = grad
+        with torch.no_grad():
+            for buffer, before in zip(model.buffers() if buffers else (), kept, strict=True):
+                buffer.copy_(before)
+
+
+def _check_single(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype.itemsize < 4:
+            raise ValueError(
+                "`calibrate` measures in float32, where no gradient is lost. "
+                f"Received: {name} of {parameter.dtype}. Pass `model.float()`."
+            )

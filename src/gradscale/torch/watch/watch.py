@@ -1,0 +1,182 @@
+"""`watch`: records the tensors of a model at sampled steps, and costs nothing between them."""
+
+import re
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+
+from gradscale.formats import FP8_E4M3, FP8_E5M2, FP16, Format, get_format
+from gradscale.torch.scaler import LossScaler
+from gradscale.torch.watch.recorder import Recorder
+from gradscale.torch.watch.rows import Sample, WatchRow, rows_table
+from gradscale.torch.watch.tally import Kind
+
+KINDS: tuple[Kind, ...] = ("weight", "input", "output", "output_grad", "weight_grad")
+
+Ranges = Sequence[tuple[int, int]]
+
+
+def watch(
+    model: nn.Module,
+    scaler: Any = None,
+    layers: str = "",
+    every: int = 100,
+    steps: Ranges | None = None,
+    *,
+    formats: Sequence[Format | str] = (FP16, FP8_E4M3, FP8_E5M2),
+) -> "Watch":
+    """Records weights, inputs, outputs and gradients of every module at each `every`-th step, and returns the record.
+
+        watched = watch(model, scaler, every=100)
+        for x, y in loader:
+            ...
+            scaler.step(optimizer)
+        print(watched.table())
+
+    Hooks are registered for the sampled steps only, and removed after them: between samples there is nothing that
+    could cost time. A sampled step synchronizes with the device. Gradients are recorded unscaled, with the scale that
+    they had. The numbers of all micro-batches of a step are counted together, except those of `weight_grad`, which is
+    their sum. Passes without gradients, as in validation, are left out.
+
+    Args:
+        model: the model. It must not be compiled, since compiled code runs no hooks that come later.
+        scaler: a `LossScaler` counts its steps itself, skipped ones too. With a `GradScaler`, or None, call
+            `watched.step()` after each step of the optimizer.
+        layers: a regular expression; modules in whose name it is found are recorded. By default all.
+        every: steps from one sample to the next, from step 0 on.
+        steps: pairs of the first step and the one after the last; only steps in one of them are sampled.
+        formats: what rows have losses of.
+
+    Raises:
+        TypeError: `scaler` has no scale.
+        ValueError: the model is compiled, no name matches, or `every` or `steps` are not numbers of steps.
+    """
+    return Watch(model, scaler, layers, every, steps, formats)
+
+
+class Watch:
+    """What `watch` recorded, and its hooks. A context manager, which removes them at its end.
+
+    Attributes:
+        step_index: the step that comes next, or is running.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scaler: Any,
+        layers: str,
+        every: int,
+        steps: Ranges | None,
+        formats: Sequence[Format | str],
+    ) -> None:
+        _check(model, layers, every, steps)
+        self._scaler = _check_scaler(scaler)
+        self._every = every
+        self._steps = steps
+        self._formats = [get_format(format) for format in formats]
+        self._recorder = Recorder(model, layers, self._scale, KINDS)
+        self._samples: dict[int, Sample] = {}
+        self.step_index = 0
+        self._closed = False
+        if isinstance(scaler, LossScaler):
+            scaler._after_step.append(self._advance)
+        self._attach_if_sampled()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def step(self) -> None:
+        """Notes the end of a step. Call it once after each, where no `LossScaler` does.
+
+        Raises:
+            RuntimeError: a `LossScaler` counts the steps, and this one would be counted twice.
+        """
+        if isinstance(self._scaler, LossScaler):
+            raise RuntimeError("The `LossScaler` given to `watch` counts the steps. Leave out `watched.step()`.")
+        self._advance()
+
+    def close(self) -> None:
+        """Removes all hooks for good. A step that is not complete is not recorded."""
+        self._closed = True
+        self._recorder.detach()
+        if isinstance(self._scaler, LossScaler) and self._advance in self._scaler._after_step:
+            self._scaler._after_step.remove(self._advance)
+
+    def clear(self) -> None:
+        """Forgets all samples, as after they were written somewhere else."""
+        self._samples.clear()
+
+    def rows(self) -> list[WatchRow]:
+        """Returns a row for each sampled step and tensor, in order. Computes them from the histograms at each call."""
+        return [row for step, sample in self._samples.items() for row in sample.rows(step, self._formats)]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Returns the rows as flat dicts of plain values, for a data frame, a CSV file or a logger."""
+        return [row.to_dict() for row in self.rows()]
+
+    def table(self, format: Format | str | None = None) -> str:
+        """Returns the rows as text, with what one format loses; by default the first of `formats`."""
+        chosen = self._formats[0] if format is None else get_format(format)
+        if chosen not in self._formats:
+            known = ", ".join(each.name for each in self._formats)
+            raise ValueError(f"`format` must be one that is watched: {known}. Received: {chosen.name}.")
+        return rows_table(self.rows(), chosen)
+
+    def _sampled(self) -> bool:
+        inside = self._steps is None or any(first <= self.step_index < end for first, end in self._steps)
+        return inside and self.step_index % self._every == 0
+
+    def _attach_if_sampled(self) -> None:
+        if self._sampled() and not self._closed:
+            self._recorder.attach()
+
+    def _advance(self) -> None:
+        """Ends a step: removes the hooks of a sampled one, and registers those of the next if that is sampled."""
+        if self._sampled() and not self._closed:
+            self._samples[self.step_index] = Sample.of(self._recorder.detach())
+        self.step_index += 1
+        self._attach_if_sampled()
+
+    def _scale(self) -> float:
+        if self._scaler is None:
+            return 1.0
+        return float(self._scaler.loss_scale if isinstance(self._scaler, LossScaler) else self._scaler.get_scale())
+
+
+def _check(model: nn.Module, layers: str, every: int, steps: Ranges | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a module. Received: {type(model).__name__}.")
+    if compiled := [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]:
+        raise ValueError(
+            "A compiled model runs no hooks that are registered later. "
+            f"Received: a model in which {compiled[0]} is compiled. Watch a short run without `torch.compile`."
+        )
+    if not any(re.search(layers, name) for name, _ in model.named_modules()):
+        raise ValueError(f"`layers` must be found in the name of a module. Received: layers={layers!r}.")
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"`every` must be a positive number of steps. Received: every={every!r}.")
+    for pair in steps or ():
+        if len(pair) != 2 or not 0 <= pair[0] < pair[1]:
+            raise ValueError(
+                f"`steps` must be pairs of a first step and the one after the last. Received: {pair!r}. "
+                "The first hundred are steps=[(0, 100)]."
+            )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch._dynamo.") or module._compiled_call_impl is not None
+
+
+def _check_scaler(scaler: Any) -> Any:
+    if scaler is not None and not isinstance(scaler, LossScaler) and not hasattr(scaler, "get_scale"):
+        raise TypeError(
+            "`scaler` must be a `LossScaler`, a `GradScaler` or None, since gradients are unscaled by it. "
+            f"Received: {type(scaler).__name__}."
+        )
+    return scaler

@@ -1,0 +1,68 @@
+"""The calibration of gradients by their histograms."""
+
+import json
+
+import numpy as np
+import pytest
+
+from gradscale import FP8_E4M3
+from gradscale.histogram import ExponentHistogram, best_static_scale, calibration_of, exponent_histogram, losses
+
+
+def histogram_of(*exponents: int, each: int = 100) -> ExponentHistogram:
+    return exponent_histogram(np.concatenate([np.full(each, 1.5 * 2.0**exponent) for exponent in exponents]))
+
+
+def test_the_scale_is_the_best_static_one_of_all_gradients_together() -> None:
+    parts = {"a": histogram_of(-3, -20), "b": histogram_of(2, -10)}
+    found = calibration_of(parts, margin_bits=3)
+    total = parts["a"] + parts["b"]
+    assert found.scale == best_static_scale(total, margin_bits=3)
+    assert found.safe_bits == 3
+    assert found.losses == losses(total, "FP16", found.scale)
+    assert [each.scale / found.scale for each in found.at] == [2.0**bits for bits in range(-12, 13)]
+
+
+def test_a_layer_that_is_served_has_no_advice() -> None:
+    found = calibration_of({"a": histogram_of(-3, -20)})
+    assert found.unserved == []
+    assert found.layers[0].range_bits == 18
+
+
+def test_a_layer_of_small_gradients_is_advised_to_be_rescaled() -> None:
+    found = calibration_of({"large": histogram_of(10), "small": histogram_of(-30, -32)})
+    (layer,) = found.unserved
+    assert layer.name == "small"
+    assert layer.losses.flushed == 1.0
+    assert layer.own_losses.flushed == 0.0
+    # The largest gradients are at 2^10 and 2^-30: alone, the second could be scaled by 2^40 more.
+    assert layer.advice == "keep it in float32, or multiply its gradient by up to 2^40 more"
+
+
+def test_a_layer_with_too_wide_a_range_is_advised_to_stay_in_float32() -> None:
+    found = calibration_of({"wide": histogram_of(0, -20, -60)})
+    assert found.unserved[0].advice == "keep it in float32: no scale fits its range"
+
+
+def test_layers_that_lose_most_come_first_and_one_without_gradients_is_served() -> None:
+    zero = exponent_histogram(np.zeros(3))
+    found = calibration_of({"zero": zero, "large": histogram_of(0), "small": histogram_of(-45, -46)}, FP8_E4M3)
+    assert [layer.name for layer in found.layers] == ["small", "zero", "large"]
+    assert found.layers[1].own_scale is None
+
+
+def test_the_text_has_every_scale_and_every_layer() -> None:
+    text = str(calibration_of({"encoder.weight": histogram_of(-3, -20)}))
+    assert "FP16: scale 32768, 2 bits below overflow" in text
+    assert "2^15 (best)" in text
+    assert "encoder.weight" in text
+
+
+def test_the_dict_is_plain() -> None:
+    as_dict = calibration_of({"a": histogram_of(-3, -20)}).to_dict()
+    assert json.loads(json.dumps(as_dict))["format"] == "FP16"
+
+
+def test_gradients_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be finite"):
+        calibration_of({"a": exponent_histogram(np.array([np.inf, 1.0]))})
