@@ -91,6 +91,10 @@ def _torch_step(name: str) -> Run:
     return Run(name, "step, drop-in, precision, conformance", paths, TORCH)
 
 
+def _trainer(name: str) -> Run:
+    return Run(name, "integration", (f"tests/integrations/{name.partition('-')[0]}",), ("torch",))
+
+
 def _jax(name: str) -> Run:
     return Run(name, "adapter, conformance", ("tests/jax", "tests/conformance", "src/gradscale/jax"), JAX)
 
@@ -161,6 +165,33 @@ ROWS: tuple[Row, ...] = (
         ("torch", "numpy"),
         (_torch("torch-newest"), _core("torch-newest, core")),
         extra="torch",
+    ),
+    Row(
+        "lightning-2.4",
+        "3.11",
+        ("torch==2.13.0", "lightning==2.4.0"),
+        ("lightning", "torch"),
+        (_trainer("lightning-2.4"),),
+        extra="lightning",
+        lowest=("lightning",),
+    ),
+    Row(
+        "accelerate-1.0",
+        "3.11",
+        ("torch==2.13.0", "accelerate==1.0.0"),
+        ("accelerate", "torch"),
+        (_trainer("accelerate-1.0"),),
+        extra="accelerate",
+        lowest=("accelerate",),
+    ),
+    Row(
+        "transformers-5.0",
+        "3.11",
+        ("torch==2.13.0", "transformers==5.0.0", "accelerate"),
+        ("transformers", "accelerate", "torch"),
+        (_trainer("transformers-5.0"),),
+        extra="transformers",
+        lowest=("transformers",),
     ),
     Row(
         "jax-0.7",

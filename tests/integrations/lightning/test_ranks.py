@@ -1,6 +1,7 @@
 """Runs on two ranks: `Trainer` and `Fabric` with DDP and with FSDP2, clipped, with an overflow on one rank."""
 
 import os
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,9 @@ def trained(module_of: type, kind: str, policy: str | None, folder: Path) -> Any
         trainer = trainer_of(
             plugin, max_epochs=epochs, gradient_clip_val=0.125, devices=RANKS, strategy=strategy_of(module_of)
         )
-        trainer.fit(module, batches(), ckpt_path=checkpoint, weights_only=False if checkpoint else None)
+        # Shards are pickled, which Lightning reads without asking before 2.6.
+        asked = {"weights_only": False} if checkpoint and "weights_only" in signature(trainer.fit).parameters else {}
+        trainer.fit(module, batches(), ckpt_path=checkpoint, **asked)
         if checkpoint is None:
             trainer.save_checkpoint(folder / "run.ckpt")
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

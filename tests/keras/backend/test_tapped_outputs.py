@@ -1,5 +1,7 @@
 """The recipe for activations: outputs of all layers, counted in NumPy, on each backend."""
 
+from typing import Any
+
 import keras
 import numpy as np
 
@@ -12,7 +14,7 @@ def test_the_outputs_of_all_layers_can_be_counted() -> None:
     model = keras.Model(inputs, keras.layers.Dense(2, name="last")(hidden))
     x = np.ones((5, 3), np.float32)
     taps = keras.Model(model.input, [layer.output for layer in model.layers])
-    outputs = {
+    outputs: dict[str, Any] = {
         layer.name: keras.ops.convert_to_numpy(output) for layer, output in zip(model.layers, taps(x), strict=True)
     }
     assert outputs["hidden"].shape == (5, 4)

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 
 from gradscale import Static
 from gradscale.torch import LossScaler
+from gradscale.torch.local import local
 
 
-def spread(name: str, model: nn.Module) -> nn.Module:
+def spread(name: str, model: nn.Module) -> Any:
     if name == "DDP":
         return nn.parallel.DistributedDataParallel(model)
     from torch.distributed.fsdp import fully_shard
@@ -31,7 +33,7 @@ def probed(name: str, fault: str) -> tuple[str, str | None, int | None]:
     if dist.get_rank() == 1 and fault == "weight":
         with torch.no_grad():
             last = list(model.parameters())[-1]
-            (last.to_local() if hasattr(last, "to_local") else last)[-1] = math.nan
+            local(last)[-1] = math.nan
     high = 2.0 ** (140 if fault == "scale" else 4)
 
     def step() -> Tensor:
