@@ -98,5 +98,6 @@ def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 def _devices() -> tuple[str, ...]:
     """Returns the types of devices that a model may be on."""
-    accelerator = torch.accelerator.current_accelerator()
+    # A build for an accelerator names it on a machine that has none, too.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
