@@ -60,8 +60,8 @@ class LossScaler(OtherNames):
             result = scaler.step(optimizer, clip_norm=1.0)
             optimizer.zero_grad()
 
-    Only `step` with an optimizer that has no fused kernel synchronizes with the device: it reads one flag. Until the
-    first step has been applied, so does `backward`, which then retries an overflow.
+    Only `step` with an optimizer that has no fused kernel synchronizes with the device: it reads one flag. So does
+    `backward` until a gradient that is not zero has been seen: it retries an overflow until then.
 
     Args:
         model: the module, or modules, trained. Gives gradients their names; needed for `retries`. Without it, or if a
@@ -165,10 +165,11 @@ class LossScaler(OtherNames):
         earlier ones. Post-accumulate hooks are called once, with the sum of all gradients. There is no retry for a loss
         that is not finite, under `Static`, or at the lowest scale. Ranks that share the scale retry together.
 
-        By default there is one retry until the first step has been applied, and none from then on, at no cost: under
-        `Headroom` and `LogMax`, whose first scale is a guess, where the model is known, in one process, without DDP or
-        FSDP, and for a graph of torch's own operations. A compiled model, reentrant checkpointing, other functions with
-        a backward pass of their own, and `create_graph`, `inputs` or `gradient` must be asked for explicitly.
+        By default an overflow is retried until a step whose gradients are not all zero has been applied, and not from
+        then on, at no cost: under `Headroom` and `LogMax`, whose first scale is a guess, where the model is known, in
+        one process, without DDP or FSDP, and for a graph of torch's own operations. A compiled model, reentrant
+        checkpointing, other functions with a backward pass of their own, and `create_graph`, `inputs` or `gradient`
+        must be asked for explicitly.
 
         Args:
             loss: a scalar loss.
@@ -176,7 +177,7 @@ class LossScaler(OtherNames):
             **kwargs: passed on to `Tensor.backward`.
         """
         if retries is None:
-            retries = self._first_step.retries(self.policy, loss, kwargs, self.last, self._may_retry)
+            retries = self._first_step.retries(self._rule, loss, kwargs, self.last, self._may_retry)
         else:
             check_backward(retries, kwargs)
             if retries and self.policy.needs:
@@ -470,7 +471,7 @@ class LossScaler(OtherNames):
         self._rule.load(as_policy(saved.policy), saved.state, saved.amax_ratio)
         self._memory.forget()
         self._agreement.missed.forget()
-        self._first_step = FirstStep(applied=int(saved.state.applied) > 0)
+        self._first_step = FirstStep()
         # Zeros, as `zero_grad(set_to_none=False)` leaves them, have no scale.
         self._windows.close(zeros=False)
 

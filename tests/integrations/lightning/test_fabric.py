@@ -190,6 +190,33 @@ def test_bf16_needs_no_scaler(tmp_path: Path) -> None:
     assert run.plugin.metrics() == {}
 
 
+@pytest.mark.parametrize(("name", "fabrics"), [("clip_norm", "max_norm"), ("clip_value", "clip_val")])
+def test_bf16_is_clipped_by_the_plugin_too(name: str, fabrics: str) -> None:
+    bounds: list[dict[str, Any]] = [{name: 2.0**-10}, {}]
+    run, clipped_by_fabric = (Run(FabricMixedPrecision(precision="bf16-mixed", **bound)) for bound in bounds)
+    run.step(0)
+    clipped_by_fabric.step(0, **{fabrics: 2.0**-10})
+    grads, expected = ([each.grad for each in own.own.parameters()] for own in (run, clipped_by_fabric))
+    torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("plugin", [{"precision": "bf16-mixed"}, {"policy": "none"}], ids=str)
+def test_checkpoint_of_a_run_that_scaled_nothing_is_loaded(plugin: Any, tmp_path: Path) -> None:
+    before, after = Run(FabricMixedPrecision(**plugin)), Run(ours())
+    before.step(0)
+    before.fabric.save(tmp_path / "run.ckpt", before.state())
+    after.fabric.load(tmp_path / "run.ckpt", after.state())
+    assert after.plugin.scaler.get_scale() == 2.0**10
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_policy_without_a_scale_lets_fabric_clip(how: Any) -> None:
+    run = Run(FabricMixedPrecision("none"), **how)
+    run.step(0, max_norm=2.0**-10)
+    norm = nn.utils.get_total_norm([each.grad for each in run.own.parameters() if each.grad is not None])
+    assert norm.item() == pytest.approx(2.0**-10, rel=1e-3)
+
+
 def test_lbfgs_is_refused_as_by_lightning() -> None:
     fabric = L.Fabric(accelerator="cpu", plugins=[ours()])
     own = nn.Linear(2, 1)

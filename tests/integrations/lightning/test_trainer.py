@@ -1,12 +1,13 @@
 """`MixedPrecision` in `lightning.Trainer`: real training runs in FP16 on the CPU."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from tests.integrations.lightning.runs import L, Regression, data, fit, ours, trainer_of, weights_of
 from tests.torch.short_runs import fine_tuned_model, large_loss
@@ -268,6 +269,39 @@ def test_policy_without_a_scale_still_clips() -> None:
     assert module.norms == pytest.approx(plain.norms, rel=1e-3)
 
 
+def test_hook_before_the_step_is_called_without_scaling_too() -> None:
+    seen: list[float] = []
+
+    class Seen(Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            seen.append(float(torch.linalg.vector_norm(next(module.parameters()).grad)))
+
+    for plugin in (MixedPrecision(NoScaling()), ours()):
+        fit(Regression("fused"), plugin, batches=1, callbacks=[Seen()])
+    assert seen[0] == pytest.approx(seen[1], rel=1e-2)
+
+
+def test_results_are_not_kept_in_manual_optimization() -> None:
+    """There the user advances schedules, and nothing would take the results out again."""
+
+    class ByHand(Regression):
+        def __init__(self) -> None:
+            super().__init__(interval="step")
+            self.automatic_optimization = False
+
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.net(batch[0]).float().square().mean())
+            optimizer.step()
+            kept.append(weakref.ref(scaler_in(plugin).last.applied))  # type: ignore[union-attr]
+
+    kept: list[weakref.ref[Any]] = []
+    plugin = ours()
+    fit(ByHand(), plugin, batches=8)
+    assert [each() for each in kept[:-1]] == [None] * 7
+
+
 def test_validation_runs_in_fp16_too() -> None:
     class Validated(Regression):
         def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
@@ -292,6 +326,7 @@ def test_device_is_that_of_the_strategy() -> None:
         (lambda: MixedPrecision(Static(8), scaler=GradScaler("cpu")), ValueError, "exclude each other"),
         (lambda: MixedPrecision(on_skip="wait"), ValueError, '`on_skip` must be "hold" or "advance"'),  # type: ignore[arg-type]
         (lambda: MixedPrecision("no such policy"), ValueError, "no such policy"),
+        (lambda: MixedPrecision("16-mixed"), ValueError, "Pass `precision='16-mixed'`"),
         (
             lambda: MixedPrecision(precision="bf16-mixed", scaler=GradScaler("cpu")),
             MisconfigurationException,

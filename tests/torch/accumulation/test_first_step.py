@@ -1,4 +1,4 @@
-"""Until the first step is applied, a backward pass that overflows is run again without being asked to."""
+"""Until a step with a gradient is applied, a backward pass that overflows is run again without being asked to."""
 
 import weakref
 from collections.abc import Iterator
@@ -130,6 +130,33 @@ def test_a_skipped_step_does_not_end_it() -> None:
     optimizer.zero_grad()
     scaler.backward(large_loss(model) * 1e6)
     assert scaler.step(optimizer).retries == 1
+
+
+@pytest.mark.parametrize("policy", ["auto", LogMax()], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("zeros", [1, 2, 5])
+def test_steps_whose_gradients_are_all_zero_do_not_end_it(zeros: int, fused: bool, policy: Policy | str) -> None:
+    """As those of GRPO, for a batch whose rewards are all the same: the scale rises at each of them."""
+    model, _, scaler = setup(policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, fused=fused)
+    for step in range(zeros + 2):
+        optimizer.zero_grad()
+        scaler.backward(large_loss(model) * (step >= zeros))
+        result = scaler.step(optimizer)
+        assert not result.skipped()
+        assert result.retries == (min(zeros + 1, 3) if step == zeros else 0)
+
+
+def test_a_run_whose_gradients_were_all_zero_goes_on_with_it_when_loaded() -> None:
+    model, optimizer, scaler = setup()
+    for _ in range(2):
+        scaler.backward(large_loss(model) * 0)
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    _, _, loaded = setup()
+    loaded.load_state_dict(scaler.state_dict())
+    loaded.backward(large_loss(model))
+    assert not loaded.step(optimizer).skipped()
 
 
 @pytest.mark.parametrize("bad", [INF, NAN])

@@ -63,6 +63,19 @@ def test_it_is_the_run_of_a_loss_scaler() -> None:
         assert same(weights(model), weights(other))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("zeros", [1, 2, 5])
+def test_steps_whose_gradients_are_all_zero_do_not_end_the_first_retries(zeros: int, fused: bool) -> None:
+    model, _, scaler = setup(policy="auto")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, fused=fused)
+    for count in range(zeros + 2):
+        optimizer.zero_grad()
+        scaler.backward(large_loss(model) * (count >= zeros))
+        result = step(scaler, optimizer)
+        assert not result.skipped()
+        assert result.retries == (min(zeros + 1, 3) if count == zeros else 0)
+
+
 def test_torchs_rule_loses_the_step_unless_asked() -> None:
     model, optimizer, scaler = setup()
     scaler.backward(large_loss(model))

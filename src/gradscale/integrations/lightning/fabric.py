@@ -18,6 +18,9 @@ from gradscale.torch.drop_in.clip import Clip
 
 Optimizer = torch.optim.Optimizer
 
+WITHOUT_SCALING = GradScaler("cpu", enabled=False)
+"""Steps optimizers of a run in BF16: it clips, and does nothing else."""
+
 
 class FabricMixedPrecision(LightningMixedPrecision):
     """FP16 mixed precision for `lightning.Fabric`, with the scaler of gradscale. `Trainer` has `MixedPrecision`.
@@ -72,10 +75,11 @@ class FabricMixedPrecision(LightningMixedPrecision):
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         """Clips and steps the optimizer on unscaled gradients, or skips the step."""
-        if isinstance(optimizer, torch.optim.LBFGS) or self.scaler is None:
+        if isinstance(optimizer, torch.optim.LBFGS):
             return super().optimizer_step(optimizer, **kwargs)
-        output = self.scaler.step(optimizer, **self._clip, **kwargs)  # type: ignore[arg-type]
-        self.scaler.update()
+        scaler = WITHOUT_SCALING if self.scaler is None else self.scaler
+        output = scaler.step(optimizer, **self._clip, **kwargs)  # type: ignore[arg-type]
+        scaler.update()
         return output
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:

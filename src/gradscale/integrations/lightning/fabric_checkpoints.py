@@ -21,8 +21,9 @@ def carry_scalers(kind: type) -> None:
     @wraps(save)
     def save_with_scaler(self: Fabric, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         plugin = self.strategy.precision
-        if isinstance(plugin, kind) and not _holds(state, plugin):
-            state = state | {KEY: plugin.state_dict()}
+        # Empty for BF16 and a scaler that is disabled: there is nothing to save, as in a checkpoint of `Trainer`.
+        if isinstance(plugin, kind) and not _holds(state, plugin) and (saved := plugin.state_dict()):
+            state = state | {KEY: saved}
         save(self, path, state, *args, **kwargs)
 
     @wraps(load)

@@ -17,6 +17,11 @@ def scaler_of(
     policy: Policy | str, scaler: GradScaler | None, precision: AnyPrecision, device: str | None
 ) -> GradScaler | None:
     """Returns the scaler of a plugin: the one given, or one with the policy; None for BF16, which needs none."""
+    if policy in ("16-mixed", "bf16-mixed"):
+        raise ValueError(
+            "The first argument is the policy, and not the precision as in Lightning's own class. "
+            f"Received: policy={policy!r}. Pass `precision={policy!r}`, or nothing for FP16."
+        )
     if precision == "bf16-mixed":
         return scaler  # Lightning refuses one
     if scaler is not None and not isinstance(scaler, GradScaler):
@@ -36,6 +41,8 @@ def scaler_of(
 
 
 def is_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether the optimizer's gradients have been unscaled since its last step."""
+    """Returns whether the optimizer's gradients have been unscaled since its last step, or were never scaled."""
+    if not scaler.is_enabled():
+        return True
     state: dict[str, Any] | None = scaler._per_optimizer_states.get(id(optimizer))
     return state is not None and state["stage"] is OptState.UNSCALED

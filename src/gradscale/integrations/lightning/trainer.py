@@ -80,8 +80,9 @@ class MixedPrecision(LightningMixedPrecision):
             if not self._device_given:
                 self._use(module.trainer.strategy.root_device.type)
             self._schedules.detach()
-            held = lr_schedulers if self._on_skip == "hold" and self.scaler is not None else ()
-            self._schedules = HeldSchedules(held)
+            # In manual optimization the user advances them, and nothing would ask for the results.
+            holds = self._on_skip == "hold" and self.scaler is not None and module.automatic_optimization
+            self._schedules = HeldSchedules(lr_schedulers if holds else ())
             self._schedules.attach(module)
         return super().connect(model, optimizers, lr_schedulers)
 

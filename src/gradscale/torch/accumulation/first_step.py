@@ -1,30 +1,35 @@
-"""The steps until one is applied, in which a backward pass that overflows is run again without being asked to."""
+"""The steps until a gradient is seen, in which a backward pass that overflows is run again without being asked to."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
-from gradscale.engine.retries import first_retries
-from gradscale.policies.contract import Policy
+from gradscale.engine.retries import first_retries, guesses_first_scale
+from gradscale.policies.peak import PeakState
 from gradscale.torch.accumulation.graph import is_repeatable
+from gradscale.torch.step.decide import Rule
+from gradscale.torch.step.host_copy import HostCopy
 from gradscale.torch.step.result import StepResult
 
 
 @dataclass(slots=True)
 class FirstStep:
-    """Whether a step has been applied, as far as the host knows.
+    """Whether a step with a gradient that is not zero has been applied, as far as the host knows.
+
+    Steps whose gradients are all zero do not end it: they raise the scale, as the cause may be that it is too low, and
+    the first gradient that is not zero overflows then.
 
     Attributes:
-        applied: whether one has. Never reset, so that later steps do nothing here.
+        over: whether one has. Never reset, so that later steps do nothing here.
     """
 
-    applied: bool = False
+    over: bool = False
 
     def retries(
         self,
-        policy: Policy,
+        rule: Rule,
         loss: Tensor,
         kwargs: dict[str, Any],
         last: StepResult | None,
@@ -32,22 +37,24 @@ class FirstStep:
     ) -> int:
         """Returns how often the backward pass of `loss` may be run again by default.
 
-        0 once a step has been applied, for a policy whose first scale is not a guess, with arguments of `backward`
+        0 once a gradient has been seen, for a policy whose first scale is not a guess, with arguments of `backward`
         other than `retain_graph`, and for a graph that is not known to allow it. Where it is possible, synchronizes
-        with the device for the result of the last step, until one was applied.
+        with the device for the state after the last step, until a gradient has been seen.
 
         Args:
-            policy: the rule for the scale.
+            rule: the rule for the scale.
             loss: the loss.
             kwargs: arguments of `Tensor.backward`.
             last: the result of the last step; None before the first.
             possible: returns whether the scaler can run a backward pass again at all.
         """
-        if self.applied or not (count := first_retries(policy)):
+        if self.over or not guesses_first_scale(rule.policy):
             return 0
-        # Asked without synchronizing first, so that a run which cannot retry does not wait for its result either.
-        self.applied = last is not None and bool(last.poll())
-        if self.applied or not kwargs.keys() <= {"retain_graph"} or not possible():
+        if not kwargs.keys() <= {"retain_graph"} or not possible():
+            # Without synchronizing: a run which cannot retry does not wait for its results either.
+            self.over = last is not None and bool(last.poll())
             return 0
-        self.applied = last is not None and not last.skipped()
-        return 0 if self.applied or not is_repeatable(loss) else count
+        state = cast(PeakState, rule.state)
+        peak, scale = HostCopy(rule.tensor(state.peak), rule.scale).read()
+        self.over = peak > 0
+        return 0 if self.over or not is_repeatable(loss) else first_retries(rule.policy, scale)

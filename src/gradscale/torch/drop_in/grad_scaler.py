@@ -174,9 +174,10 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         has ended, and a second set of gradients if there are earlier ones. There is no retry for a loss that is not
         finite, under `Static`, or at the lowest scale.
 
-        By default there is one retry until the first step has been applied, and none from then on, at no cost: under
-        `Headroom` and `LogMax` (`policy="auto"` is the former), for a graph of torch's own operations, and where
-        `torch.distributed` is not initialized. Where a retry is not possible, one that was asked for is refused.
+        By default an overflow is retried until a step whose gradients are not all zero has been applied, and not from
+        then on, at no cost: under `Headroom` and `LogMax` (`policy="auto"` is the former), for a graph of torch's own
+        operations, and where `torch.distributed` is not initialized. Where a retry is not possible, one that was asked
+        for is refused.
 
         Args:
             loss: a scalar loss, not scaled.
@@ -204,8 +205,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             return retry.obstacle(loss, self._leaves, self._per_optimizer_states, self._ranks.group)
 
         if retries is None:
-            policy = TORCHS_RULE if self._rule is None else self._rule.policy
-            return self._first_step.retries(policy, loss, kwargs, self._steps.last, lambda: find_obstacle() is None)
+            rule, last, possible = self._rule, self._steps.last, lambda: find_obstacle() is None
+            return 0 if rule is None else self._first_step.retries(rule, loss, kwargs, last, possible)
         if retries:
             retry.refuse(find_obstacle())
         return retries
@@ -606,9 +607,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             note_loaded_policy(present, found.policy)
             self._updated = Updated()
             state_dict, self._bounds, self._rule = found.numbers, found.bounds, found.rule
-            counters = found.counters()
-            self._steps.restart(counters)
-            self._first_step = FirstStep(applied=counters.applied > 0)
+            self._steps.restart(found.counters())
+            self._first_step = FirstStep()
         super().load_state_dict(state_dict)
         if self._enabled and self._scale is not None:
             self._settle()
