@@ -188,7 +188,9 @@ class MixedPrecision(LightningMixedPrecision):
 
 
 def _is_due(trainer: Trainer, result: StepResult) -> bool:
-    """Returns whether metrics are logged: where loggers are written, after a skip, and at the end of an epoch."""
+    """Returns whether metrics are logged: after a skip, at the end of an epoch, and when what shows them is due."""
     if trainer.barebones:
         return False  # it refuses to log
-    return trainer.is_last_batch or trainer._logger_connector.should_update_logs or result.poll() is False
+    if trainer.is_last_batch or result.poll() is False:
+        return True
+    return trainer._logger_connector.should_update_logs and bool(trainer.loggers or trainer.progress_bar_callback)
