@@ -1,5 +1,6 @@
 """Whether a backward pass runs in BF16, where no loss scaling is needed."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,21 +19,39 @@ NARROW = {torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
 """Types whose range is too small for unscaled gradients."""
 
 
-def note_if_bf16(loss: Tensor, policy: Policy, scaler: str) -> None:
-    """Logs that scaling is not needed if the backward pass of `loss` runs in BF16, and nowhere in a narrower type.
+@dataclass(slots=True)
+class FirstLoss:
+    """What the first loss of a scaler shows: whether its backward pass runs in BF16.
+
+    Attributes:
+        seen: whether there was one. Never reset, so that later losses are not looked at.
+        in_bf16: whether its backward pass runs in BF16.
+    """
+
+    seen: bool = False
+    in_bf16: bool = False
+
+    def note(self, loss: Tensor, policy: Policy, scaler: str) -> None:
+        """Looks at a loss if it is the first, and logs that scaling is not needed if its backward pass runs in BF16.
+
+        `scaler` is the name of the scaler's class. Reads no values.
+        """
+        if self.seen:
+            return
+        self.seen, self.in_bf16 = True, _runs_in_bf16(loss)
+        if self.in_bf16 and may_be_noted(policy):
+            note_bf16(
+                f"A {scaler} scales a loss whose backward pass runs in BF16.",
+                f"Leave the scaler out, or switch it off: `{OFF[scaler]}`.",
+            )
+
+
+def _runs_in_bf16(loss: Tensor) -> bool:
+    """Returns whether the backward pass of `loss` runs in BF16, and nowhere in a narrower type. Reads no values.
 
     `torch.autocast` has usually ended when a loss is scaled, and the loss is float32: the graph shows what was computed
-    in BF16. A compiled model shows the types of its outputs alone. Reads no values.
+    in BF16. A compiled model shows the types of its outputs alone.
     """
-    if may_be_noted(policy) and runs_in_bf16(loss):
-        note_bf16(
-            f"A {scaler} scales a loss whose backward pass runs in BF16.",
-            f"Leave the scaler out, or switch it off: `{OFF[scaler]}`.",
-        )
-
-
-def runs_in_bf16(loss: Tensor) -> bool:
-    """Returns whether the backward pass of `loss` runs in BF16, and nowhere in a narrower type. Reads no values."""
     dtypes = _dtypes(loss)
     kind = loss.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):

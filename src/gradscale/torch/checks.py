@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from gradscale._shown import short
+from gradscale.engine.decide import check_clip
 from gradscale.engine.stuck import callers_level
 from gradscale.torch.compat import grad_dtype, grad_fp32_needs
+from gradscale.torch.fused_sgd import refuse_broken_fused_sgd
 from gradscale.torch.step.gradients import Gradients, Names, keeps_masters, parameters_of
 
 if TYPE_CHECKING:
@@ -72,6 +74,14 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
             )
     if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
         raise ValueError("`step` takes each optimizer once. Received the same one twice.")
+
+
+def check_step(optimizers: Sequence[Optimizer], clip_norm: float | None, clip_value: float | None) -> None:
+    """Raises unless a step can be made with these arguments."""
+    check_optimizers(optimizers)
+    check_clip("clip_norm", clip_norm)
+    check_clip("clip_value", clip_value)
+    refuse_broken_fused_sgd(optimizers)
 
 
 def check_order(window: "Window | None") -> "Window":

@@ -8,43 +8,36 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # lazy: `torch.compiler.disable` imports the compiler, which takes a second
 
-from gradscale.engine.decide import check_clip
 from gradscale.engine.health import Health
-from gradscale.engine.measurement import Measurement
 from gradscale.engine.other_arguments import explains_arguments, explains_settings
 from gradscale.engine.other_names import OtherNames
-from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
+from gradscale.engine.saved import write_saved
 from gradscale.engine.saved_text import KEY, write_text
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.engine.texts import policy_text, scaler_text
-from gradscale.kernels.torch import CPU
-from gradscale.peers import import_state
 from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
+from gradscale.torch.accumulation.backward import Backward
 from gradscale.torch.accumulation.buffers import BufferGuard
 from gradscale.torch.accumulation.closure import RETRIES, holder_of, make_closure
-from gradscale.torch.accumulation.edits import unscale, unscale_rest
+from gradscale.torch.accumulation.edits import unscale
 from gradscale.torch.accumulation.first_step import FirstStep
 from gradscale.torch.accumulation.guard import Guard, OnSkip
-from gradscale.torch.accumulation.retry import Retry, check_backward, check_retriable, synchronizing
-from gradscale.torch.accumulation.window import Window, Windows, map_losses
-from gradscale.torch.bf16 import note_if_bf16, runs_in_bf16
-from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow, warn_of_half
-from gradscale.torch.fused_sgd import refuse_broken_fused_sgd
+from gradscale.torch.accumulation.penalty import unscaled_grad
+from gradscale.torch.accumulation.window import Windows, map_losses
+from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow
 from gradscale.torch.probing.report import ProbeReport
 from gradscale.torch.probing.run import FRAMES, probe
 from gradscale.torch.ranks.log import note_loaded_policy
 from gradscale.torch.ranks.pipeline import Pipeline, wrapped
+from gradscale.torch.saved import read_any
 from gradscale.torch.step.agree import Agreement, check_agree
-from gradscale.torch.step.apply import apply, multiply
-from gradscale.torch.step.decide import Decision, Rule
-from gradscale.torch.step.gradients import Names, collect, numbers_of, parameters_of
-from gradscale.torch.step.host_copy import host_value, shown
-from gradscale.torch.step.measure import measure, measure_sizes
-from gradscale.torch.step.no_scaling import step_without_scaling
-from gradscale.torch.step.plan import StepPlan, plan_step
-from gradscale.torch.step.remember import Memory, result_of
+from gradscale.torch.step.decide import Rule
+from gradscale.torch.step.gradients import Names, collect, parameters_of
+from gradscale.torch.step.host_copy import shown
+from gradscale.torch.step.remember import Memory
 from gradscale.torch.step.result import StepResult
+from gradscale.torch.step.stages import Ended, Stages
 
 Optimizer = torch.optim.Optimizer
 
@@ -103,13 +96,9 @@ class LossScaler(OtherNames):
         self._agreement = Agreement(self._modules, group, distinct, always=check_agree(agree) == "always")
         self._memory = Memory(max_consecutive_skips, on_stuck)
         self._windows = Windows(self._rule, self._names, self._agreement.mark)
-        self._buffers: list[BufferGuard] = []
-        self._pipeline: Pipeline | None = None
+        self._backward = Backward(self._modules, self._rule, self._windows, self._agreement)
+        self._stages = Stages(self._rule, self._names, self._agreement, self._memory, self._windows)
         self._after_step: list[Callable[[], None]] = []
-        self._warned_of_half = False
-        self._types_known = False
-        self._first_step = FirstStep()
-        self._in_bf16 = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy or a pickle: everything but past steps, and what is called after each step.
@@ -153,7 +142,7 @@ class LossScaler(OtherNames):
         """
         if not self.policy.needs:
             return outputs
-        return map_losses(self._scaled, outputs)
+        return map_losses(self._backward.scaled, outputs)
 
     @_disable_dynamo
     def backward(self, loss: Tensor, retries: int | None = None, **kwargs: Any) -> None:
@@ -176,21 +165,10 @@ class LossScaler(OtherNames):
             retries: how often the backward pass may be run again; 0 for never.
             **kwargs: passed on to `Tensor.backward`.
         """
-        if retries is None:
-            retries = self._first_step.retries(self._rule, loss, kwargs, self.last, self._may_retry)
-        else:
-            check_backward(retries, kwargs)
-            if retries and self.policy.needs:
-                check_retriable(self._modules)
-        if retries and self.policy.needs:
-            self._retry(loss, retries, kwargs)
+        if count := self._backward.retries(loss, retries, kwargs, self.last):
+            self._backward.run(loss, count, kwargs)
         else:
             self.scale(loss).backward(**kwargs)
-
-    def _may_retry(self) -> bool:
-        """Returns whether a backward pass may be run again without being asked to."""
-        # In one process: a rank that has no loss would not take part in the agreement of the others.
-        return bool(self._modules) and self._agreement.ranks == 1 and not any(map(synchronizing, self._modules))
 
     @_disable_dynamo
     @explains_arguments("scaler.step")
@@ -221,30 +199,12 @@ class LossScaler(OtherNames):
                 no rank goes on until `load_state_dict` is called.
             ScaleDesync: ranks have different scales.
         """
-        if not self.policy.needs:
-            return self._step_without_scaling(optimizers, clip_norm, clip_value, norm=norm)
-        samples, window = self._memory.samples, self._windows.open
-        self._agreement.begin(self._join_config, window)
-        try:
-            plan = self._planned(optimizers, clip_norm, clip_value, norm=norm)
-            measurement = self._measured(plan)
-        except Exception as error:
-            self._agreement.fail(error, optimizers, self.join_device, window)
-            if self._agreement.missed:  # others have applied this step: it is over
-                self._windows.close()
-            raise
-        try:
-            decision = self._decided(plan, measurement)
-            self._warn_of_half(plan, samples)
-            updated = self._applied(plan, decision)
-        except BaseException:
-            self._windows.close(optimizers)  # as in `_measured`
-            raise
-        if plan.divides and not updated:
-            # The kernel that checks and divides has one flag for all gradients. A gradient that was not finite is not
-            # finite after the division either, and can be named now. The amax would be that of divided gradients.
-            measurement = measure_sizes(plan.gradients.values, plan.divisor.device)._replace(amax=None)
-        return self._close(plan, measurement, decision, updated=updated)
+        if self.policy.needs:
+            ended = self._stages.run(optimizers, clip_norm, clip_value, norm=norm, join=self._join_config)
+            return self._kept(ended)
+        self._memory.last = self._stages.run_without_scaling(optimizers, clip_norm, clip_value, norm=norm)
+        self._note_step()
+        return self._memory.last
 
     @contextmanager
     def unscaled(self, *optimizers: Optimizer) -> Iterator[None]:
@@ -260,7 +220,7 @@ class LossScaler(OtherNames):
         """
         check_optimizers(optimizers)
         if self.policy.needs:
-            window = self._ready(optimizers)
+            window = self._stages.ready(optimizers)
             scaled = window.unscaled.rest_of(collect(optimizers))
             unscale(scaled, window, self.policy, self._names, self._agreement.weights)
         yield
@@ -281,19 +241,7 @@ class LossScaler(OtherNames):
         """
         if not self.policy.needs:
             return torch.autograd.grad(loss, inputs, **kwargs)
-        window = self._windows.get(loss.device)
-        # A loss that is not finite counts only if one is made from its gradients and differentiated in turn.
-        grads = torch.autograd.grad(window.scaled(loss, counts=False), inputs, **kwargs)
-        window = self._windows.get(loss.device)  # another one, if the batch of the first was abandoned
-        unscaled = tuple(None if grad is None else window.unscale(grad) for grad in grads)
-        present = [numbers_of(grad.detach()) for grad in unscaled if grad is not None]
-        finite = torch.isfinite(measure_sizes(present, window.scale.device).total)
-        overflowed = ~finite & window.is_finite(loss)
-        if any(hasattr(grad, "to_local") for grad in unscaled):
-            # One rank's shard has overflowed, and a loss made from all of them is then not finite on every rank.
-            overflowed = torch.full_like(overflowed, self._agreement.any_rank(overflowed.reshape(1))[0])
-        window.note_overflow(overflowed)
-        return unscaled
+        return unscaled_grad(loss, inputs, self._windows, self._agreement.any_rank, kwargs)
 
     def closure(self, evaluate: Callable[[], Tensor], optimizer: Optimizer | None = None) -> Callable[[], Any]:
         """Returns a closure for optimizers that evaluate the loss themselves, such as LBFGS and SAM.
@@ -314,24 +262,15 @@ class LossScaler(OtherNames):
         """
         owner = holder_of(self._modules) if optimizer is None else optimizer
         parameters = list(parameters_of([owner]))
-        once = not self.policy.needs or any(map(synchronizing, self._modules))
+        once = self._backward.once
         refuse_narrow("`closure`", [owner], self._names)
 
         def backward(loss: Tensor) -> None:
             self._windows.open = None
-            self._retry(loss, 0 if once else RETRIES, {}, parameters)
+            self._backward.run(loss, 0 if once else RETRIES, {}, parameters)
 
         def settle() -> StepResult:
-            self._agreement.begin(window=self._windows.open)
-            window = self._windows.get(parameters[0].device)
-            samples = self._memory.samples
-            plan = plan_step(self._rule, [owner], window, norm=True, sample=samples, fold=False)
-            measurement = self._measured(plan)
-            decision = self._decided(plan, measurement)
-            self._warn_of_half(plan, samples)
-            if not plan.keeps:
-                multiply(plan.gradients.values, torch.where(decision.applied, decision.factor, 1.0))
-            return self._close(plan, measurement, decision)
+            return self._kept(self._stages.run_in_closure(owner, parameters[0].device))
 
         return make_closure(evaluate, parameters, backward, settle)
 
@@ -350,10 +289,10 @@ class LossScaler(OtherNames):
         Args:
             loss_fn: takes the output of the last stage and the target, and returns the loss.
         """
-        pipeline = self._pipeline = self._pipeline or Pipeline(self._windows, self._modules)
+        pipeline = self._stages.pipeline = self._stages.pipeline or Pipeline(self._windows, self._modules)
 
         def scaled(loss: Tensor) -> Tensor:
-            self._note_types(loss)
+            self._backward.note(loss)
             return pipeline.scaled(loss) if self.policy.needs else loss
 
         return wrapped(loss_fn, scaled)
@@ -367,7 +306,7 @@ class LossScaler(OtherNames):
         """
         if not (modules or self._modules):
             raise ValueError("`protect_buffers` needs modules. Build the scaler as `LossScaler(model)` or pass them.")
-        self._buffers.append(BufferGuard(check_modules(modules) or self._modules))
+        self._stages.buffers.append(BufferGuard(check_modules(modules) or self._modules))
 
     def guard(self, *targets: Any, on_skip: OnSkip = "hold") -> Guard:
         """Returns an object whose `step()` advances schedulers and averages, or holds them when a step was skipped.
@@ -389,7 +328,7 @@ class LossScaler(OtherNames):
     @property
     def join_device(self) -> torch.device:
         """The device of what is sent inside `Join`."""
-        return self._rule.device or next((each.device for module in self._modules for each in module.parameters()), CPU)
+        return self._stages.device
 
     @property
     def join_process_group(self) -> Any:
@@ -411,7 +350,9 @@ class LossScaler(OtherNames):
         the last call. Rank 0 logs a line when the condition changes, and every ten minutes while the run is not
         healthy. Call it now and then, as once per epoch.
         """
-        return self._memory.health(self._rule.state, scaling=bool(self.policy.needs), in_bf16=self._in_bf16)
+        return self._memory.health(
+            self._rule.state, scaling=bool(self.policy.needs), in_bf16=self._backward.first_loss.in_bf16
+        )
 
     def probe(
         self,
@@ -466,145 +407,22 @@ class LossScaler(OtherNames):
                 of its file.
             system: whose dict it is, as in `gradscale.import_state`, where it is neither of the first two.
         """
-        saved = _read(mapping, system)
+        saved = read_any(mapping, system)
         note_loaded_policy(self.policy, saved.policy)
         self._rule.load(as_policy(saved.policy), saved.state, saved.amax_ratio)
         self._memory.forget()
         self._agreement.missed.forget()
-        self._first_step = FirstStep()
+        self._backward.first_step = FirstStep()
         # Zeros, as `zero_grad(set_to_none=False)` leaves them, have no scale.
         self._windows.close(zeros=False)
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        self._note_types(loss)
-        return self._windows.get(loss.device).scaled(loss)
-
-    def _note_types(self, loss: Tensor) -> None:
-        """Notes once, of the first loss, that no scaler is needed if its backward pass runs in BF16."""
-        if not self._types_known:
-            self._types_known = True
-            self._in_bf16 = runs_in_bf16(loss)
-            note_if_bf16(loss, self.policy, "LossScaler")
-
-    def _retry(self, loss: Tensor, retries: int, kwargs: dict[str, Any], parameters: Sequence[Tensor] = ()) -> None:
-        """Runs the backward pass of `loss`, again at a lower scale while it overflows."""
-        self._note_types(loss)
-        together = {id(each): each for each in (*parameters, *self._windows.sharing_the_scale(loss))}
-        window = self._windows.begin(loss.device)
-        Retry(list(together.values()), self._rule, self._agreement.any_rank).backward(loss, window, retries, kwargs)
-        window.end_backward()
-
-    def _step_without_scaling(
-        self, optimizers: Sequence[Optimizer], clip_norm: float | None, clip_value: float | None, *, norm: bool
-    ) -> StepResult:
-        _check_step(optimizers, clip_norm, clip_value)
-        wants_norm = norm or clip_norm is not None
-        self._memory.last = step_without_scaling(
-            self._rule, self._agreement, optimizers, self._names, clip_norm, clip_value, norm=wants_norm
-        )
-        self._note_step()
-        return self._memory.last
 
     def _note_step(self) -> None:
         for call in tuple(self._after_step):
             call()
 
-    def _ready(self, optimizers: Sequence[Optimizer]) -> Window:
-        """Returns the window whose gradients are used, or raises if the order of calls is wrong."""
-        if self._pipeline is not None:
-            self._pipeline.ready(optimizers)
-        return self._windows.ready(optimizers)
-
-    def _planned(
-        self, optimizers: Sequence[Optimizer], clip_norm: float | None, clip_value: float | None, *, norm: bool
-    ) -> StepPlan:
-        """Returns the plan of a step, or raises if its gradients cannot be used."""
-        _check_step(optimizers, clip_norm, clip_value)
-        window = self._ready(optimizers)
-        if window.unscaled:
-            unscale_rest(collect(optimizers), window, self.policy, self._names, self._agreement.weights)
-        plan = plan_step(
-            self._rule,
-            optimizers,
-            window,
-            norm=norm,
-            sample=self._memory.samples,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-        )
-        if plan.divided_first:
-            call = "`step` with a gradient that is held twice" if clip_value is None else "`clip_value`"
-            refuse_narrow(call, plan.divided_first, self._names)
-        return plan
-
-    def _measured(self, plan: StepPlan) -> Measurement:
-        """Returns the measurement of this rank: stage one."""
-        try:
-            return measure(plan, None if plan.edge is None else self._agreement.weights(plan.gradients))
-        except BaseException:
-            # Some gradients may have been divided: closed, so that another step cannot divide them again.
-            self._windows.close(plan.optimizers)
-            raise
-
-    def _decided(self, plan: StepPlan, measurement: Measurement) -> Decision:
-        """Returns the decision, the same on every rank: stages two and three."""
-        seen, known = self._agreement.agree(plan, measurement, self._rule)
-        if not plan.gradients and self._agreement.ranks == 1:
-            return self._rule.hold(seen)
-        decision = self._rule.decide(
-            seen, plan.divisor, plan.clip_norm, follows_amax=plan.estimates_amax, measured=plan.amax
-        )
-        return decision._replace(known=known)
-
-    def _applied(self, plan: StepPlan, decision: Decision) -> bool | None:
-        """Returns whether the optimizers were updated, if the host knows: stage four."""
-        try:
-            self._memory.begin(plan.optimizers, plan.divisor.device)
-            return apply(plan, decision.applied, decision.factor, decision.known)
-        except Exception as error:
-            self._agreement.miss(error)
-            raise
-
-    def _warn_of_half(self, plan: StepPlan, samples: bool) -> None:
-        if samples and not self._warned_of_half:
-            self._warned_of_half = warn_of_half(plan.gradients, self._names)
-
-    def _close(
-        self, plan: StepPlan, measurement: Measurement, decision: Decision, *, updated: bool | None = None
-    ) -> StepResult:
-        """Ends the window: updates the scale, settles buffers, notes stale gradients, and returns the result.
-
-        `updated` is whether the optimizers were updated, if the host knows it.
-        """
-        # `keep` comes last: it may raise `ScaleStuck`, and the step is complete by then.
-        self._rule.commit(decision)
-        for guard in self._buffers:
-            guard.settle(decision.applied)
-        result = result_of(plan, measurement, decision, self._rule, self._names, updated=updated)
-        skipped = host_value(decision.applied) == 0.0 if updated is None else not updated
-        if skipped and self._agreement.ranks > 1:
-            # Now, when all ranks know of it: a user may ask on one of them alone.
-            result.found = self._agreement.culprits(result.culprits(), plan.divisor.device)
-        self._windows.close(plan.optimizers)
+    def _kept(self, ended: Ended) -> StepResult:
+        """Returns the result of a step, and remembers it."""
         self._note_step()
-        self._memory.keep(result, decision.state, plan.optimizers)
-        return result
-
-
-def _check_step(optimizers: Sequence[Optimizer], clip_norm: float | None, clip_value: float | None) -> None:
-    """Raises unless a step can be made with these arguments."""
-    check_optimizers(optimizers)
-    check_clip("clip_norm", clip_norm)
-    check_clip("clip_value", clip_value)
-    refuse_broken_fused_sgd(optimizers)
-
-
-def _read(mapping: Any, system: str | None) -> Saved:
-    """Returns the saved state of gradscale or of another system; torch's `GradScaler` is recognized by a key."""
-    if system is None and isinstance(mapping, Mapping) and "_growth_tracker" in mapping:
-        system = "torch"
-    if system is None:
-        return read_saved(mapping)
-    saved = Saved(*import_state(system, mapping))
-    check_state(saved.policy, saved.state)
-    return saved
+        # Last: it may raise `ScaleStuck`, and the step is complete by then.
+        self._memory.keep(*ended)
+        return ended.result

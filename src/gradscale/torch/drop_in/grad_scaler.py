@@ -1,7 +1,6 @@
 """`GradScaler`: a drop-in for torch's own, with its faults fixed and a result for every step."""
 
 import warnings
-from collections import defaultdict
 from functools import partial
 from typing import Any, ClassVar
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._compile import _disable_dynamo
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState
 
 from gradscale.engine.health import Health
 from gradscale.engine.other_arguments import explains_arguments
@@ -22,12 +21,13 @@ from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.static import multiplies
 from gradscale.torch.accumulation.first_step import FirstStep
 from gradscale.torch.accumulation.retry import check_backward
-from gradscale.torch.bf16 import note_if_bf16
-from gradscale.torch.drop_in import refusals, retry, saved, settings, stepped, unscale, update
+from gradscale.torch.bf16 import FirstLoss
+from gradscale.torch.drop_in import checked, refusals, retry, saved, settings, stepped, unscale, ways
 from gradscale.torch.drop_in.clip import Clip, step_unscaled
+from gradscale.torch.drop_in.close import close_steps
 from gradscale.torch.drop_in.ranks import Ranks
 from gradscale.torch.drop_in.retry import Leaves
-from gradscale.torch.drop_in.same_gradients import Start, States, Updated, flags_of
+from gradscale.torch.drop_in.same_gradients import Updated, divisor_of
 from gradscale.torch.drop_in.scale_bound import ScaleBound
 from gradscale.torch.drop_in.scaled import rescaled, scaled
 from gradscale.torch.drop_in.steps import Steps
@@ -35,8 +35,7 @@ from gradscale.torch.fused_sgd import fault_of_fused_sgd
 from gradscale.torch.ranks.log import note_loaded_policy
 from gradscale.torch.step import apply
 from gradscale.torch.step.decide import Rule
-from gradscale.torch.step.gradients import Gradients, collect, parameters_of
-from gradscale.torch.step.measure import any_overflow, multiply_and_check
+from gradscale.torch.step.measure import multiply_and_check
 from gradscale.torch.step.result import StepResult
 
 Optimizer = torch.optim.Optimizer
@@ -129,7 +128,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self._updated: Updated | None = None
         self._ranks = Ranks(group)
         self._warned_of_fused_sgd = False
-        self._types_known = False
+        self._first_loss = FirstLoss()
         if self._enabled:
             given = settings.from_numbers(numbers, **extra) if policy is None else settings.of_policy(policy)
             for name in numbers:
@@ -157,6 +156,10 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self._updated = None
         self._leaves.complete = False
         return scaled(outputs, self._scale_for, self._followed, multiplies=self._multiplies)
+
+    @property
+    def _policy(self) -> Policy:
+        return TORCHS_RULE if self._rule is None else self._rule.policy
 
     @property
     def _multiplies(self) -> bool:
@@ -193,23 +196,10 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             check_backward(retries, kwargs)
         if not self._enabled:
             loss.backward(**kwargs)
-        elif count := self._retries(loss, retries, kwargs):
+        elif count := retry.retries_of(self, loss, retries, kwargs):
             self._retry(loss, count, kwargs)
         else:
             self.scale(loss).backward(**kwargs)
-
-    def _retries(self, loss: Tensor, retries: int | None, kwargs: dict[str, Any]) -> int:
-        """Returns how often the backward pass of `loss` may be run again, or raises if it cannot be."""
-
-        def find_obstacle() -> str | None:
-            return retry.obstacle(loss, self._leaves, self._per_optimizer_states, self._ranks.group)
-
-        if retries is None:
-            rule, last, possible = self._rule, self._steps.last, lambda: find_obstacle() is None
-            return 0 if rule is None else self._first_step.retries(rule, loss, kwargs, last, possible)
-        if retries:
-            retry.refuse(find_obstacle())
-        return retries
 
     def _retry(self, loss: Tensor, retries: int, kwargs: dict[str, Any]) -> None:
         """Runs the backward pass of `loss`, again at a lower scale while it overflows."""
@@ -239,10 +229,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         return product
 
     def _note_types(self, loss: Tensor) -> None:
-        """Notes once, of the first loss, that no scaler is needed if its backward pass runs in BF16."""
-        if not self._types_known:
-            self._types_known = True
-            note_if_bf16(loss, TORCHS_RULE if self._rule is None else self._rule.policy, "GradScaler")
+        self._first_loss.note(loss, self._policy, "GradScaler")
 
     def _on_backward(self, made_with: Tensor, version: int, grad: Tensor) -> Tensor | None:
         # New gradients: parameters that optimizers share may be divided once more. Known only when the backward pass
@@ -263,30 +250,6 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if self._rule is not None:
             self._rule.settle(scale.device)
 
-    def _divisor_of(self, optimizer: Optimizer, method: str) -> Tensor:
-        """Returns the scale that made the gradients of `optimizer`, which `method` needs: that of the last `scale`.
-
-        Without `scale` and a backward pass since the last `update`, they are those that were there before it, unless
-        the optimizer was stepped on them: then they are new, and taken to be made with the present scale.
-        """
-        if self._scale is None and self._ranks.always:
-            # A rank that never has a loss, such as the first stage of a pipeline.
-            self._lazy_init_scale_growth_tracker(next(parameters_of([optimizer])).device)
-        scale, _ = self._check_scale_growth_tracker(method)
-        updated = self._updated
-        if updated is None:
-            return scale
-        key = id(optimizer)
-        if key in updated.stepped:
-            self._updated = updated.without_merge()
-            return scale
-        if key in updated.unscaled and self._per_optimizer_states[key]["stage"] is OptState.READY:
-            self._per_optimizer_states[key] = updated.unscaled[key]
-        if updated.made_with is None:
-            return scale
-        self._steps.resume_losses()
-        return updated.made_with
-
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, once, and notes whether they were finite and still are.
 
@@ -294,26 +257,9 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """
         if not self._enabled:
             return
-        scale = self._divisor_of(optimizer, "unscale_")
+        scale = divisor_of(self, optimizer, "unscale_")
         refusals.refuse_second_unscale(self._per_optimizer_states[id(optimizer)]["stage"])
-        self._unscale(optimizer, scale, allow_fp16=self._unscales_half)
-
-    def _unscale(self, optimizer: Optimizer, scale: Tensor, *, allow_fp16: bool) -> None:
-        state = self._per_optimizer_states[id(optimizer)]
-
-        def divide() -> dict[torch.device, Tensor]:
-            refusals.refuse_divided(optimizer, self._divided)
-            if (policy := update.sizing_policy(self._rule)) is not None:
-                state["sizes"] = update.measure_for(policy, unscale.gradients_of(optimizer), scale)
-            # torch takes the inverse in float64, which not every device has. In float32 it is correctly rounded too,
-            # and exact for powers of two.
-            factor, no = scale.reciprocal(), torch.zeros((), dtype=torch.float32, device=scale.device)
-            flags = self._unscale_grads_(optimizer, factor, no, allow_fp16)
-            return unscale.still_finite(optimizer, flags, scale, self._bound)
-
-        flags = self._ranks.agree(optimizer, state, scale, divide)
-        unscale.note_unscaled(optimizer, state, flags, scale.device)
-        self._divided.append(optimizer)
+        checked.divide(self, optimizer, scale, allow_fp16=self._unscales_half)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -332,18 +278,10 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         return getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        scale = self._divisor_of(optimizer, "_check_inf_per_device")
-        state = self._per_optimizer_states[id(optimizer)]
+        scale = divisor_of(self, optimizer, "_check_inf_per_device")
         if self._unscales_otherwise:
             return super()._check_inf_per_device(optimizer)
-
-        def check() -> dict[torch.device, Tensor]:
-            gradients, state["sharing"] = unscale.gradients_and_sharing(optimizer)
-            own, policy = getattr(optimizer, "grad_scale", None), update.sizing_policy(self._rule)
-            return unscale.check_scaled(gradients, own, state, scale, self._bound, policy)
-
-        state["found_inf_per_device"] = self._ranks.agree(optimizer, state, scale, check)
-        return state["found_inf_per_device"]
+        return checked.check(self, optimizer, scale)
 
     def step(
         self,
@@ -374,7 +312,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             return step_unscaled(optimizer, clip, self._ranks, *args, **kwargs)
         refusals.refuse_closure(*args, **kwargs)
         refusals.refuse_clip(optimizer, kwargs)
-        scale = self._divisor_of(optimizer, "step")
+        scale = divisor_of(self, optimizer, "step")
         state = self._per_optimizer_states[id(optimizer)]
         refusals.refuse_second_step(state["stage"])
         if state["stage"] is OptState.UNSCALED and state["found_inf_per_device"]:
@@ -386,11 +324,11 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             self.last = None
             returned = stepped.step_with_scaler(optimizer, self, *args, **kwargs)
         elif clip.asked:
-            returned = self._step_clipped(optimizer, scale, clip, *args, **kwargs)
+            returned = ways.clipped(self, optimizer, scale, clip, *args, **kwargs)
         elif apply.folds(optimizer):
-            returned = self._step_folded(optimizer, scale, *args, **kwargs)
+            returned = ways.folded(self, optimizer, scale, *args, **kwargs)
         else:
-            returned = self._step_gated(optimizer, scale, *args, **kwargs)
+            returned = ways.gated(self, optimizer, scale, *args, **kwargs)
         # Last: if the optimizer raises, the step may be repeated.
         state["stage"] = OptState.STEPPED
         return returned
@@ -401,82 +339,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             self._warned_of_fused_sgd = True
             warnings.warn(fault, stacklevel=3)
 
-    def _step_folded(self, optimizer: Optimizer, scale: Tensor, *args: Any, **kwargs: Any) -> Any:
-        state, divisor = self._per_optimizer_states[id(optimizer)], None
-        if state["stage"] is OptState.READY:
-            refusals.refuse_divided(optimizer, self._divided)
-            self._check_inf_per_device(optimizer)
-            divisor = scale if self._multiplies else None
-            if divisor is not None and state.get("sharing"):
-                # The kernel writes the divided gradient back, and would divide it for each parameter that holds it.
-                stepped.divide_once(optimizer, scale)
-                divisor, state["stage"] = None, OptState.UNSCALED
-            self._divided.append(optimizer)
-        elif not state["found_inf_per_device"] and unscale.gradients_of(optimizer):
-            raise refusals.unchecked_gradients(optimizer)
-        step = stepped.step_folded(optimizer, state, scale, divisor, *args, **kwargs)
-        return self._remembered(optimizer, scale, step)
-
-    def _step_gated(self, optimizer: Optimizer, scale: Tensor, *args: Any, **kwargs: Any) -> Any:
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.READY:
-            self._unscale(optimizer, scale, allow_fp16=self._unscales_half or apply.takes_gate(optimizer))
-        if not state["found_inf_per_device"]:
-            raise refusals.unchecked_gradients(optimizer)
-        return self._maybe_opt_step(optimizer, state, *args, **kwargs)
-
-    def _step_clipped(self, optimizer: Optimizer, scale: Tensor, clip: Clip, *args: Any, **kwargs: Any) -> Any:
-        state, folds = self._per_optimizer_states[id(optimizer)], apply.folds(optimizer)
-        if state["stage"] is OptState.READY and (clip.norm is None or self._unscales_otherwise):
-            self._unscale(optimizer, scale, allow_fp16=self._unscales_half or apply.takes_gate(optimizer))
-        gradients, factor = self._measure_to_clip(optimizer, scale, clip)
-        flags = state["found_inf_per_device"]
-        if not flags and (gradients or not folds):
-            raise refusals.unchecked_gradients(optimizer)
-        divisor, overflow = None, any_overflow(flags.values(), scale.device)
-        if factor is not None and folds and clip.value is None and not gradients.shared:
-            divisor = torch.where(overflow, 1.0, factor.reciprocal())
-        else:
-            clip.edit(gradients, factor, overflow)
-            # Clipped from here on: if the optimizer raises, a step that is repeated measures them again.
-            state["stage"] = OptState.UNSCALED
-        if not folds:
-            return self._maybe_opt_step(optimizer, state, *args, **kwargs)
-        step = stepped.step_folded(optimizer, state, scale, divisor, *args, **kwargs)
-        return self._remembered(optimizer, scale, step)
-
-    def _measure_to_clip(self, optimizer: Optimizer, scale: Tensor, clip: Clip) -> tuple[Gradients, Tensor | None]:
-        """Returns the gradients and what they must be multiplied by, and notes whether their norm is finite.
-
-        None if the norm is not bounded: they are unscaled then.
-        """
-        if clip.norm is None:
-            return collect([optimizer]), None
-        state = self._per_optimizer_states[id(optimizer)]
-        scaled = state["stage"] is OptState.READY
-        divisor = scale if scaled else torch.ones_like(scale)
-        found: dict[str, Any] = {}
-
-        def check() -> dict[torch.device, Tensor]:
-            gradients, own = collect([optimizer]), getattr(optimizer, "grad_scale", None)
-            if scaled:
-                refusals.refuse_divided(optimizer, self._divided)
-                if self._multiplies and not (self._unscales_half or apply.takes_gate(optimizer)):
-                    refusals.refuse_half(optimizer, gradients.values)
-            grows = own is not None or (scaled and self._bound.may_be_below_one(scale))
-            policy = update.sizing_policy(self._rule) if scaled else None
-            checked = divisor if own is None else divisor * own
-            return unscale.check_norm(gradients, found, checked, grows=grows, policy=policy, scale=scale)
-
-        flags = self._ranks.agree(optimizer, found, scale, check)
-        if scaled:
-            self._divided.append(optimizer)
-        gradients = found.pop("norm").gradients
-        unscale.note_norm(state, found, flags)
-        return gradients, clip.factor(divisor, found["grad_norm"])
-
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        scale = self._divisor_of(optimizer, "step")
+        scale = divisor_of(self, optimizer, "step")
         step = stepped.step_gated(optimizer, optimizer_state, scale, *args, **kwargs)
         return self._remembered(optimizer, scale, step)
 
@@ -498,34 +362,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
-        states = dict(self._per_optimizer_states)
         number = None if new_scale is None else settings.checked_scale(new_scale, self._device, self._bounds)
-        if number is None:
-            if not flags_of(states):
-                raise AssertionError("No inf checks were recorded prior to update.")
-            states = self._reopened(scale, tracker) | states
-        flags = flags_of(states)
-        overflow = any_overflow(flags, scale.device)
-        results = self._steps.pending(overflow, scale)
-        start = Start(scale.clone(), tracker.clone(), None if self._rule is None else self._rule.state, states)
-        if number is None:
-            self._move(scale, tracker, overflow, states)
-        else:
-            self._bound.set(scale.fill_(number), number)
-        ended = start.ended(scale, tracker)
-        self._updated = Updated.after(states, ended, merges=number is None, previous=self._updated)
-        after = scale.clone()
-        for result in results:
-            result.next_scale = after
-        self._divided.clear()
-        self._leaves.clear()
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        if not flags:
-            self._steps.discard()
-            return
-        at_floor = False if self._rule is None else self._rule.state.stuck
-        # Last: it may raise, and the update is complete by then.
-        self._steps.close(results, overflow, after, self._bounds.min_scale, at_floor)
+        close_steps(self, scale, tracker, number)
 
     def metrics(self) -> dict[str, float]:
         """Returns scale, counts, skip rate and headroom, as `LossScaler.metrics`. Never synchronizes.
@@ -541,28 +379,6 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         Whether gradients underflow is known only with a policy that reads the largest one, and BF16 is not recognized.
         """
         return self._steps.health(self.is_enabled())
-
-    def _reopened(self, scale: Tensor, tracker: Tensor) -> States:
-        """Takes the last update back if this one is for the same gradients, and returns what was noted for it."""
-        start = None if self._updated is None else self._updated.start
-        if start is None or not start.restored(scale, tracker):
-            return {}
-        if self._rule is not None:
-            self._rule.state = start.rule_state
-        self._steps.reopen()
-        return start.states
-
-    def _move(self, scale: Tensor, tracker: Tensor, overflow: Tensor, states: States) -> None:
-        # Before the update, which changes the version that distinguishes writes by others.
-        self._bound.revalidate(scale)
-        if self._rule is None:
-            update.by_kernel(scale, tracker, overflow, *self._numbers(), self._bounds)
-        else:
-            made_with = scale if self._updated is None or self._updated.made_with is None else self._updated.made_with
-            sizes = [state["sizes"] for state in states.values() if "sizes" in state]
-            seen = update.seen_by(sizes, overflow, made_with)
-            update.by_policy(self._rule, scale, tracker, seen, self._bounds)
-        self._bound.lowered(scale, by=update.lowest_factor(self._rule, self._backoff_factor))
 
     def _numbers(self) -> tuple[float, float, int]:
         """Returns the numbers of torch's rule that its kernel takes."""

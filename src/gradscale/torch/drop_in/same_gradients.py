@@ -5,10 +5,18 @@ gradients of the second were made with the scale from before the first `update`,
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+
+from gradscale.torch.step.gradients import parameters_of
+
+if TYPE_CHECKING:
+    from gradscale.torch.drop_in.grad_scaler import GradScaler
+
+Optimizer = torch.optim.Optimizer
 
 States = dict[int, dict[str, Any]]
 """What is noted of each optimizer, by its id, as in torch's scaler."""
@@ -88,3 +96,28 @@ class Updated:
 def flags_of(states: States) -> list[Tensor]:
     """Returns all flags that were noted: whether gradients of an optimizer, on a device, were not finite."""
     return [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
+
+
+def divisor_of(scaler: "GradScaler", optimizer: Optimizer, method: str) -> Tensor:
+    """Returns the scale that made the gradients of `optimizer`, which `method` needs: that of the last `scale`.
+
+    Without `scale` and a backward pass since the last `update`, they are those that were there before it, unless the
+    optimizer was stepped on them: then they are new, and taken to be made with the present scale.
+    """
+    if scaler._scale is None and scaler._ranks.always:
+        # A rank that never has a loss, such as the first stage of a pipeline.
+        scaler._lazy_init_scale_growth_tracker(next(parameters_of([optimizer])).device)
+    scale, _ = scaler._check_scale_growth_tracker(method)
+    updated = scaler._updated
+    if updated is None:
+        return scale
+    key = id(optimizer)
+    if key in updated.stepped:
+        scaler._updated = updated.without_merge()
+        return scale
+    if key in updated.unscaled and scaler._per_optimizer_states[key]["stage"] is OptState.READY:
+        scaler._per_optimizer_states[key] = updated.unscaled[key]
+    if updated.made_with is None:
+        return scale
+    scaler._steps.resume_losses()
+    return updated.made_with

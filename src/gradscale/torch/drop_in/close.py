@@ -1,0 +1,82 @@
+"""`GradScaler.update`: ends the steps of all optimizers, or merges with the update before for the same gradients."""
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+from gradscale.torch.drop_in import update
+from gradscale.torch.drop_in.same_gradients import Start, States, Updated, flags_of
+from gradscale.torch.step.measure import any_overflow
+
+if TYPE_CHECKING:
+    from gradscale.torch.drop_in.grad_scaler import GradScaler
+
+
+def close_steps(scaler: "GradScaler", scale: Tensor, tracker: Tensor, number: float | None) -> None:
+    """Updates the scale and its tracker, or sets the scale to `number`, and counts what the update has ended.
+
+    Raises:
+        AssertionError: there is no `number`, and no gradient was checked since the last update.
+        ScaleStuck: the run is stuck. The update is complete then.
+    """
+    states: States = dict(scaler._per_optimizer_states)
+    if number is None:
+        if not flags_of(states):
+            raise AssertionError("No inf checks were recorded prior to update.")
+        states = _reopened(scaler, scale, tracker) | states
+    flags = flags_of(states)
+    overflow = any_overflow(flags, scale.device)
+    results = scaler._steps.pending(overflow, scale)
+    _set_scale(scaler, scale, tracker, number, overflow, states)
+    after = scale.clone()
+    for result in results:
+        result.next_scale = after
+    scaler._divided.clear()
+    scaler._leaves.clear()
+    scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+    if not flags:
+        scaler._steps.discard()
+        return
+    at_floor = False if scaler._rule is None else scaler._rule.state.stuck
+    # Last: it may raise, and the update is complete by then.
+    scaler._steps.close(results, overflow, after, scaler._bounds.min_scale, at_floor)
+
+
+def _reopened(scaler: "GradScaler", scale: Tensor, tracker: Tensor) -> States:
+    """Takes the last update back if this one is for the same gradients, and returns what was noted for it."""
+    start = None if scaler._updated is None else scaler._updated.start
+    if start is None or not start.restored(scale, tracker):
+        return {}
+    if scaler._rule is not None:
+        scaler._rule.state = start.rule_state
+    scaler._steps.reopen()
+    return start.states
+
+
+def _set_scale(
+    scaler: "GradScaler", scale: Tensor, tracker: Tensor, number: float | None, overflow: Tensor, states: States
+) -> None:
+    """Sets the scale to `number`, or as the rule says, and notes what the update started from."""
+    rule_state = None if scaler._rule is None else scaler._rule.state
+    start = Start(scale.clone(), tracker.clone(), rule_state, states)
+    if number is None:
+        _follow_rule(scaler, scale, tracker, overflow, states)
+    else:
+        scaler._bound.set(scale.fill_(number), number)
+    ended = start.ended(scale, tracker)
+    scaler._updated = Updated.after(states, ended, merges=number is None, previous=scaler._updated)
+
+
+def _follow_rule(scaler: "GradScaler", scale: Tensor, tracker: Tensor, overflow: Tensor, states: States) -> None:
+    # Before the update, which changes the version that distinguishes writes by others.
+    scaler._bound.revalidate(scale)
+    rule, updated = scaler._rule, scaler._updated
+    if rule is None:
+        update.by_kernel(scale, tracker, overflow, *scaler._numbers(), scaler._bounds)
+    else:
+        made_with = scale if updated is None or updated.made_with is None else updated.made_with
+        sizes = [state["sizes"] for state in states.values() if "sizes" in state]
+        update.by_policy(rule, scale, tracker, update.seen_by(sizes, overflow, made_with), scaler._bounds)
+    scaler._bound.lowered(scale, by=update.lowest_factor(rule, scaler._backoff_factor))
