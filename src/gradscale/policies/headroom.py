@@ -8,7 +8,7 @@ from gradscale.policies.arithmetic import Namespace, larger, two_to
 from gradscale.policies.checks import check_bits, check_share
 from gradscale.policies.contract import Seen
 from gradscale.policies.peak import (
-    CLIMB_BITS,
+    RISE_BITS,
     RECOVERY,
     PeakPolicy,
     PeakSettings,
@@ -50,7 +50,7 @@ class Headroom(PeakPolicy):
         leak: share by which the peak decays at a step. 0.002 is a bit in 350 steps. Decay is 4, 16 and 64 times
             faster once the peak is more than 8, 10 and 14 bits above the gradients.
         recovery: share by which a ceiling that an overflow lowered rises at a clean step.
-        climb_bits: a scale that rises far stops this many whole bits (0 to 15) below its target and doubles from there,
+        rise_bits: a scale that rises far stops this many whole bits (0 to 15) below its target and doubles from there,
             so that unmeasured gradients cost one overflow. With 0 it jumps: for when all gradients are measured.
         min_scale: the scale never falls below.
         max_scale: the scale never rises above. Tiny gradients need scales of 2**36 and more.
@@ -69,11 +69,11 @@ class Headroom(PeakPolicy):
     margin_bits: float = 2.0
     leak: float = 0.002
     recovery: float = RECOVERY
-    climb_bits: float = CLIMB_BITS
+    rise_bits: float = RISE_BITS
 
     def __post_init__(self) -> None:
         PeakPolicy.__post_init__(self)  # `super()` finds no class where `slots=True` made a new one
-        check_bits(self, "margin_bits", "climb_bits")
+        check_bits(self, "margin_bits", "rise_bits")
         check_share(self, "leak", "recovery")
 
     def start(self) -> HeadroomState:
@@ -93,7 +93,7 @@ class Headroom(PeakPolicy):
         kept = larger(1.0 - self.leak * decay_speed(observed.previous_peak, observed.amax, xp), 0.0, xp)
         peak = larger(observed.amax, observed.previous_peak * kept, xp)
         limit = self._limit(state.scale, xp)
-        settings = PeakSettings(self, limit, self.recovery, self.climb_bits)
+        settings = PeakSettings(self, limit, self.recovery, self.rise_bits)
         return next_state(state, seen, observed, peak, settings, xp)
 
     def _limit(self, like: Array, xp: Namespace) -> Array:

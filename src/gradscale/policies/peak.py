@@ -56,8 +56,9 @@ LEVEL_RISE = 0.002
 LEVEL_FALL = 0.25
 """Share by which the level falls at most at a step, so that a single small gradient does not move it far."""
 
-CLIMB_BITS = 2.0
-"""How far below its target a rising scale stops to double from there."""
+RISE_BITS = 3.0
+"""The scale rises once its target is this many bits higher. Two bits more would gain FP16 nothing, and each rise is a
+risk, as unmeasured gradients show themselves only in an overflow."""
 
 SEARCH_LIMIT = 2.0**48
 """How high the scale rises while all gradients are zero. They may really be zero, and a rise then costs a skip."""
@@ -115,13 +116,13 @@ class PeakSettings(NamedTuple):
         policy: the policy, for its format and its bounds.
         limit: what the scaled peak may reach; where the ceiling starts, and never rises above.
         recovery: share by which the ceiling rises at a clean step, while `recovery_factor` is 1.
-        climb_bits: how far below its target the scale stops when it jumps up; from there it doubles.
+        rise_bits: how many bits higher the target must be for the scale to rise.
     """
 
     policy: PeakPolicy
     limit: Array
     recovery: Array = RECOVERY
-    climb_bits: Array = CLIMB_BITS
+    rise_bits: Array = RISE_BITS
 
 
 class Observation(NamedTuple):
@@ -240,12 +241,10 @@ def _recovered(ceiling: Array, recovery_factor: Array, settings: PeakSettings, x
 
 
 def _moved(scale: Array, target: Array, settings: PeakSettings, xp: Namespace) -> Array:
-    """Returns the power of two that the target allows, or one on the way there if that is far up.
-
-    Near the target the scale doubles, so that unmeasured gradients cost one overflow and not a series of them.
-    """
-    reach = larger(scale * 2.0, target / two_to(settings.climb_bits, target, xp), xp)
-    return pow2_floor(smaller(target, reach, xp), xp)
+    """Returns the power of two that the target allows, or the scale as it was if that is only a little higher."""
+    highest = pow2_floor(target, xp)
+    rises = highest / two_to(settings.rise_bits, target, xp) >= scale
+    return xp.where(rises, highest, smaller(scale, highest, xp))
 
 
 def _lowered(state: PeakState, settings: PeakSettings, xp: Namespace) -> Array:
