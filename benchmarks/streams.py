@@ -113,6 +113,18 @@ def _storm(_: np.random.Generator, stream: Stream) -> Stream:
     return _hiding(stream, np.where((step >= 0) & (step < 10), 2.0**300, 1.0))
 
 
+def _policy_gradient(rng: np.random.Generator, stream: Stream) -> Stream:
+    """Returns gradients that start 4 bits larger, fall by 6 bits and vary by 1.5."""
+    progress = np.arange(len(stream.amax))[:, None] / len(stream.amax)
+    return _times(stream, 2.0 ** (4 - 6 * progress + rng.normal(0, 1.5, stream.amax.shape)))
+
+
+def _early_training(_: np.random.Generator, stream: Stream) -> Stream:
+    """Returns gradients that start 6 bits larger and fall by 10 within the first thousand steps, with 2 bits hidden."""
+    fallen = 10 * (1 - np.exp(-np.arange(len(stream.amax))[:, None] / 400))
+    return _hiding(_times(stream, 2.0 ** (6 - fallen)), 2.0**2)
+
+
 CHANGES: dict[str, Change] = {
     "steady": lambda rng, stream: stream,
     "tiny: x 1e-7": lambda rng, stream: _times(stream, 1e-7),
@@ -128,8 +140,19 @@ CHANGES: dict[str, Change] = {
     "GAN": _gan,
     "spikes: 1% x 100": lambda rng, stream: _times(stream, np.where(rng.random(stream.amax.shape) < 0.01, 100.0, 1.0)),
     "storm of 10 overflows": _storm,
+    "rare spikes: 0.2% x 1000": lambda rng, stream: _times(
+        stream, np.where(rng.random(stream.amax.shape) < 0.002, 1000.0, 1.0)
+    ),
+    "policy gradient": _policy_gradient,
+    "early training: down 10 bits, 2 hidden": _early_training,
+    "bad batches: 0.5% at any scale": lambda rng, stream: _hiding(
+        stream, np.where(rng.random(stream.amax.shape) < 0.005, 2.0**300, 1.0)
+    ),
 }
 """The streams by name: each a change of the plain one."""
+
+PREVENTABLE = tuple(name for name in CHANGES if name not in ("storm of 10 overflows", "bad batches: 0.5% at any scale"))
+"""The streams without those whose overflows no scale prevents, and which every policy skips alike."""
 
 
 def named(name: str, steps: int, columns: int, seed: int = 0) -> Stream:

@@ -16,7 +16,11 @@ RATES = (1e-3, 5e-4)
 def layers(inputs: int, outputs: int) -> nn.Module:
     """Returns three layers with rectifiers between them."""
     return nn.Sequential(
-        nn.Linear(inputs, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, outputs)
+        nn.Linear(inputs, WIDTH),
+        nn.LeakyReLU(0.2),
+        nn.Linear(WIDTH, WIDTH),
+        nn.LeakyReLU(0.2),
+        nn.Linear(WIDTH, outputs),
     )
 
 

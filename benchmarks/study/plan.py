@@ -21,7 +21,9 @@ def cases(quick: bool) -> Iterator[Case]:
 
 def _cases(rules: Sequence[str], quick: bool) -> Iterator[Case]:
     seeds, clips = (SEEDS[:1], (False,)) if quick else (SEEDS, (False, True))
-    for seed, clip, format, rule, task in product(seeds, clips, ("fp32", *FORMATS), rules, TASKS):
+    # Short tasks first, and the rules of a task one after the other, so that also half a study compares them.
+    tasks = sorted(TASKS, key=lambda name: TASKS[name].steps)
+    for seed, clip, format, task, rule in product(seeds, clips, ("fp32", *FORMATS), tasks, rules):
         if (rule == FP32_RUN) == (format == "fp32"):
             steps = TASKS[task].steps
             yield Case(task, rule, format, clip, seed, min(steps, QUICK_STEPS) if quick else steps)

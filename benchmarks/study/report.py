@@ -39,7 +39,11 @@ def claims(rows: Rows) -> str:
     lines = [
         ("steps skipped", "at most 10%", f"{skips} against {baseline_skips}: {skips / max(baseline_skips, 1):.1%}"),
         ("runs with more skips than torch", "none", _listed(worse, len(pairs))),
-        (f"runs within 2 bits of the best scale in {FEW_STEPS} steps", "all", f"{len(quick)} of {len(pairs)} (torch: {len(also_quick)})"),
+        (
+            f"runs within 2 bits of the best scale in {FEW_STEPS} steps",
+            "all",
+            f"{len(quick)} of {len(pairs)} (torch: {len(also_quick)})",
+        ),
         ("energy lost, where torch loses more than 1e-8", "at most 20%", f"at most {most:.2%}, in {len(lost)} runs"),
         ("final loss within noise of FP32", "all", f"{_outside(far, rows)} (torch: {_outside(far_baseline, rows)})"),
     ]
@@ -115,7 +119,9 @@ def _within_noise(rows: Rows, task: str, format: str, clips: bool, rule: str) ->
     if not single or not found:
         return True
     spread = statistics.stdev(single) if len(set(single)) > 1 else 0.0
-    return statistics.fmean(found) - statistics.fmean(single) <= max(NOISE * spread, 0.02 * abs(statistics.fmean(single)))
+    return statistics.fmean(found) - statistics.fmean(single) <= max(
+        NOISE * spread, 0.02 * abs(statistics.fmean(single))
+    )
 
 
 def _listed(worse: Sequence[Row], count: int) -> str:

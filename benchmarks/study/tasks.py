@@ -20,14 +20,14 @@ _fine_tuning = _language(loss_factor=SUMMED, warm_steps=200)
 
 TASKS: dict[str, TaskSpec] = {
     "char-GPT": TaskSpec(_language()),
-    "deep CNN": TaskSpec(VisionTask),
     "GAN": TaskSpec(AdversarialTask),
     "policy gradient": TaskSpec(ControlTask),
     "learning-rate spike": TaskSpec(_language(hot_steps=(500, 520))),
     "bad batches: 1% x 100": TaskSpec(_language(bad_share=0.01)),
-    "CNN, bad batches: 1% x 1000": TaskSpec(partial(VisionTask, bad_share=0.01)),
     "tiny: loss x 1e-7": TaskSpec(_language(loss_factor=1e-7)),
     "start at 2^32": TaskSpec(_language(), init_scale=2.0**32),
+    "deep CNN": TaskSpec(VisionTask),
+    "CNN, bad batches: 1% x 1000": TaskSpec(partial(VisionTask, bad_share=0.01)),
     "fine-tuning, 3 steps": TaskSpec(_fine_tuning, steps=3),
     "fine-tuning, 10 steps": TaskSpec(_fine_tuning, steps=10),
     "fine-tuning, 50 steps": TaskSpec(_fine_tuning, steps=50),

@@ -56,10 +56,6 @@ LEVEL_RISE = 0.002
 LEVEL_FALL = 0.25
 """Share by which the level falls at most at a step, so that a single small gradient does not move it far."""
 
-RISE_BITS = 3.0
-"""The scale rises once its target is this many bits higher. Two bits more would gain FP16 nothing, and each rise is a
-risk, as unmeasured gradients show themselves only in an overflow."""
-
 SEARCH_LIMIT = 2.0**48
 """How high the scale rises while all gradients are zero. They may really be zero, and a rise then costs a skip."""
 
@@ -122,7 +118,7 @@ class PeakSettings(NamedTuple):
     policy: PeakPolicy
     limit: Array
     recovery: Array = RECOVERY
-    rise_bits: Array = RISE_BITS
+    rise_bits: Array = 0.0
 
 
 class Observation(NamedTuple):
