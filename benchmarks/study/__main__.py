@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import torch
-
 from benchmarks.machine import describe
 from benchmarks.marks import fill
 from benchmarks.study.plan import cases

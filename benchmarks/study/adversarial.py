@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterator
 
 import torch
+from benchmarks.study.task import Turn
 from torch import Tensor, nn
 from torch.nn.functional import softplus
-
-from benchmarks.study.task import Turn
 
 WIDTH, NOISE, BATCH_SIZE, MODES = 32, 4, 64, 8
 RATES = (1e-3, 5e-4)

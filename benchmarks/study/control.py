@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 
 import torch
+from benchmarks.study.task import Turn
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-
-from benchmarks.study.task import Turn
 
 WIDTH, EPISODES, LENGTH = 32, 16, 12
 PUSH = 0.25

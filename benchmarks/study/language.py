@@ -6,10 +6,10 @@ from functools import cache
 
 import numpy as np
 import torch
+from benchmarks.study.task import Turn
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.study.task import Turn
 from gradscale.demo.text import VOCABULARY, Text, load_text
 from gradscale.demo.torch.gpt import GPT, init_as_gpt2
 

@@ -32,4 +32,4 @@ TASKS: dict[str, TaskSpec] = {
     "fine-tuning, 10 steps": TaskSpec(_fine_tuning, steps=10),
     "fine-tuning, 50 steps": TaskSpec(_fine_tuning, steps=50),
 }
-"""The tasks by name. Losses of fine-tuning are summed over characters, which is where a first scale is often too high."""
+"""The tasks by name. Losses of fine-tuning are summed over characters, so that a first scale is often too high."""

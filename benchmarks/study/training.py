@@ -10,6 +10,7 @@ from benchmarks.study.gradients import Gradients, best_scale, exact_gradients
 from benchmarks.study.rules import FP32_RUN, RULES
 from benchmarks.study.task import Turn
 from benchmarks.study.tasks import TASKS
+
 from gradscale import FP16, Format, get_format
 from gradscale.torch import LossScaler, emulate
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from benchmarks.study.task import Turn
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.study.task import Turn
 from gradscale.demo.digits import load_digits
 
 CHANNELS, DEPTH, BATCH_SIZE = 8, 8, 16
