@@ -62,7 +62,8 @@ def test_it_starts_at_its_init_scale_with_the_ceiling_two_bits_below_the_maximum
 
 def test_the_first_gradient_sets_the_peak_and_the_largest_power_of_two_that_leaves_the_margin() -> None:
     assert 1.5 * 2**13 <= LIMIT < 1.5 * 2**14
-    assert_state(after(Headroom(), clean(1.5)), scale=2**13, peak=1.5, level=1.5, ceiling=LIMIT, applied=1)
+    state = after(Headroom(), clean(1.5))
+    assert_state(state, scale=2**13, peak=1.5, level=1.5, ceiling=LIMIT, clean_steps=1, applied=1)
 
 
 @pytest.mark.parametrize(("margin_bits", "exponent"), [(0, 15), (1, 14), (2, 13), (15, 0)])
@@ -117,6 +118,7 @@ def test_an_overflow_is_remembered_by_the_scale_that_failed() -> None:
         level=1.0,
         failed_scale=2.0**-7,
         ceiling=LIMIT,
+        clean_steps=1,
         applied=1,
         skipped=2,
         consecutive_skips=2,
@@ -125,19 +127,48 @@ def test_an_overflow_is_remembered_by_the_scale_that_failed() -> None:
 
 def test_an_overflow_that_the_gradients_do_not_explain_lowers_the_ceiling_to_8_bits_below_what_failed() -> None:
     state = after(Headroom(recovery=0, leak=0), clean(1.0), OVERFLOW, clean(1.0))
-    assert_state(state, scale=2**5, peak=1.0, level=1.0, ceiling=2**5, recovery_factor=0.5, applied=2, skipped=1)
+    assert_state(
+        state,
+        scale=2**5,
+        peak=1.0,
+        level=1.0,
+        ceiling=2**5,
+        recovery_factor=0.5,
+        clean_steps=1,
+        applied=2,
+        skipped=1,
+    )
 
 
 def test_an_overflow_that_larger_gradients_explain_leaves_the_ceiling_alone() -> None:
     state = after(Headroom(recovery=0), clean(1.0), OVERFLOW, clean(2.0**12))
     # The level rises by at most 16 * 0.002, as the gradients are 12 bits above it.
     level = np.float32(0.002) * np.float32(16) + np.float32(1)
-    assert_state(state, scale=2, peak=2**12, level=level, ceiling=LIMIT, recovery_factor=1.0, applied=2, skipped=1)
+    assert_state(state, scale=2, peak=2**12, level=level, ceiling=LIMIT, clean_steps=1, applied=2, skipped=1)
 
 
 def test_an_overflow_at_a_scale_too_low_to_be_the_cause_teaches_nothing() -> None:
-    state = after(Headroom(recovery=0, leak=0), clean(1.0), OVERFLOW, OVERFLOW, clean(1.0))
-    assert_state(state, scale=2**13, peak=1.0, level=1.0, ceiling=LIMIT, applied=2, skipped=2)
+    state = after(Headroom(recovery=0, leak=0), clean(1.0), clean(1.0), OVERFLOW, OVERFLOW, clean(1.0))
+    assert_state(state, scale=2**13, peak=1.0, level=1.0, ceiling=LIMIT, clean_steps=1, applied=3, skipped=2)
+
+
+def test_when_that_happens_again_at_once_the_scale_stays_8_bits_lower() -> None:
+    policy = Headroom(recovery=0, leak=0)
+    start = after(policy, clean(1.0), clean(1.0), OVERFLOW, OVERFLOW, clean(1.0))
+    state = after(policy, OVERFLOW, OVERFLOW, clean(1.0), start=start)
+    assert (state.scale, state.ceiling, state.recovery_factor) == (2**5, np.float32(LIMIT) / 2**8, 0.5)
+
+
+def test_zeros_below_a_scale_that_failed_raise_the_scale_by_10_bits_and_not_up_to_it_again() -> None:
+    zero = clean(0.0)
+    assert scales(Headroom(), OVERFLOW, zero, zero, zero) == [-4, 6, 15, 15]
+
+
+@pytest.mark.parametrize("gap", range(0, 32, 2))
+def test_no_gap_to_gradients_nobody_sees_makes_it_overflow_again_and_again(gap: int) -> None:
+    stream = named("steady", 500, 8)
+    run = simulate(Headroom(), Stream(stream.amax, stream.hidden * 2.0**gap))
+    assert run.overflowed.sum(0).max() <= 20
 
 
 def test_only_the_first_clean_step_after_an_overflow_judges_it() -> None:
@@ -161,10 +192,12 @@ def test_each_proof_of_the_ceiling_halves_its_recovery_down_to_a_32nd() -> None:
     assert factors == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 32, 1 / 32]
 
 
-def test_however_many_overflows_the_ceiling_stays_within_half_of_the_range_of_the_limit() -> None:
+def test_the_ceiling_stays_within_half_of_the_range_of_the_limit_unless_every_other_step_overflows() -> None:
     policy = Headroom(recovery=0, leak=0)
-    state = after(policy, clean(1.0), *[OVERFLOW, clean(1.0)] * 9)
+    state = after(policy, clean(1.0), clean(1.0), *[OVERFLOW, clean(1.0), clean(1.0)] * 9)
     assert state.ceiling == np.float32(LIMIT) / 2**20
+    again_and_again = after(policy, clean(1.0), *[OVERFLOW, clean(1.0)] * 9)
+    assert again_and_again.ceiling == FP16.smallest_subnormal
 
 
 def test_a_spike_does_not_move_the_level_and_so_leaves_what_overflows_taught() -> None:
@@ -204,7 +237,7 @@ def test_zeros_before_any_gradient_raise_the_scale_by_half_of_the_range_and_no_h
 
 def test_zeros_after_a_gradient_change_nothing_but_the_counter() -> None:
     state = after(Headroom(), clean(1.0), clean(0.0), clean(1e-45))
-    assert_state(state, scale=2**13, peak=1.0, level=1.0, ceiling=LIMIT, applied=3)
+    assert_state(state, scale=2**13, peak=1.0, level=1.0, ceiling=LIMIT, clean_steps=1, applied=3)
 
 
 def test_zeros_at_a_scale_that_hides_the_peak_itself_raise_the_scale() -> None:
@@ -215,7 +248,8 @@ def test_zeros_at_a_scale_that_hides_the_peak_itself_raise_the_scale() -> None:
 
 @pytest.mark.parametrize("amax", [math.nan, math.inf])
 def test_a_magnitude_that_is_no_magnitude_is_ignored(amax: float) -> None:
-    assert_state(after(Headroom(), clean(1.0), clean(amax)), scale=2**13, peak=1.0, level=1.0, ceiling=LIMIT, applied=2)
+    state = after(Headroom(), clean(1.0), clean(amax))
+    assert_state(state, scale=2**13, peak=1.0, level=1.0, ceiling=LIMIT, clean_steps=1, applied=2)
     assert_state(after(Headroom(), clean(amax)), ceiling=LIMIT, applied=1)
 
 

@@ -12,6 +12,7 @@ Nothing here rounds differently on another framework. The only sums add 1 to an 
 multiplication and addition (XLA does) changes no bit, and powers of two come from `pow2_floor` and `two_to`.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -28,7 +29,7 @@ from gradscale.policies.checks import (
     check_bounds,
     check_format,
 )
-from gradscale.policies.contract import ScaleState, Seen, counted, verdict
+from gradscale.policies.contract import ScaleState, Seen, counted, one_more, verdict
 from gradscale.record import Array, Record, leaf
 
 HIGHEST_PEAK = 2.0**48
@@ -70,6 +71,8 @@ class PeakState(ScaleState):
         ceiling: what `level * scale` may reach.
         recovery_factor: multiplies the recovery of the ceiling; halves each time an overflow proves the ceiling right.
         failed_scale: scale of the last overflow since a gradient was seen; 0 if there was none.
+
+    Here `clean_steps` are those since the last overflow that a clean step has judged.
     """
 
     peak: Array = leaf("float32", 0)
@@ -198,6 +201,7 @@ def next_state(
         state,
         clean,
         xp,
+        clean_steps=xp.where(measured, _clean_steps(state, xp), state.clean_steps),
         scale=bounded(scale, settings.policy.min_scale, settings.policy.max_scale, xp),
         stuck=xp.logical_and(overflow, state.scale <= settings.policy.min_scale),
         peak=xp.where(measured, peak, state.peak),
@@ -209,23 +213,34 @@ def next_state(
     )
 
 
+def _clean_steps(state: PeakState, xp: Namespace) -> Array:
+    """Returns the clean steps since the last overflow, with one more."""
+    return xp.where(state.failed_scale > 0, 1, one_more(state.clean_steps, xp))
+
+
 def _learned(state: PeakState, observed: Observation, settings: PeakSettings, xp: Namespace) -> tuple[Array, Array]:
     """Returns the ceiling and its recovery factor once a clean step shows what caused the overflows before it, if any.
 
     Where the gradients have grown so much that the rule itself forbids half of the scale that failed, they are the
-    cause. Where the scale that failed is far below what the rule allows, no scale could have prevented the overflow.
-    Otherwise the cause is an unmeasured gradient or a spike: the ceiling falls `LESSON` below the scale that failed,
-    and will recover more slowly.
+    cause. Otherwise it is an unmeasured gradient or a spike: the ceiling falls `LESSON` below the scale that failed,
+    and will recover more slowly. Where that scale was already far below what the rule allows, no scale could have
+    prevented the overflow, and nothing is learned; unless it follows at once on the overflow before, which shows that
+    the rule allows too much.
     """
     # Judged at the first clean step, not at the overflow: only then is it known how large the gradients were.
     top = larger(observed.amax, observed.previous_peak, xp)
     allowed = smaller(_scale_for(settings.limit, top, xp), _scale_for(state.ceiling, observed.level, xp), xp)
     farthest = search_factor(settings.policy.format)
     failed = larger(state.failed_scale, LOWEST_SCALE, xp)
-    plausible = xp.logical_and(failed * 0.5 < allowed, failed > allowed / farthest)
-    learns = xp.logical_and(state.failed_scale > 0, plausible)
-    lowered = observed.level * larger(smaller(failed, allowed, xp) * LESSON, LOWEST_SCALE, xp)
-    ceiling = xp.where(learns, larger(lowered, settings.limit / farthest, xp), state.ceiling)
+    plausible, again = failed > allowed / farthest, state.clean_steps == 1
+    unexplained = xp.logical_and(state.failed_scale > 0, failed * 0.5 < allowed)
+    learns = xp.logical_and(unexplained, xp.logical_or(plausible, again))
+    lowered = observed.level * larger(
+        xp.where(plausible, smaller(failed, allowed, xp), allowed) * LESSON, LOWEST_SCALE, xp
+    )
+    # Batches that overflow at any scale, now and then, must not drive the gradients out of the format.
+    lowest = xp.where(again, settings.policy.format.smallest_subnormal, settings.limit / farthest)
+    ceiling = xp.where(learns, smaller(larger(lowered, lowest, xp), state.ceiling, xp), state.ceiling)
     slower = larger(state.recovery_factor * 0.5, SLOWEST_RECOVERY, xp)
     return ceiling, xp.where(learns, slower, state.recovery_factor)
 
@@ -262,8 +277,12 @@ def _searched(state: PeakState, observed: Observation, settings: PeakSettings, x
     """
     low = state.scale < settings.policy.format.smallest_normal / larger(state.peak, SMALLEST_GRADIENT, xp)
     factor = search_factor(settings.policy.format)
+    # Below a scale that failed it rises by half as many bits, and stays below: else it would go back and forth forever.
+    has_failed, half = state.failed_scale > 0, 2.0 ** (math.frexp(factor)[1] // 2)
+    step = xp.where(has_failed, half, state.scale * 0 + factor)
+    highest = xp.where(has_failed, smaller(state.failed_scale * 0.5, SEARCH_LIMIT, xp), SEARCH_LIMIT)
     # The outer `larger` keeps a scale that is above the limit already: a search must not lower it.
-    higher = larger(smaller(state.scale, SEARCH_LIMIT / factor, xp) * factor, state.scale, xp)
+    higher = larger(smaller(smaller(state.scale, SEARCH_LIMIT / factor, xp) * step, highest, xp), state.scale, xp)
     return xp.where(xp.logical_and(observed.all_zero, low), higher, state.scale)
 
 
