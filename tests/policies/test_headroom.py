@@ -159,9 +159,11 @@ def test_when_that_happens_again_at_once_the_scale_stays_8_bits_lower() -> None:
     assert (state.scale, state.ceiling, state.recovery_factor) == (2**5, np.float32(LIMIT) / 2**8, 0.5)
 
 
-def test_zeros_below_a_scale_that_failed_raise_the_scale_by_10_bits_and_not_up_to_it_again() -> None:
+def test_zeros_after_an_overflow_raise_the_scale_by_10_bits_and_first_to_what_is_left_below_the_one_that_failed() -> (
+    None
+):
     zero = clean(0.0)
-    assert scales(Headroom(), OVERFLOW, zero, zero, zero) == [-4, 6, 15, 15]
+    assert scales(Headroom(), OVERFLOW, zero, zero, zero) == [-4, 6, 15, 25]
 
 
 @pytest.mark.parametrize("gap", range(0, 32, 2))
@@ -243,7 +245,7 @@ def test_zeros_after_a_gradient_change_nothing_but_the_counter() -> None:
 def test_zeros_at_a_scale_that_hides_the_peak_itself_raise_the_scale() -> None:
     state = after(Headroom(), clean(1.0), *[OVERFLOW] * 12)
     assert state.scale == 2.0**-24
-    assert after(Headroom(), clean(0.0), start=state).scale == 2.0**-4
+    assert after(Headroom(), clean(0.0), start=state).scale == 2.0**-14
 
 
 @pytest.mark.parametrize("amax", [math.nan, math.inf])

@@ -277,12 +277,14 @@ def _searched(state: PeakState, observed: Observation, settings: PeakSettings, x
     """
     low = state.scale < settings.policy.format.smallest_normal / larger(state.peak, SMALLEST_GRADIENT, xp)
     factor = search_factor(settings.policy.format)
-    # Below a scale that failed it rises by half as many bits, and stays below: else it would go back and forth forever.
-    has_failed, half = state.failed_scale > 0, 2.0 ** (math.frexp(factor)[1] // 2)
-    step = xp.where(has_failed, half, state.scale * 0 + factor)
-    highest = xp.where(has_failed, smaller(state.failed_scale * 0.5, SEARCH_LIMIT, xp), SEARCH_LIMIT)
-    # The outer `larger` keeps a scale that is above the limit already: a search must not lower it.
-    higher = larger(smaller(smaller(state.scale, SEARCH_LIMIT / factor, xp) * step, highest, xp), state.scale, xp)
+    # After an overflow it rises by half as many bits, and first to what is left below the scale that failed: else it
+    # would go back and forth between zeros and overflow.
+    half = 2.0 ** (math.frexp(factor)[1] // 2)
+    start = smaller(state.scale, SEARCH_LIMIT / factor, xp)
+    below = xp.where(state.scale * 2.0 < state.failed_scale, state.failed_scale * 0.5, SEARCH_LIMIT)
+    higher = xp.where(state.failed_scale > 0, smaller(start * half, below, xp), start * factor)
+    # The `larger` keeps a scale that is above the limit already: a search must not lower it.
+    higher = larger(higher, state.scale, xp)
     return xp.where(xp.logical_and(observed.all_zero, low), higher, state.scale)
 
 
