@@ -19,7 +19,7 @@ from benchmarks.marks import fill
 from benchmarks.study.plan import cases
 from benchmarks.study.report import claims, coverage, tables
 from benchmarks.study.results import Results
-from benchmarks.study.training import run
+from benchmarks.study.training import Case, run
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.json"
@@ -51,7 +51,7 @@ def _machine() -> dict[str, str]:
     return {name: value for name, value in describe().items() if name not in ("load at the start", "threads", "jax")}
 
 
-def _run_missing(results: Results, planned: list, end: float) -> None:
+def _run_missing(results: Results, planned: list[Case], end: float) -> None:
     for case in planned:
         if case.key in results.rows:
             continue

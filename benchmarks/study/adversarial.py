@@ -28,16 +28,17 @@ class AdversarialTask:
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model = nn.ModuleDict({"critic": layers(2, 1), "generator": layers(NOISE, 2)})
+        self._critic, self._generator = layers(2, 1), layers(NOISE, 2)
+        self.model: nn.Module = nn.ModuleList([self._critic, self._generator])
         self._random = torch.Generator().manual_seed(seed)
         self._optimizers = [
             torch.optim.Adam(network.parameters(), rate, (0.5, 0.9))
-            for network, rate in zip(self.model.values(), RATES, strict=True)
+            for network, rate in zip((self._critic, self._generator), RATES, strict=True)
         ]
 
     def turns(self, step: int) -> Iterator[Turn]:
         points, noise = self._points(), torch.randn(BATCH_SIZE, NOISE, generator=self._random)
-        critic, generator = self.model["critic"], self.model["generator"]
+        critic, generator = self._critic, self._generator
         yield Turn(
             self._optimizers[0],
             lambda: (softplus(-critic(points)) + softplus(critic(generator(noise).detach()))).mean(),
@@ -48,7 +49,7 @@ class AdversarialTask:
         """Returns how far generated points are from real ones: the mean distance of their sorted coordinates."""
         with torch.no_grad():
             noise = torch.randn(BATCH_SIZE, NOISE, generator=self._random)
-            found, points = self.model["generator"](noise).sort(0).values, self._points().sort(0).values
+            found, points = self._generator(noise).sort(0).values, self._points().sort(0).values
             return float((found - points).abs().mean())
 
     def _points(self) -> Tensor:

@@ -20,7 +20,7 @@ class ControlTask:
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(
+        self.model: nn.Module = nn.Sequential(
             nn.Linear(2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, len(ACTIONS))
         )
         self._random = torch.Generator().manual_seed(seed)
@@ -55,5 +55,5 @@ class ControlTask:
         return torch.cat(states), torch.cat(actions), torch.stack(costs)
 
     def _loss(self, states: Tensor, actions: Tensor, advantage: Tensor) -> Tensor:
-        # Adding the cost's gradient and subtracting its logarithm's: the cross entropy is minus the logarithm.
+        # The cross entropy is minus the logarithm of the chance: a cost above the mean makes its action less likely.
         return -(cross_entropy(self.model(states), actions, reduction="none") * advantage).sum() / EPISODES

@@ -56,7 +56,7 @@ class LanguageTask:
 
     def __init__(self, seed: int, trouble: Trouble) -> None:
         torch.manual_seed(seed)
-        self.model = CharGPT()
+        self.model: nn.Module = CharGPT()
         self._trouble, self._factor = trouble, 1.0
         self._rng = np.random.default_rng(seed)
         # An epsilon that stays small beside gradients of tiny losses.
