@@ -14,16 +14,19 @@ QUICK_STEPS = 200
 
 def cases(quick: bool) -> Iterator[Case]:
     """Yields the cases. The quick form has one seed, fewer steps and no clipping."""
-    first = (FP32_RUN, BASELINE, SUBJECT)
-    yield from _cases(first, quick)
-    yield from _cases(tuple(rule for rule in RULES if rule not in first), quick)
+    compared = (BASELINE, SUBJECT)
+    others = tuple(rule for rule in RULES if rule not in (FP32_RUN, *compared))
+    clips = (False,) if quick else (False, True)
+    for rules, clip in [(rules, clip) for clip in clips for rules in ((FP32_RUN,), compared)]:
+        yield from _cases(rules, clip, quick)
+    for clip in clips:
+        yield from _cases(others, clip, quick)
 
 
-def _cases(rules: Sequence[str], quick: bool) -> Iterator[Case]:
-    seeds, clips = (SEEDS[:1], (False,)) if quick else (SEEDS, (False, True))
-    # Short tasks first, and the rules of a task one after the other, so that also half a study compares them.
-    tasks = sorted(TASKS, key=lambda name: TASKS[name].steps)
-    for seed, clip, format, task, rule in product(seeds, clips, ("fp32", *FORMATS), tasks, rules):
-        if (rule == FP32_RUN) == (format == "fp32"):
-            steps = TASKS[task].steps
-            yield Case(task, rule, format, clip, seed, min(steps, QUICK_STEPS) if quick else steps)
+def _cases(rules: Sequence[str], clip: bool, quick: bool) -> Iterator[Case]:
+    """Yields the cases of some rules, so that also half of them compare the rules of a task."""
+    formats = ("fp32",) if rules == (FP32_RUN,) else FORMATS
+    short_first = sorted(TASKS, key=lambda name: TASKS[name].steps)
+    for seed, format, task, rule in product(SEEDS[:1] if quick else SEEDS, formats, short_first, rules):
+        steps = TASKS[task].steps
+        yield Case(task, rule, format, clip, seed, min(steps, QUICK_STEPS) if quick else steps)
