@@ -18,6 +18,9 @@ LOST_FLOOR = 1e-8
 NOISE = 3.0
 """Standard deviations of FP32's seeds within which a final loss counts as the same."""
 
+SAME = 0.02
+"""Share of FP32's loss within which one counts as the same in any case."""
+
 
 def tables(rows: Rows) -> str:
     """Returns a table for each format, with and without clipping, as markdown."""
@@ -105,23 +108,23 @@ def _final_names(rows: Rows) -> list[tuple[str, str, bool]]:
     return sorted({(row["task"], row["format"], row["clips"]) for row in rows.values() if row["rule"] == SUBJECT})
 
 
-def _finals(rows: Rows, task: str, format: str, clips: bool, rule: str) -> list[float]:
-    """Returns the final losses by seed."""
+def _finals(rows: Rows, task: str, format: str, clips: bool, rule: str) -> dict[int, float]:
+    """Returns the final loss of each seed."""
     names = (task, format, clips, rule)
-    found = [r for r in rows.values() if (r["task"], r["format"], r["clips"], r["rule"]) == names]
-    return [row["final"] for row in sorted(found, key=lambda row: row["seed"])]
+    found = [row for row in rows.values() if (row["task"], row["format"], row["clips"], row["rule"]) == names]
+    return {row["seed"]: row["final"] for row in found}
 
 
 def _within_noise(rows: Rows, task: str, format: str, clips: bool, rule: str) -> bool:
-    """Returns whether the mean final loss is no further above FP32's than its own runs are from each other."""
+    """Returns whether the final loss is no further above that of FP32 than the seeds of FP32 are from each other."""
     single = _finals(rows, task, "fp32", clips, FP32_RUN)
     found = _finals(rows, task, format, clips, rule)
-    if not single or not found:
+    pairs = [(final, single[seed]) for seed, final in found.items() if seed in single]
+    if not pairs:
         return True
-    spread = statistics.stdev(single) if len(set(single)) > 1 else 0.0
-    return statistics.fmean(found) - statistics.fmean(single) <= max(
-        NOISE * spread, 0.02 * abs(statistics.fmean(single))
-    )
+    excess = statistics.fmean(final - reference for final, reference in pairs)
+    spread = statistics.stdev(single.values()) if len(single) > 1 else 0.0
+    return excess <= max(NOISE * spread, SAME * abs(statistics.fmean(single.values())))
 
 
 def _listed(worse: Sequence[Row], count: int) -> str:

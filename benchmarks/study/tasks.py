@@ -27,7 +27,7 @@ TASKS: dict[str, TaskSpec] = {
     "tiny: loss x 1e-7": TaskSpec(_language(loss_factor=1e-7)),
     "start at 2^32": TaskSpec(_language(), init_scale=2.0**32),
     "deep CNN": TaskSpec(VisionTask),
-    "CNN, bad batches: 1% x 1000": TaskSpec(partial(VisionTask, bad_share=0.01)),
+    "CNN, bad batches: 1% x 100": TaskSpec(partial(VisionTask, bad_share=0.01)),
     "fine-tuning, 3 steps": TaskSpec(_fine_tuning, steps=3),
     "fine-tuning, 10 steps": TaskSpec(_fine_tuning, steps=10),
     "fine-tuning, 50 steps": TaskSpec(_fine_tuning, steps=50),

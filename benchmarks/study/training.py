@@ -12,7 +12,7 @@ from benchmarks.study.task import Turn
 from benchmarks.study.tasks import TASKS
 
 from gradscale import FP16, Format, get_format
-from gradscale.torch import LossScaler, emulate
+from gradscale.torch import LossScaler, ScaleStuck, emulate
 
 EARLY = 50
 """Steps at the start whose gradients are all measured, and among which the best scale is looked for."""
@@ -143,7 +143,10 @@ class Run:
 def run(case: Case) -> dict[str, Any]:
     """Returns the row of a case: what was run, and its figures."""
     start, running = time.perf_counter(), Run(case)
-    for step in range(case.steps):
-        running.step(step)
+    try:
+        for step in range(case.steps):
+            running.step(step)
+    except ScaleStuck:
+        running.measures.scores.append(math.inf)  # the model is lost, and so is the final loss
     figures = running.measures.summary(running.format)
     return asdict(case) | figures | {"seconds": round(time.perf_counter() - start, 1)}

@@ -31,12 +31,12 @@ class VisionTask:
         bad_factor: what their loss is multiplied by.
     """
 
-    def __init__(self, seed: int, bad_share: float = 0.0, bad_factor: float = 1000.0) -> None:
+    def __init__(self, seed: int, bad_share: float = 0.0, bad_factor: float = 100.0) -> None:
         torch.manual_seed(seed)
         self.model = deep_cnn()
         self._digits = load_digits(seed)
         self._rng = np.random.default_rng(seed)
-        self._optimizer = torch.optim.SGD(self.model.parameters(), 0.02, momentum=0.9)
+        self._optimizer = torch.optim.Adam(self.model.parameters(), 3e-3)
         self._bad_share, self._bad_factor, self._factor = bad_share, bad_factor, 1.0
 
     def turns(self, step: int) -> Iterator[Turn]:
