@@ -129,6 +129,10 @@ bench: $(VENV)/.stage-test ## run the benchmarks; write their figures and plots 
 bench-quick: $(VENV)/.stage-test ## run the benchmarks in under a minute, roughly; write nothing
 	@$(PY) benchmarks/run.py --quick $(ARGS)
 
+.PHONY: study
+study: $(VENV)/.stage-test ## train small models with every policy; continues benchmarks/study/results.json (hours)
+	@$(PY) -m benchmarks.study $(ARGS)
+
 .PHONY: pins
 pins: $(VENV)/.stage-lint $(VENV)/.stage-docs $(VENV)/.stage-dist $(MXNET)/.stage-test-mxnet $(RAY)/.stage-test-ray $(DEEPSPEED)/.stage-test-deepspeed ## write the installed versions to constraints/
 	@for pair in $(VENV):main $(MXNET):mxnet $(RAY):ray $(DEEPSPEED):deepspeed; do \

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from gradscale import FP16, Format, Policy, Seen
+from gradscale.policies.checks import LOWEST_SCALE
+from gradscale.policies.contract import backed_off
 from gradscale.record import fields, with_values
 
 Matrix = np.ndarray[Any, Any]
@@ -52,19 +54,47 @@ class Run:
     state: Any
 
 
-def simulate(policy: Policy, stream: Stream, format: Format = FP16) -> Run:
-    """Returns what `policy` does with the stream, all columns at once."""
+def simulate(policy: Policy, stream: Stream, format: Format = FP16, *, retries: bool = False) -> Run:
+    """Returns what `policy` does with the stream, all columns at once.
+
+    Args:
+        policy: the policy.
+        stream: the gradients.
+        format: what they must fit.
+        retries: until a step was applied, run a backward pass that overflowed once again with the next scale.
+    """
     start = policy.start()
     columns = stream.amax.shape[1]
     state = with_values(start, {field.name: np.full(columns, getattr(start, field.name)) for field in fields(start)})
     scales, overflowed = np.empty(stream.amax.shape), np.empty(stream.amax.shape, bool)
     for step, (amax, hidden) in enumerate(zip(stream.amax, stream.hidden, strict=True)):
+        if retries:
+            state = _retried(policy, state, amax * hidden, format)
         scales[step] = state.scale
         scaled = amax * scales[step]
         overflowed[step] = scaled * hidden >= format.overflow_threshold
         scaled[scaled <= format.smallest_subnormal / 2] = 0
         state = policy.next(state, _seen(policy, scaled, state.scale, overflowed[step], format), np)
     return Run(scales, overflowed, np.log2(format.max / (stream.amax * stream.hidden)) - np.log2(scales), state)
+
+
+def _retried(policy: Policy, state: Any, largest: Matrix, format: Format) -> Any:
+    """Returns the state with the scale of a second attempt, where no step was applied yet and the first overflows."""
+    again = (state.applied == 0) & (largest * state.scale >= format.overflow_threshold)
+    overflow = Seen(finite=np.zeros_like(again), loss_finite=np.ones_like(again))
+    lowered = backed_off(policy, state, overflow, np)
+    values = {f.name: np.where(again, getattr(lowered, f.name), getattr(state, f.name)) for f in fields(state)}
+    return with_values(state, values)
+
+
+def best_scales(stream: Stream, steps: int, format: Format = FP16) -> Matrix:
+    """Returns the largest power of two with which none of the first steps overflows, for each run.
+
+    Steps that overflow at any scale do not count.
+    """
+    largest = (stream.amax * stream.hidden)[:steps]
+    largest = np.where(largest < format.max / LOWEST_SCALE, largest, 0.0).max(0)
+    return 2.0 ** np.floor(np.log2(format.max / largest))
 
 
 def _seen(policy: Policy, scaled: Matrix, scale: Matrix, overflowed: Matrix, format: Format) -> Seen:
@@ -113,6 +143,18 @@ def _storm(_: np.random.Generator, stream: Stream) -> Stream:
     return _hiding(stream, np.where((step >= 0) & (step < 10), 2.0**300, 1.0))
 
 
+def _policy_gradient(rng: np.random.Generator, stream: Stream) -> Stream:
+    """Returns gradients that start 4 bits larger, fall by 6 bits and vary by 1.5."""
+    progress = np.arange(len(stream.amax))[:, None] / len(stream.amax)
+    return _times(stream, 2.0 ** (4 - 6 * progress + rng.normal(0, 1.5, stream.amax.shape)))
+
+
+def _early_training(_: np.random.Generator, stream: Stream) -> Stream:
+    """Returns gradients that start 6 bits larger and fall by 10 within the first thousand steps, with 2 bits hidden."""
+    fallen = 10 * (1 - np.exp(-np.arange(len(stream.amax))[:, None] / 400))
+    return _hiding(_times(stream, 2.0 ** (6 - fallen)), 2.0**2)
+
+
 CHANGES: dict[str, Change] = {
     "steady": lambda rng, stream: stream,
     "tiny: x 1e-7": lambda rng, stream: _times(stream, 1e-7),
@@ -128,8 +170,19 @@ CHANGES: dict[str, Change] = {
     "GAN": _gan,
     "spikes: 1% x 100": lambda rng, stream: _times(stream, np.where(rng.random(stream.amax.shape) < 0.01, 100.0, 1.0)),
     "storm of 10 overflows": _storm,
+    "rare spikes: 0.2% x 1000": lambda rng, stream: _times(
+        stream, np.where(rng.random(stream.amax.shape) < 0.002, 1000.0, 1.0)
+    ),
+    "policy gradient": _policy_gradient,
+    "early training: down 10 bits, 2 hidden": _early_training,
+    "bad batches: 0.5% at any scale": lambda rng, stream: _hiding(
+        stream, np.where(rng.random(stream.amax.shape) < 0.005, 2.0**300, 1.0)
+    ),
 }
 """The streams by name: each a change of the plain one."""
+
+PREVENTABLE = tuple(name for name in CHANGES if name not in ("storm of 10 overflows", "bad batches: 0.5% at any scale"))
+"""The streams without those whose overflows no scale prevents, and which every policy skips alike."""
 
 
 def named(name: str, steps: int, columns: int, seed: int = 0) -> Stream:

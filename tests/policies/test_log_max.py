@@ -74,7 +74,7 @@ def test_more_deviations_lower_the_scale() -> None:
 def test_an_overflow_backs_off_and_leaves_the_model_alone() -> None:
     before = after(LogMax(), clean(1.0), clean(0.5))
     state = next_of(LogMax(), before, OVERFLOW)
-    assert state.scale == before.scale / 2
+    assert state.scale == before.scale / 2**20
     assert (state.mean, state.variance, state.observations) == (before.mean, before.variance, before.observations)
 
 
@@ -83,14 +83,14 @@ def test_an_overflow_that_the_model_does_not_explain_is_learnt_from() -> None:
     state = before
     for step in (OVERFLOW, *[clean(1.0)] * 50):
         state = next_of(LogMax(), state, step)
-    assert state.scale == before.scale / 2
+    assert state.scale == before.scale / 2**8
     assert state.ceiling < before.ceiling
 
 
-def test_a_lasting_gap_of_8_bits_to_gradients_nobody_sees_costs_a_few_steps() -> None:
+def test_a_lasting_gap_of_8_bits_to_gradients_nobody_sees_costs_a_step_or_two() -> None:
     run = simulate(LogMax(), named("8 bits hidden", 3000, 8))
-    assert run.overflowed.sum(0).max() <= 5
-    assert np.median(run.bits_low) < 4
+    assert run.overflowed.sum(0).max() <= 2
+    assert np.median(run.bits_low) < 8
 
 
 def test_steady_gradients_overflow_hardly_ever_and_stay_near_the_top() -> None:

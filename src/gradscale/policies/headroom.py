@@ -8,7 +8,6 @@ from gradscale.policies.arithmetic import Namespace, larger, two_to
 from gradscale.policies.checks import check_bits, check_share
 from gradscale.policies.contract import Seen
 from gradscale.policies.peak import (
-    CLIMB_BITS,
     RECOVERY,
     PeakPolicy,
     PeakSettings,
@@ -20,6 +19,10 @@ from gradscale.policies.peak import (
     observe,
 )
 from gradscale.record import Array
+
+RISE_BITS = 3.0
+"""The scale rises once its target is this many bits higher. Two bits more would gain FP16 nothing, and each rise is a
+risk, as unmeasured gradients show themselves only in an overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,9 @@ class Headroom(PeakPolicy):
     in both directions: one step is enough to find the scale, wherever it starts, and when the gradients fall it rises
     within hundreds of steps.
 
-    Only parameter gradients are measured, while activation gradients may overflow first. So an overflow that the peak
-    does not explain lowers the ceiling that `peak * scale` may reach. The ceiling recovers slowly, and more slowly each
-    time an overflow proves it right, so that overflows do not recur.
+    Only parameter gradients of clean steps are measured, while activation gradients may overflow first, and a spike may
+    come without warning. So an overflow that the gradients do not explain keeps the scale 8 bits lower from then on.
+    That bound recovers slowly, and more slowly each time an overflow proves it right, so that overflows do not recur.
 
     Scales are bit-exact on every framework.
 
@@ -49,9 +52,9 @@ class Headroom(PeakPolicy):
             scale one binade lower.
         leak: share by which the peak decays at a step. 0.002 is a bit in 350 steps. Decay is 4, 16 and 64 times
             faster once the peak is more than 8, 10 and 14 bits above the gradients.
-        recovery: share by which a ceiling that an overflow lowered rises at a clean step.
-        climb_bits: a scale that rises far stops this many whole bits (0 to 15) below its target and doubles from there,
-            so that unmeasured gradients cost one overflow. With 0 it jumps: for when all gradients are measured.
+        recovery: share by which a bound that an overflow lowered rises at a clean step.
+        rise_bits: the scale rises only where its target is at least this many whole bits (0 to 15) higher. A bit or two
+            more would gain little, and unmeasured gradients may overflow.
         min_scale: the scale never falls below.
         max_scale: the scale never rises above. Tiny gradients need scales of 2**36 and more.
 
@@ -60,20 +63,20 @@ class Headroom(PeakPolicy):
     >>> for amax in (1e-7, 1e-7, 1e-7, 50.0):
     ...     state = policy.next(state, Seen(amax=np.float32(amax)), np)
     ...     print(f"2**{np.log2(state.scale):.0f}")
-    2**33
-    2**34
-    2**35
+    2**37
+    2**37
+    2**37
     2**8
     """
 
     margin_bits: float = 2.0
     leak: float = 0.002
     recovery: float = RECOVERY
-    climb_bits: float = CLIMB_BITS
+    rise_bits: float = RISE_BITS
 
     def __post_init__(self) -> None:
         PeakPolicy.__post_init__(self)  # `super()` finds no class where `slots=True` made a new one
-        check_bits(self, "margin_bits", "climb_bits")
+        check_bits(self, "margin_bits", "rise_bits")
         check_share(self, "leak", "recovery")
 
     def start(self) -> HeadroomState:
@@ -83,17 +86,18 @@ class Headroom(PeakPolicy):
     def next(self, state: HeadroomState, seen: Seen, xp: Namespace) -> HeadroomState:
         """Returns the state after one step.
 
-        A clean step updates the peak and moves the scale to it. Overflows in a row lower the scale by 1, 2, 4, 8, 16
-        bits, and by 16 at once while no gradient has been seen. A step whose gradients are all zero changes nothing,
-        unless the scale may be the cause: then it rises by 16 bits. A non-finite loss changes nothing but the counters.
-        Does not synchronize with the device.
+        A clean step updates the peak and moves the scale to it. An overflow lowers the scale by half of the format's
+        range, 20 bits in FP16, until the next clean step shows what it can be; and halves it where the peak would be
+        subnormal otherwise. A step whose gradients are all zero changes nothing, unless the scale may be the cause:
+        then it rises by half of the range. A non-finite loss changes nothing but the counters. Does not synchronize
+        with the device.
         """
         observed = observe(state, seen, xp)
         # Up to 64 times the leak may exceed 1; the peak must not become negative.
         kept = larger(1.0 - self.leak * decay_speed(observed.previous_peak, observed.amax, xp), 0.0, xp)
         peak = larger(observed.amax, observed.previous_peak * kept, xp)
         limit = self._limit(state.scale, xp)
-        settings = PeakSettings(self, limit, self.recovery, self.climb_bits)
+        settings = PeakSettings(self, limit, self.recovery, self.rise_bits)
         return next_state(state, seen, observed, peak, settings, xp)
 
     def _limit(self, like: Array, xp: Namespace) -> Array:

@@ -1,14 +1,18 @@
 """From a predicted peak to a scale: what `Headroom` and `LogMax` share.
 
 A policy predicts the largest unscaled gradient, the peak. The scale is the largest power of two that keeps
-`peak * scale` under a ceiling. The peak is measured on parameter gradients, but activation gradients, which are not
-measured, overflow too. So the ceiling is learned: it starts at the format's maximum less a margin, an overflow that the
-peak does not explain lowers it to half of what overflowed, and it recovers slowly.
+`peak * scale` under a limit: the format's maximum less a margin. The peak is measured on parameter gradients of clean
+steps, but activation gradients, which are not measured, overflow too, and so do spikes that come once in a thousand
+steps. So a second bound is learned: an overflow that the gradients do not explain lowers a ceiling of `level * scale`,
+which recovers slowly. The level is a slow minimum of the gradients: it falls when they all fall, so that the scale can
+rise, and it does not notice a spike. (Relative to the peak, what a spike taught would be forgotten as soon as the peak
+that the next spike leaves has leaked.)
 
 Nothing here rounds differently on another framework. The only sums add 1 to an exact product, so a compiler that fuses
 multiplication and addition (XLA does) changes no bit, and powers of two come from `pow2_floor` and `two_to`.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -25,7 +29,7 @@ from gradscale.policies.checks import (
     check_bounds,
     check_format,
 )
-from gradscale.policies.contract import ScaleState, Seen, counted, verdict
+from gradscale.policies.contract import ScaleState, Seen, counted, one_more, verdict
 from gradscale.record import Array, Record, leaf
 
 HIGHEST_PEAK = 2.0**48
@@ -35,24 +39,23 @@ so the norm is finite in float32. Far below, at 2**-126, nothing is lost yet."""
 SMALLEST_GRADIENT = 2.0**-126
 """Anything below counts as zero: some devices flush float32 subnormals, and the rule must not depend on the device."""
 
-FIRST_BACKOFF = 0.5
-"""The first overflow after a clean step halves the scale. Each further one squares the factor: 1, 2, 4, 8, 16 bits."""
-
-RECOVERY = 0.00035
-"""Share by which a ceiling rises at a clean step: half a bit in 1,000 steps, as 1.00035**1000 = 2**0.505."""
+RECOVERY = 0.0002
+"""Share by which a ceiling rises at a clean step: 0.3 bits in 1,000 steps, as 1.0002**1000 = 2**0.289."""
 
 SLOWEST_RECOVERY = 2.0**-5
 """A ceiling that was proved right five times recovers 32 times slower than one never tested; no slower than that."""
 
-PLAUSIBLE_GAP = 2.0**-8
-"""How far below its limit a ceiling is plausible. Activation gradients were measured up to 8 bits above those of
-parameters; a ceiling further down comes from overflows that no scale could have prevented."""
+LESSON = 2.0**-8
+"""How far below the scale that failed an unexplained overflow keeps the scale. Activation gradients were measured up to
+8 bits above those of parameters, and a batch that is 100 times worse than others is 7 bits above. At half of the scale
+that failed, the next of them would mostly overflow again; and 8 of its 40 binades are
+next to nothing to FP16."""
 
-FAST_RECOVERY = 2.0**5
-"""How many times faster an implausible ceiling recovers."""
+LEVEL_RISE = 0.002
+"""Share by which the level rises at most at a step, when gradients are less than 8 bits above it."""
 
-CLIMB_BITS = 4.0
-"""How far below its target a rising scale stops to double from there."""
+LEVEL_FALL = 0.25
+"""Share by which the level falls at most at a step, so that a single small gradient does not move it far."""
 
 SEARCH_LIMIT = 2.0**48
 """How high the scale rises while all gradients are zero. They may really be zero, and a rise then costs a skip."""
@@ -64,17 +67,19 @@ class PeakState(ScaleState):
 
     Attributes:
         peak: unscaled gradient that the next step is expected to stay below; 0 while no gradient has been seen.
-        ceiling: what `peak * scale` may reach.
+        level: unscaled gradient that most steps stay above; 0 while no gradient has been seen.
+        ceiling: what `level * scale` may reach.
         recovery_factor: multiplies the recovery of the ceiling; halves each time an overflow proves the ceiling right.
         failed_scale: scale of the last overflow since a gradient was seen; 0 if there was none.
-        backoff_factor: what the next overflow multiplies the scale by.
+
+    Here `clean_steps` are those since the last overflow that a clean step has judged.
     """
 
     peak: Array = leaf("float32", 0)
+    level: Array = leaf("float32", 0)
     ceiling: Array = leaf("float32", FP16.max)
     recovery_factor: Array = leaf("float32", 1)
     failed_scale: Array = leaf("float32", 0)
-    backoff_factor: Array = leaf("float32", FIRST_BACKOFF)
 
 
 T = TypeVar("T", bound=PeakState)
@@ -108,15 +113,15 @@ class PeakSettings(NamedTuple):
 
     Attributes:
         policy: the policy, for its format and its bounds.
-        limit: where the ceiling starts, and never rises above.
+        limit: what the scaled peak may reach; where the ceiling starts, and never rises above.
         recovery: share by which the ceiling rises at a clean step, while `recovery_factor` is 1.
-        climb_bits: how far below its target the scale stops when it jumps up; from there it doubles.
+        rise_bits: how many bits higher the target must be for the scale to rise.
     """
 
     policy: PeakPolicy
     limit: Array
     recovery: Array = RECOVERY
-    climb_bits: Array = CLIMB_BITS
+    rise_bits: Array = 0.0
 
 
 class Observation(NamedTuple):
@@ -127,18 +132,23 @@ class Observation(NamedTuple):
         all_zero: the step was clean and all its gradients were zero.
         amax: the largest gradient; 1 where nothing was measured.
         previous_peak: the peak before the step, or `amax` if there was none.
+        level: the level after the step.
     """
 
     measured: Array
     all_zero: Array
     amax: Array
     previous_peak: Array
+    level: Array
 
 
 def search_factor(format: Format) -> float:
-    """Returns the factor by which the scale changes while no gradient is seen."""
-    # At most half the format's binades: a larger factor could jump from underflow to overflow and miss the range.
-    return 2.0 ** min(16, format.binades // 2)
+    """Returns the factor by which the scale changes while no gradient is seen, and falls at an overflow.
+
+    It is half the format's range, in bits: 20 in FP16. What was too large by a little is then still far from zero.
+    """
+    # Bounded for wide formats such as BF16, where half of the range would reach the bounds of the scale itself.
+    return 2.0 ** min(20, format.binades // 2)
 
 
 def highest_peak(format: Format, like: Array) -> Array:
@@ -151,7 +161,6 @@ def first_state(kind: type[T], policy: PeakPolicy, limit: Array) -> T:
     return kind(
         scale=np.float32(policy.init_scale),
         ceiling=np.float32(limit),
-        backoff_factor=np.float32(1 / search_factor(policy.format)),
     )
 
 
@@ -162,7 +171,16 @@ def observe(state: PeakState, seen: Seen, xp: Namespace) -> Observation:
     measured = xp.logical_and(clean, xp.logical_and(xp.isfinite(amax), amax >= SMALLEST_GRADIENT))
     all_zero = xp.logical_and(clean, amax < SMALLEST_GRADIENT)
     amax = xp.where(measured, amax, 1.0)
-    return Observation(measured, all_zero, amax, xp.where(state.peak > 0, state.peak, amax))
+    peak = xp.where(state.peak > 0, state.peak, amax)
+    return Observation(measured, all_zero, amax, peak, _level(xp.where(state.level > 0, state.level, amax), amax, xp))
+
+
+def _level(level: Array, amax: Array, xp: Namespace) -> Array:
+    """Returns the level after a step: it follows `amax`, slowly upwards, and at most by a quarter downwards."""
+    # A slow minimum, not a mean: spikes, and the larger of two networks that take turns, must not move it.
+    # The inner `smaller` keeps the product finite.
+    highest = smaller(level, HIGHEST_SCALE, xp) * (LEVEL_RISE * decay_speed(amax, level, xp) + 1.0)
+    return bounded(amax, level * (1.0 - LEVEL_FALL), highest, xp)
 
 
 def next_state(
@@ -176,58 +194,80 @@ def next_state(
     clean, overflow = verdict(seen, xp)
     ceiling, recovery_factor = _learned(state, observed, settings, xp)
     ceiling = _recovered(ceiling, recovery_factor, settings, xp)
-    unmeasured = xp.where(overflow, state.scale * state.backoff_factor, _searched(state, observed, settings, xp))
-    scale = xp.where(measured, _moved(state.scale, ceiling, peak, settings, xp), unmeasured)
-    # Squaring doubles the bits: a few steps leave any overflow behind, and one that a bit prevents costs a bit.
-    stronger = larger(state.backoff_factor * state.backoff_factor, 1 / search_factor(settings.policy.format), xp)
+    target = smaller(_scale_for(settings.limit, peak, xp), _scale_for(ceiling, observed.level, xp), xp)
+    unmeasured = xp.where(overflow, _lowered(state, settings, xp), _searched(state, observed, settings, xp))
+    scale = xp.where(measured, _moved(state.scale, target, settings, xp), unmeasured)
     return counted(
         state,
         clean,
         xp,
+        clean_steps=xp.where(measured, _clean_steps(state, xp), state.clean_steps),
         scale=bounded(scale, settings.policy.min_scale, settings.policy.max_scale, xp),
         stuck=xp.logical_and(overflow, state.scale <= settings.policy.min_scale),
         peak=xp.where(measured, peak, state.peak),
+        level=xp.where(measured, observed.level, state.level),
         ceiling=xp.where(measured, ceiling, state.ceiling),
         recovery_factor=xp.where(measured, recovery_factor, state.recovery_factor),
         failed_scale=xp.where(measured, 0.0, xp.where(overflow, state.scale, state.failed_scale)),
-        backoff_factor=xp.where(measured, FIRST_BACKOFF, xp.where(overflow, stronger, state.backoff_factor)),
         **changes,
     )
+
+
+def _clean_steps(state: PeakState, xp: Namespace) -> Array:
+    """Returns the clean steps since the last overflow, with one more."""
+    return xp.where(state.failed_scale > 0, 1, one_more(state.clean_steps, xp))
 
 
 def _learned(state: PeakState, observed: Observation, settings: PeakSettings, xp: Namespace) -> tuple[Array, Array]:
     """Returns the ceiling and its recovery factor once a clean step shows what caused the overflows before it, if any.
 
-    Where the gradients have grown so much that the ceiling itself forbids half of the scale that failed, they are the
-    cause. Otherwise it was unmeasured gradients: the ceiling falls to that half, and will recover more
-    slowly. It never falls so far that the peak itself would be subnormal.
+    Where the gradients have grown so much that the rule itself forbids half of the scale that failed, they are the
+    cause. Otherwise it is an unmeasured gradient or a spike: the ceiling falls `LESSON` below the scale that failed,
+    and will recover more slowly. Where that scale was already far below what the rule allows, no scale could have
+    prevented the overflow, and nothing is learned; unless it follows at once on the overflow before, which shows that
+    the rule allows too much.
     """
     # Judged at the first clean step, not at the overflow: only then is it known how large the gradients were.
     top = larger(observed.amax, observed.previous_peak, xp)
-    allowed = _scale_for(state.ceiling, top, xp)
-    half = larger(state.failed_scale * 0.5, LOWEST_SCALE, xp)
-    unexplained = xp.logical_and(state.failed_scale > 0, half < allowed)
-    ceiling = xp.where(unexplained, top * smaller(half, allowed, xp), state.ceiling)
+    allowed = smaller(_scale_for(settings.limit, top, xp), _scale_for(state.ceiling, observed.level, xp), xp)
+    farthest = search_factor(settings.policy.format)
+    failed = larger(state.failed_scale, LOWEST_SCALE, xp)
+    plausible, again = failed > allowed / farthest, state.clean_steps == 1
+    unexplained = xp.logical_and(state.failed_scale > 0, failed * 0.5 < allowed)
+    learns = xp.logical_and(unexplained, xp.logical_or(plausible, again))
+    lowered = observed.level * larger(
+        xp.where(plausible, smaller(failed, allowed, xp), allowed) * LESSON, LOWEST_SCALE, xp
+    )
+    # Batches that overflow at any scale, now and then, must not drive the gradients out of the format.
+    lowest = xp.where(again, settings.policy.format.smallest_subnormal, settings.limit / farthest)
+    ceiling = xp.where(learns, smaller(larger(lowered, lowest, xp), state.ceiling, xp), state.ceiling)
     slower = larger(state.recovery_factor * 0.5, SLOWEST_RECOVERY, xp)
-    recovery_factor = xp.where(unexplained, slower, state.recovery_factor)
-    return larger(ceiling, settings.policy.format.smallest_normal, xp), recovery_factor
+    return ceiling, xp.where(learns, slower, state.recovery_factor)
 
 
 def _recovered(ceiling: Array, recovery_factor: Array, settings: PeakSettings, xp: Namespace) -> Array:
     """Returns the ceiling after it rose for one step."""
-    # Both factors are powers of two, so the product is exact, and fusing it with the sum changes no bit.
-    factor = xp.where(ceiling < settings.limit * PLAUSIBLE_GAP, FAST_RECOVERY, recovery_factor)
-    return smaller(ceiling * (settings.recovery * factor + 1.0), settings.limit, xp)
+    # The factor is a power of two, so the product is exact, and fusing it with the sum changes no bit.
+    return smaller(ceiling * (settings.recovery * recovery_factor + 1.0), settings.limit, xp)
 
 
-def _moved(scale: Array, ceiling: Array, peak: Array, settings: PeakSettings, xp: Namespace) -> Array:
-    """Returns the power of two that the peak allows, or one on the way there if that is far up.
+def _moved(scale: Array, target: Array, settings: PeakSettings, xp: Namespace) -> Array:
+    """Returns the power of two that the target allows, or the scale as it was if that is only a little higher."""
+    highest = pow2_floor(target, xp)
+    rises = highest / two_to(settings.rise_bits, target, xp) >= scale
+    return xp.where(rises, highest, smaller(scale, highest, xp))
 
-    Near the target the scale doubles, so that unmeasured gradients cost one overflow and not a series of them.
+
+def _lowered(state: PeakState, settings: PeakSettings, xp: Namespace) -> Array:
+    """Returns the scale after an overflow: far lower, since the next clean step shows how high it can be.
+
+    Where even the peak would be subnormal it halves instead: a series of overflows that no scale prevents must not end
+    at a scale with which nothing can be measured.
     """
-    target = _scale_for(ceiling, peak, xp)
-    reach = larger(scale * 2.0, target / two_to(settings.climb_bits, target, xp), xp)
-    return pow2_floor(smaller(target, reach, xp), xp)
+    format = settings.policy.format
+    visible = pow2_floor(format.smallest_normal / larger(state.peak, SMALLEST_GRADIENT, xp), xp)
+    lowest = xp.where(state.peak > 0, smaller(visible, state.scale * 0.5, xp), 0.0)
+    return larger(state.scale / search_factor(format), lowest, xp)
 
 
 def _searched(state: PeakState, observed: Observation, settings: PeakSettings, xp: Namespace) -> Array:
@@ -237,8 +277,14 @@ def _searched(state: PeakState, observed: Observation, settings: PeakSettings, x
     """
     low = state.scale < settings.policy.format.smallest_normal / larger(state.peak, SMALLEST_GRADIENT, xp)
     factor = search_factor(settings.policy.format)
-    # The outer `larger` keeps a scale that is above the limit already: a search must not lower it.
-    higher = larger(smaller(state.scale, SEARCH_LIMIT / factor, xp) * factor, state.scale, xp)
+    # After an overflow it rises by half as many bits, and first to what is left below the scale that failed: else it
+    # would go back and forth between zeros and overflow.
+    half = 2.0 ** (math.frexp(factor)[1] // 2)
+    start = smaller(state.scale, SEARCH_LIMIT / factor, xp)
+    below = xp.where(state.scale * 2.0 < state.failed_scale, state.failed_scale * 0.5, SEARCH_LIMIT)
+    higher = xp.where(state.failed_scale > 0, smaller(start * half, below, xp), start * factor)
+    # The `larger` keeps a scale that is above the limit already: a search must not lower it.
+    higher = larger(higher, state.scale, xp)
     return xp.where(xp.logical_and(observed.all_zero, low), higher, state.scale)
 
 

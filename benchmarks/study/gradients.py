@@ -1,0 +1,84 @@
+"""The gradients that a format would have to hold, computed without rounding them."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gradscale import FP16, FP32, Format
+from gradscale.torch import emulate
+
+ROUNDED = (nn.Linear, nn.Conv2d, nn.Embedding)
+"""Modules whose products run in low precision."""
+
+
+Call = tuple[nn.Module, tuple[Tensor, ...], Tensor]
+"""A module, its inputs and its output."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients that are rounded, of one backward pass; unscaled, in float32.
+
+    Attributes:
+        tensors: of outputs and weights.
+        biases: of biases. They may overflow, but those before a BatchNorm are noise, of which nothing can be lost.
+    """
+
+    tensors: list[Tensor]
+    biases: list[Tensor]
+
+    @property
+    def amax(self) -> float:
+        """The largest of them."""
+        return max(float(tensor.abs().max()) for tensor in (*self.tensors, *self.biases))
+
+    def lost(self, format: Format, scale: float) -> float:
+        """Returns the share of a tensor's energy (the sum of squares) that becomes zero, as a mean over tensors."""
+        shares = [_lost(tensor.double(), format.smallest_subnormal / 2 / scale) for tensor in self.tensors]
+        return sum(shares) / len(shares)
+
+
+def exact_gradients(model: nn.Module, loss: Callable[[], Tensor]) -> Gradients:
+    """Returns the gradients, with the model computed in FP16. Leaves `.grad` and the buffers of the model alone.
+
+    A weight that is used twice has a gradient of each use, since each is rounded before they are added.
+    """
+    calls: list[Call] = []
+    modules = [module for module in model.modules() if isinstance(module, ROUNDED)]
+    handles = [module.register_forward_hook(lambda *call: calls.append(call)) for module in modules]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with emulate(FP16, FP32):
+            value = loss()
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = torch.autograd.grad(value, [output for _, _, output in calls], allow_unused=True)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    made = [(call, grad) for call, grad in zip(calls, found, strict=True) if grad is not None and grad.any()]
+    uses = [_parameter_gradients(module, inputs[0].detach(), grad) for (module, inputs, _), grad in made]
+    weights, biases = ([use[name] for use in uses if name in use] for name in ("weight", "bias"))
+    return Gradients([*(grad for _, grad in made), *weights], biases)
+
+
+def _parameter_gradients(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> dict[str, Tensor]:
+    """Returns the gradients of the weight and the bias by one use of the module."""
+    parameters = {name: parameter.detach().requires_grad_() for name, parameter in module.named_parameters()}
+    output = torch.func.functional_call(module, parameters, (inputs,))
+    found = torch.autograd.grad(output, list(parameters.values()), output_grad)
+    return dict(zip(parameters, found, strict=True))
+
+
+def best_scale(amax: float, format: Format) -> float:
+    """Returns the largest power of two with which `amax` does not overflow."""
+    return 2.0 ** math.floor(math.log2(format.max / amax))
+
+
+def _lost(gradient: Tensor, threshold: float) -> float:
+    energy = gradient.square()
+    return float(energy[gradient.abs() <= threshold].sum() / energy.sum())

@@ -1,0 +1,36 @@
+"""The rows that have been run, in a file, so that a study can be continued."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+Rows = dict[str, dict[str, Any]]
+
+
+class Results:
+    """The rows of a study by their keys.
+
+    Args:
+        path: file that they are read from and written to after each row; None to keep them in memory.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        saved = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
+        self.rows: Rows = saved.get("rows", {})
+        self.made_by: list[dict[str, str]] = saved.get("made_by", [])
+
+    def start(self, made_by: dict[str, str]) -> None:
+        """Notes what makes the next rows: the command, the machine and the versions. A change gets a new entry."""
+        if not self.made_by or self.made_by[-1] != made_by:
+            self.made_by.append(made_by)
+
+    def add(self, key: str, row: dict[str, Any]) -> None:
+        """Adds a row, with the number of the entry that says what made it, and writes the file."""
+        self.rows[key] = row | {"made_by": len(self.made_by) - 1}
+        if self._path is not None:
+            text = json.dumps({"made_by": self.made_by, "rows": self.rows}, indent=1)
+            # Replaced in one go: a study that is stopped while it writes must not lose its rows.
+            unfinished = self._path.with_suffix(".part")
+            unfinished.write_text(text + "\n", encoding="utf-8")
+            unfinished.replace(self._path)

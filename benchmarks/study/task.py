@@ -1,0 +1,52 @@
+"""What a run trains: a model, and the losses of each step."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One backward pass and the step that follows.
+
+    Attributes:
+        optimizer: what steps.
+        loss: computes the loss. Its batch was drawn before, so that it can be called again.
+        clip_norm: the norm to clip at, in runs with clipping.
+    """
+
+    optimizer: Optimizer
+    loss: Callable[[], Tensor]
+    clip_norm: float = 1.0
+
+
+class Task(Protocol):
+    """A model and its training data, in one random order."""
+
+    model: nn.Module
+
+    def turns(self, step: int) -> Iterable[Turn]:
+        """Yields what step `step` consists of: one turn, or one for each network."""
+        ...
+
+    def score(self, losses: list[float]) -> float:
+        """Returns what is reported of a step, less being better, by the losses of its turns."""
+        ...
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """A task of the study.
+
+    Attributes:
+        make: returns the task for a seed.
+        steps: how long it is trained in the full form.
+        init_scale: where every policy has to start; None for its own.
+    """
+
+    make: Callable[[int], Task]
+    steps: int = 1500
+    init_scale: float | None = None
