@@ -247,6 +247,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
     def _on_backward(self, made_with: Tensor, version: int, grad: Tensor) -> Tensor | None:
         # New gradients: parameters that optimizers share may be divided once more. Known only when the backward pass
         # begins: its loss may have been scaled long before.
+        for state in refusals.replaced(self._divided, self._per_optimizer_states):
+            state["replaced"] = True
         self._divided.clear()
         self._updated = None
         scale = self._scale
@@ -378,6 +380,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         state = self._per_optimizer_states[id(optimizer)]
         refusals.refuse_second_step(state["stage"])
         if state["stage"] is OptState.UNSCALED and state["found_inf_per_device"]:
+            refusals.refuse_replaced(optimizer, state)
             refusals.refuse_added_groups(optimizer, state.get("groups"))
         self._warn_of_fused_sgd(optimizer)
         self._steps.begin(optimizer, scale.device)
@@ -427,6 +430,12 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
 
     def _step_clipped(self, optimizer: Optimizer, scale: Tensor, clip: Clip, *args: Any, **kwargs: Any) -> Any:
         state, folds = self._per_optimizer_states[id(optimizer)], apply.folds(optimizer)
+        if (
+            state["stage"] is OptState.UNSCALED
+            and not state["found_inf_per_device"]
+            and unscale.gradients_of(optimizer)
+        ):
+            raise refusals.unchecked_gradients(optimizer)  # before they are measured, as if they were unscaled
         if state["stage"] is OptState.READY and (clip.norm is None or self._unscales_otherwise):
             self._unscale(optimizer, scale, allow_fp16=self._unscales_half or apply.takes_gate(optimizer))
         gradients, factor = self._measure_to_clip(optimizer, scale, clip)
@@ -526,6 +535,15 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         at_floor = False if self._rule is None else self._rule.state.stuck
         # Last: it may raise, and the update is complete by then.
         self._steps.close(results, overflow, after, self._bounds.min_scale, at_floor)
+
+    def _discard(self) -> None:
+        """Forgets what was noted since the last `update`: that step is never made, as after an error."""
+        if self._enabled:
+            self._updated = Updated()
+            self._divided.clear()
+            self._leaves.clear()
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+            self._steps.discard()
 
     def metrics(self) -> dict[str, float]:
         """Returns scale, counts, skip rate and headroom, as `LossScaler.metrics`. Never synchronizes.
