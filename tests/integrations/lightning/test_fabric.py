@@ -195,7 +195,8 @@ def test_bf16_is_clipped_by_the_plugin_too(name: str, fabrics: str) -> None:
     bounds: list[dict[str, Any]] = [{name: 2.0**-10}, {}]
     run, clipped_by_fabric = (Run(FabricMixedPrecision(precision="bf16-mixed", **bound)) for bound in bounds)
     run.step(0)
-    clipped_by_fabric.step(0, **{fabrics: 2.0**-10})
+    clip: dict[str, Any] = {fabrics: 2.0**-10}
+    clipped_by_fabric.step(0, **clip)
     grads, expected = ([each.grad for each in own.own.parameters()] for own in (run, clipped_by_fabric))
     torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-9)
 
@@ -215,6 +216,31 @@ def test_policy_without_a_scale_lets_fabric_clip(how: Any) -> None:
     run.step(0, max_norm=2.0**-10)
     norm = nn.utils.get_total_norm([each.grad for each in run.own.parameters() if each.grad is not None])
     assert norm.item() == pytest.approx(2.0**-10, rel=1e-3)
+
+
+def leave_out_a_step(plugin: FabricMixedPrecision) -> Run:
+    """Returns a run that has clipped, and has then decided not to step."""
+    run = Run(plugin)
+    run.fabric.backward(run.model(torch.ones(2, 8)).sum())
+    run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0)
+    run.optimizer.zero_grad()
+    return run
+
+
+def test_clip_after_a_step_that_was_left_out_does_not_clip_scaled_gradients() -> None:
+    run = leave_out_a_step(ours())
+    with pytest.raises(RuntimeError, match="has already been called on this optimizer since the last update"):
+        run.step(0, max_norm=1.0)
+    run = leave_out_a_step(ours())
+    run.plugin.scaler.update()
+    run.step(0, max_norm=1.0)
+    expected = Run(ours())
+    expected.step(0, max_norm=1.0)
+    assert run.numbers() == expected.numbers()
+
+
+def test_policy_without_a_scale_has_no_metrics() -> None:
+    assert FabricMixedPrecision("none").metrics() == {}
 
 
 def test_lbfgs_is_refused_as_by_lightning() -> None:

@@ -79,7 +79,9 @@ def trained(module_of: type, kind: str, policy: str | None, folder: Path) -> Any
             plugin, max_epochs=epochs, gradient_clip_val=0.125, devices=RANKS, strategy=strategy_of(module_of)
         )
         # Shards are pickled, which Lightning reads without asking before 2.6.
-        asked = {"weights_only": False} if checkpoint and "weights_only" in signature(trainer.fit).parameters else {}
+        asked: dict[str, Any] = (
+            {"weights_only": False} if checkpoint and "weights_only" in signature(trainer.fit).parameters else {}
+        )
         trainer.fit(module, batches(), ckpt_path=checkpoint, **asked)
         if checkpoint is None:
             trainer.save_checkpoint(folder / "run.ckpt")

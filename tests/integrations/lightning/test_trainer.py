@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
-from tests.integrations.lightning.runs import L, Regression, data, fit, ours, trainer_of, weights_of
+from tests.integrations.lightning.runs import L, Regression, data, fit, ours, theirs, trainer_of, weights_of
 from tests.torch.short_runs import fine_tuned_model, large_loss
 from torch import Tensor, nn
 
@@ -232,6 +232,52 @@ def test_batch_without_a_loss_makes_no_step() -> None:
     plugin = ours()
     fit(Picky(interval="step"), plugin, gradient_clip_val=1.0)
     assert scaler_in(plugin).metrics()["applied"] == 3
+
+
+@pytest.mark.parametrize("own_hook", [False, True])
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("missing", [0, 1, 3])
+def test_batch_without_a_loss_leaves_the_clip_as_in_lightnings_plugin(
+    missing: int, accumulated: int, own_hook: bool
+) -> None:
+    class Picky(Regression):
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
+            return None if index == missing else super().training_step(batch, index)
+
+    class Hooked(Picky):
+        def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+            self.clip_gradients(*args, **kwargs)
+
+    module, expected = (Hooked if own_hook else Picky)(), Picky()
+    for each, plugin in ((module, ours()), (expected, theirs())):
+        # Some norms are below the bound, and some above.
+        fit(each, plugin, batches=6, gradient_clip_val=4.0, accumulate_grad_batches=accumulated)
+    assert weights_of(module) == pytest.approx(weights_of(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_run_after_one_that_was_interrupted_starts_with_scaled_gradients(kind: str) -> None:
+    interrupts = True
+
+    class Interrupted(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.optimizer = torch.optim.SGD(self.parameters(), lr=2.0**-6, fused=kind == "fused")
+
+        def configure_optimizers(self) -> Any:
+            return self.optimizer  # the same in both runs
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if interrupts:
+                raise OSError("as from a logger")
+
+    plugin, module, expected = ours(), Interrupted(), Interrupted()
+    with pytest.raises(OSError, match="as from a logger"):
+        fit(module, plugin)
+    interrupts = False
+    fit(module, plugin)
+    fit(expected, ours())
+    assert weights_of(module) == weights_of(expected)
 
 
 def test_modules_own_backward_gets_the_scaled_loss() -> None:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.integrations.transformers.tiny import gpt2, losses_of, ours, t5, trainer_of
 from torch import nn
+from transformers import TrainerCallback
 
 
 @pytest.mark.parametrize("make", [gpt2, t5])
@@ -91,6 +93,31 @@ def test_second_train_goes_on_with_the_scaler(tmp_path: Path) -> None:
     trainer.train()
     trainer.train()
     assert trainer.accelerator.scaler.get_scale() == 256.0
+
+
+def test_run_that_starts_again_with_a_smaller_batch_forgets_the_step_that_ran_out_of_memory(tmp_path: Path) -> None:
+    class OutOfMemory(TrainerCallback):
+        """Fails between clipping and the step, where Adam allocates its state."""
+
+        steps = 0
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.steps += 1
+            if self.steps == 2:
+                raise RuntimeError("CUDA out of memory.")
+
+    trainer = trainer_of(tmp_path, ours(), max_steps=3, auto_find_batch_size=True)
+    trainer.add_callback(OutOfMemory())
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert trainer.accelerator.scaler.metrics()["applied"] == 4
+
+
+def test_policy_without_a_scale_logs_the_norm_alone(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, ours("none"), max_steps=1)
+    trainer.train()
+    row = trainer.state.log_history[0]
+    assert [name for name in row if name.startswith("gradscale/")] == ["gradscale/grad_norm"]
 
 
 def test_evaluation_runs_in_fp16_and_logs_no_scale(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_a_copy_runs_the_backward_pass_again_too(copied: Any) -> None:
 
 
 def test_a_scale_that_other_code_has_set_is_the_one_that_is_lowered() -> None:
-    model, optimizer, scaler = setup(policy=Headroom(climb_bits=0))
+    model, optimizer, scaler = setup(policy=Headroom())
     scaler.backward(large_loss(model) * 1e-6)
     step(scaler, optimizer)
     optimizer.zero_grad()

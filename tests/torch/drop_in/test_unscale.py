@@ -287,19 +287,57 @@ def test_two_optimizers_may_share_parameters_once_another_loss_was_scaled() -> N
     assert owner.tolist() == [0.0] * 3
 
 
+@pytest.mark.parametrize("clip", [{}, {"clip_norm": 100.0}, {"clip_value": 100.0}], ids=str)
 @pytest.mark.parametrize("fused", [False, True])
-def test_gradients_made_after_unscale_are_refused_where_there_were_none_before(fused: bool) -> None:
+def test_gradients_made_after_unscale_are_refused_where_there_were_none_before(fused: bool, clip: Any) -> None:
     owner = parameter()
     optimizer = torch.optim.SGD([owner], lr=1.0, fused=fused)
     scaler = ready(GradScaler("cpu"))
     scaler.unscale_(optimizer)
     give((owner, INF))
     with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer") as caught:
-        scaler.step(optimizer)
+        scaler.step(optimizer, **clip)
     assert caught.value.__notes__ == [
         "Its gradients were made after `unscale_`. Call `unscale_` after the backward pass."
     ]
     assert owner.tolist() == [1.0, 1.0, 1.0]
+
+
+def leave_out_a_step(scaler: Any, fused: bool) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    owner = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([owner], lr=1.0, fused=fused)
+    scaler.scale(owner.sum()).backward()
+    scaler.unscale_(optimizer)
+    optimizer.zero_grad()
+    return owner, optimizer
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_that_replace_unscaled_ones_are_refused(fused: bool) -> None:
+    scaler: Any = TORCH("cpu", init_scale=8.0)
+    owner, optimizer = leave_out_a_step(scaler, fused)
+    scaler.scale(owner.sum()).backward()
+    scaler.step(optimizer)
+    assert owner.tolist() == [-7.0, -7.0], "torch's own: scaled gradients are applied"
+    scaler = OURS("cpu", init_scale=8.0)
+    owner, optimizer = leave_out_a_step(scaler, fused)
+    scaler.scale(owner.sum()).backward()
+    with pytest.raises(RuntimeError, match=r"they are still scaled. .* call `update\(\)` in its place"):
+        scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="has already been called") as caught:
+        scaler.unscale_(optimizer)
+    assert "call `update()` in its place" in caught.value.__notes__[0]
+    assert owner.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_update_takes_the_place_of_a_step_that_is_left_out(fused: bool) -> None:
+    scaler: Any = OURS("cpu", init_scale=8.0)
+    owner, optimizer = leave_out_a_step(scaler, fused)
+    scaler.update()
+    scaler.scale(owner.sum()).backward()
+    scaler.step(optimizer)
+    assert owner.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -35,6 +35,14 @@ class ScaledAccelerator(Accelerator):
         ScaledOptimizer.take_over(prepared)
         return prepared
 
+    def free_memory(self, *objects: Any) -> Any:
+        """Releases prepared objects, and forgets a step that was begun and is never made.
+
+        Transformers calls it before it trains again with a smaller batch, where `auto_find_batch_size` is set.
+        """
+        self.scaler._discard()
+        return super().free_memory(*objects)
+
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: Any = 2) -> Any:
         """Unscales and clips, and returns the norm of the unscaled gradients, which is kept for `log`."""
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -52,4 +60,6 @@ class ScaledAccelerator(Accelerator):
         Synchronizes with the device for the norm; without clipping there is none, and it does not.
         """
         norm = math.nan if self._grad_norm is None else float(self._grad_norm)
-        return logged(self.scaler.metrics() | {"grad_norm": norm})
+        # A disabled scaler counts nothing.
+        metrics = self.scaler.metrics() if self.scaler.is_enabled() else {}
+        return logged(metrics | {"grad_norm": norm})

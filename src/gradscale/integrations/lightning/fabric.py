@@ -89,7 +89,7 @@ class FabricMixedPrecision(LightningMixedPrecision):
 
     def metrics(self) -> dict[str, float]:
         """Returns the scaler's metrics for `fabric.log_dict`. Never synchronizes."""
-        return {} if self.scaler is None else logged(self.scaler.metrics())
+        return {} if self.scaler is None or not self.scaler.is_enabled() else logged(self.scaler.metrics())
 
 
 @contextmanager

@@ -41,8 +41,11 @@ def scaler_of(
 
 
 def is_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether the optimizer's gradients have been unscaled since its last step, or were never scaled."""
+    """Returns whether the optimizer's gradients have been unscaled since its last step, or were never scaled.
+
+    Not those that were made anew since then: `unscale_` raises where a step was left out.
+    """
     if not scaler.is_enabled():
         return True
     state: dict[str, Any] | None = scaler._per_optimizer_states.get(id(optimizer))
-    return state is not None and state["stage"] is OptState.UNSCALED
+    return state is not None and state["stage"] is OptState.UNSCALED and not state.get("replaced")

@@ -84,6 +84,8 @@ class MixedPrecision(LightningMixedPrecision):
             holds = self._on_skip == "hold" and self.scaler is not None and module.automatic_optimization
             self._schedules = HeldSchedules(lr_schedulers if holds else ())
             self._schedules.attach(module)
+            if self.scaler is not None:
+                self.scaler._discard()  # a step that an error has ended, in a run before
         return super().connect(model, optimizers, lr_schedulers)
 
     def _use(self, device: str) -> None:
@@ -129,14 +131,18 @@ class MixedPrecision(LightningMixedPrecision):
             raise MisconfigurationException("AMP and the LBFGS optimizer are not compatible.")
         returned = closure()
         # In automatic optimization `training_step` may return None: there was no backward pass.
-        if returned is None and model.automatic_optimization:
-            self._after_closure(model, optimizer)
-            return returned
-        if reads_gradients(model):
+        steps = returned is not None or not model.automatic_optimization
+        if steps and reads_gradients(model):
             self._unscale(optimizer)
-        self._clip, self._clips_in_step = {}, not clips_itself(model)
-        self._after_closure(model, optimizer)
-        clip, self._clips_in_step = self._clip, False
+        # Without a step nothing is clipped: gradients that were unscaled would have to be stepped on.
+        self._clip, self._clips_in_step = {}, not steps or not clips_itself(model)
+        try:
+            self._after_closure(model, optimizer)
+        finally:
+            self._clips_in_step = False
+        if not steps:
+            return returned
+        clip = self._clip
         output = self.scaler.step(optimizer, **clip, **kwargs)  # type: ignore[arg-type]
         self.scaler.update()
         self._schedules.add(self.scaler.last)

@@ -33,15 +33,25 @@ def close_steps(scaler: "GradScaler", scale: Tensor, tracker: Tensor, number: fl
     after = scale.clone()
     for result in results:
         result.next_scale = after
-    scaler._divided.clear()
-    scaler._leaves.clear()
-    scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
     if not flags:
-        scaler._steps.discard()
+        discard_steps(scaler)
         return
+    _forget_optimizers(scaler)
     at_floor = False if scaler._rule is None else scaler._rule.state.stuck
     # Last: it may raise, and the update is complete by then.
     scaler._steps.close(results, overflow, after, scaler._bounds.min_scale, at_floor)
+
+
+def discard_steps(scaler: "GradScaler") -> None:
+    """Forgets what was noted of optimizers, losses and steps since the last update."""
+    _forget_optimizers(scaler)
+    scaler._steps.discard()
+
+
+def _forget_optimizers(scaler: "GradScaler") -> None:
+    scaler._divided.clear()
+    scaler._leaves.clear()
+    scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
 
 def _reopened(scaler: "GradScaler", scale: Tensor, tracker: Tensor) -> States:

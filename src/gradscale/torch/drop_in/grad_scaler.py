@@ -24,7 +24,7 @@ from gradscale.torch.accumulation.retry import check_backward
 from gradscale.torch.bf16 import FirstLoss
 from gradscale.torch.drop_in import checked, refusals, retry, saved, settings, stepped, unscale, ways
 from gradscale.torch.drop_in.clip import Clip, step_unscaled
-from gradscale.torch.drop_in.close import close_steps
+from gradscale.torch.drop_in.close import close_steps, discard_steps
 from gradscale.torch.drop_in.ranks import Ranks
 from gradscale.torch.drop_in.retry import Leaves
 from gradscale.torch.drop_in.same_gradients import Updated, divisor_of
@@ -234,6 +234,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
     def _on_backward(self, made_with: Tensor, version: int, grad: Tensor) -> Tensor | None:
         # New gradients: parameters that optimizers share may be divided once more. Known only when the backward pass
         # begins: its loss may have been scaled long before.
+        for state in refusals.replaced(self._divided, self._per_optimizer_states):
+            state["replaced"] = True
         self._divided.clear()
         self._updated = None
         scale = self._scale
@@ -316,6 +318,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         state = self._per_optimizer_states[id(optimizer)]
         refusals.refuse_second_step(state["stage"])
         if state["stage"] is OptState.UNSCALED and state["found_inf_per_device"]:
+            refusals.refuse_replaced(optimizer, state)
             refusals.refuse_added_groups(optimizer, state.get("groups"))
         self._warn_of_fused_sgd(optimizer)
         self._steps.begin(optimizer, scale.device)
@@ -364,6 +367,12 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         scale, tracker = self._check_scale_growth_tracker("update")
         number = None if new_scale is None else settings.checked_scale(new_scale, self._device, self._bounds)
         close_steps(self, scale, tracker, number)
+
+    def _discard(self) -> None:
+        """Forgets what was noted since the last `update`: that step is never made, as after an error."""
+        if self._enabled:
+            self._updated = Updated()
+            discard_steps(self)
 
     def metrics(self) -> dict[str, float]:
         """Returns scale, counts, skip rate and headroom, as `LossScaler.metrics`. Never synchronizes.

@@ -21,10 +21,16 @@ CLIPS = frozenset(OTHER_ARGUMENTS)
 """Other scalers' names for `clip_norm` and `clip_value`."""
 
 
+LEFT_OUT = "Where a step is left out after `unscale_`, call `update()` in its place."
+"""What to do for a loop that looks at unscaled gradients, and does not step on them."""
+
+
 def refuse_second_unscale(stage: OptState) -> None:
     """Raises torch's error for an optimizer whose gradients are divided already, or that was stepped."""
     if stage is OptState.UNSCALED:
-        raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        error = RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        error.add_note(LEFT_OUT)
+        raise error
     if stage is OptState.STEPPED:
         raise RuntimeError("unscale_() is being called after step().")
 
@@ -105,6 +111,24 @@ def refuse_added_groups(optimizer: Optimizer, unscaled: int | None) -> None:
         raise RuntimeError(
             "A parameter group was added after `unscale_`, and its gradients are still scaled: "
             f"{some(Names(()), late, [optimizer])}. Add groups before `unscale_` or after `step`."
+        )
+
+
+def replaced(optimizers: Iterable[Optimizer], states: Mapping[int, dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    """Yields the states of optimizers whose gradients were unscaled, and then cleared without a step."""
+    for optimizer in optimizers:
+        state = states.get(id(optimizer), {})
+        if state.get("stage") is OptState.UNSCALED and not gradients_of(optimizer):
+            yield state
+
+
+def refuse_replaced(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raises if the gradients that were unscaled are gone, and others, which are still scaled, took their place."""
+    # torch's scaler applies them as they are: the update is too large by a factor of the scale.
+    if state.get("replaced") and gradients_of(optimizer):
+        raise RuntimeError(
+            "The gradients of this optimizer were cleared after `unscale_`, and made anew by another backward pass: "
+            f"they are still scaled. {LEFT_OUT}"
         )
 
 

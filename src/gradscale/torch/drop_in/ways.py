@@ -51,6 +51,8 @@ def gated(scaler: "GradScaler", optimizer: Optimizer, scale: Tensor, /, *args: A
 def clipped(scaler: "GradScaler", optimizer: Optimizer, scale: Tensor, clip: Clip, /, *args: Any, **kwargs: Any) -> Any:
     """Does either of the two with gradients that are clipped. Synchronizes as they do."""
     state, folds = scaler._per_optimizer_states[id(optimizer)], apply.folds(optimizer)
+    if state["stage"] is OptState.UNSCALED and not state["found_inf_per_device"] and gradients_of(optimizer):
+        raise refusals.unchecked_gradients(optimizer)  # before they are measured, as if they were unscaled
     if state["stage"] is OptState.READY and (clip.norm is None or scaler._unscales_otherwise):
         checked.divide_for_step(scaler, optimizer, scale)
     gradients, factor = checked.measure_to_clip(scaler, optimizer, scale, clip)
