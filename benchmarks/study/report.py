@@ -83,16 +83,21 @@ def _table(rows: Rows, format: str, clips: bool) -> str:
     lines += [f"| task | seeds | steps | {' | '.join(rules)} |", f"|---|---|---|{'---|' * len(rules)}"]
     for task in TASKS:
         of_task = [row for row in chosen if row["task"] == task]
-        if of_task:
-            cells = [_cell([row for row in of_task if row["rule"] == rule]) for rule in rules]
-            seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in of_task}))
-            lines.append(f"| {task} | {seeds} | {of_task[0]['steps']} | {' | '.join(cells)} |")
+        seeds = _seeds(of_task, BASELINE) & _seeds(of_task, SUBJECT)
+        if seeds:
+            cells = [_cell([r for r in of_task if r["rule"] == rule and r["seed"] in seeds], seeds) for rule in rules]
+            shown = ", ".join(map(str, sorted(seeds)))
+            lines.append(f"| {task} | {shown} | {of_task[0]['steps']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _cell(rows: Sequence[Row]) -> str:
+def _seeds(rows: Sequence[Row], rule: str) -> set[int]:
+    return {row["seed"] for row in rows if row["rule"] == rule}
+
+
+def _cell(rows: Sequence[Row], seeds: set[int]) -> str:
     """Returns skips, steps to the best scale, energy lost and final loss, as means over seeds."""
-    if not rows:
+    if len(rows) < len(seeds):
         return "not run"
     final = f"{statistics.fmean(row['final'] for row in rows):.3f}"
     if rows[0]["rule"] == FP32_RUN:

@@ -55,8 +55,13 @@ def test_the_claims_compare_auto_with_torch_row_by_row() -> None:
 
 
 def test_a_rule_that_was_not_run_is_shown_as_not_run() -> None:
-    rows = {"a": row("auto"), "b": row("torch") | {"task": "char-GPT"}}
-    assert "| GAN | 0 | 10 | not run | 0 / 1 / 0e+00 / 1.000 |" in tables(rows)
+    rows = {"a": row("auto"), "b": row("torch"), "c": row("LogMax") | {"task": "char-GPT"}}
+    assert "| GAN | 0 | 10 | 0 / 1 / 0e+00 / 1.000 | 0 / 1 / 0e+00 / 1.000 | not run |" in tables(rows)
+
+
+def test_the_table_shows_the_seeds_that_both_rules_were_run_with_and_no_other() -> None:
+    rows = {"a": row("auto"), "b": row("torch"), "c": row("torch") | {"seed": 1, "final": 9.0}}
+    assert "| GAN | 0 | 10 | 0 / 1 / 0e+00 / 1.000 | 0 / 1 / 0e+00 / 1.000 |" in tables(rows)
 
 
 def test_the_gradients_of_outputs_weights_and_biases_are_found_and_nothing_is_changed() -> None:

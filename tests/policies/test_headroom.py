@@ -101,6 +101,10 @@ def test_a_scale_rises_to_its_target_at_once_when_that_is_three_bits_higher_and_
     assert scales(Headroom(init_scale=2.0**22, rise_bits=1), clean(2.0**-10)) == [23]
 
 
+def test_after_an_overflow_the_scale_goes_to_its_target_however_near_that_is() -> None:
+    assert scales(Headroom(init_scale=2.0**41), OVERFLOW, clean(2.0**-10)) == [21, 23]
+
+
 def test_an_overflow_lowers_the_scale_by_half_of_the_range_and_then_by_halves_where_the_peak_is_subnormal() -> None:
     policy = Headroom(min_scale=2.0**-40)
     start = after(policy, clean(1.0))

@@ -196,7 +196,7 @@ def next_state(
     ceiling = _recovered(ceiling, recovery_factor, settings, xp)
     target = smaller(_scale_for(settings.limit, peak, xp), _scale_for(ceiling, observed.level, xp), xp)
     unmeasured = xp.where(overflow, _lowered(state, settings, xp), _searched(state, observed, settings, xp))
-    scale = xp.where(measured, _moved(state.scale, target, settings, xp), unmeasured)
+    scale = xp.where(measured, _moved(state, target, settings, xp), unmeasured)
     return counted(
         state,
         clean,
@@ -251,11 +251,15 @@ def _recovered(ceiling: Array, recovery_factor: Array, settings: PeakSettings, x
     return smaller(ceiling * (settings.recovery * recovery_factor + 1.0), settings.limit, xp)
 
 
-def _moved(scale: Array, target: Array, settings: PeakSettings, xp: Namespace) -> Array:
-    """Returns the power of two that the target allows, or the scale as it was if that is only a little higher."""
+def _moved(state: PeakState, target: Array, settings: PeakSettings, xp: Namespace) -> Array:
+    """Returns the power of two that the target allows, or the scale as it was if that is only a little higher.
+
+    After an overflow the scale was not chosen by any gradient, and goes to its target in any case.
+    """
     highest = pow2_floor(target, xp)
-    rises = highest / two_to(settings.rise_bits, target, xp) >= scale
-    return xp.where(rises, highest, smaller(scale, highest, xp))
+    worth_it = highest / two_to(settings.rise_bits, target, xp) >= state.scale
+    rises = xp.logical_or(worth_it, state.failed_scale > 0)
+    return xp.where(rises, highest, smaller(state.scale, highest, xp))
 
 
 def _lowered(state: PeakState, settings: PeakSettings, xp: Namespace) -> Array:
