@@ -65,11 +65,12 @@ def test_the_table_shows_the_seeds_that_both_rules_were_run_with_and_no_other() 
 
 
 def test_the_gradients_of_outputs_weights_and_biases_are_found_and_nothing_is_changed() -> None:
-    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    linear = nn.Linear(2, 1)
+    model = nn.Sequential(linear, nn.BatchNorm1d(1))
     with torch.no_grad():
-        model[0].weight.fill_(1.0)
+        linear.weight.fill_(1.0)
     inputs = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
-    found = exact_gradients(model, lambda: model[0](inputs).sum())
+    found = exact_gradients(model, lambda: linear(inputs).sum())
     assert [tensor.tolist() for tensor in found.tensors] == [[[1.0], [1.0]], [[4.0, 7.0]]]
     assert [tensor.tolist() for tensor in found.biases] == [[2.0]]
     assert found.amax == 7
