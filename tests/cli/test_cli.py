@@ -199,7 +199,7 @@ def test_the_documentation_has_a_section_for_every_command_and_its_commands_pars
     page = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text()
     assert all(f"## {command}\n" in page for command in COMMANDS)
     shown = [re.sub(r"^.*?gradscale ", "", block) for block in re.findall(r"```sh\n(.*)\n```", page)]
-    assert len(shown) == 11
+    assert len(shown) == 12
     for line in shown:
         shown = CliRunner().invoke(app, [*shlex.split(line), "--help"])
         assert shown.exit_code == 0, line

@@ -199,6 +199,7 @@ def test_gradient_that_two_parameters_hold_is_counted_and_clipped_once(how: Any)
     assert first.item() == second.item()
 
 
+@pytest.mark.not_simulated("sparse tensors")
 def test_sparse_gradients_are_summed_before_their_norm() -> None:
     table = nn.Parameter(torch.zeros(3, 1))
     scaler, optimizer = ready(OURS("cpu", init_scale=8.0)), torch.optim.SGD([table], lr=1.0)

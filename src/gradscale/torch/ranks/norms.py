@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gradscale.engine.measurement import LARGEST_NORM, Measurement
@@ -49,11 +48,9 @@ class Norms:
         holders = known * float(any_same)
         return Facts(bad=1.0 - known.double(), spread=spread, same=same, same_squared=same.square(), holders=holders)
 
-    def on_smaller_meshes(self, gradients: Gradients, group: Any) -> float:
-        """Returns 1 if there are gradients on a mesh that not all ranks are in, until such meshes are compared."""
-        if self._meshes_compared:
-            return 0.0
-        return float(self._placements.has_smaller_mesh(gradients, dist.get_world_size(group)))
+    def on_smaller_meshes(self, gradients: Gradients, ranks: int) -> float:
+        """Returns 1 if there are gradients on a mesh of fewer than all `ranks`, until such meshes are compared."""
+        return float(not self._meshes_compared and self._placements.has_smaller_mesh(gradients, ranks))
 
     def compare_meshes(self, gradients: Gradients, measurement: Measurement, facts: Facts, group: Any) -> None:
         """Raises if meshes that are smaller than the group, and taken to hold the same, do not: once in a run.

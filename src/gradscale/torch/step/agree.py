@@ -313,7 +313,7 @@ class Agreement:
             same_squared=squares.same_squared,
             holders=squares.holders,
             asks_norm=1.0,
-            smaller_meshes=self._norms.on_smaller_meshes(gradients, self.group),
+            smaller_meshes=self._norms.on_smaller_meshes(gradients, self.ranks),
         )
         received = self.send(known, amax, scale)
         self._norms.compare_meshes(gradients, measurement, received.facts, self.group)
@@ -341,7 +341,7 @@ class Agreement:
             above=own.upper_share * elements,
             elements=elements,
             asks_norm=float(plan.norm),
-            smaller_meshes=self._norms.on_smaller_meshes(plan.gradients, self.group),
+            smaller_meshes=self._norms.on_smaller_meshes(plan.gradients, self.ranks),
         )
 
 
