@@ -7,7 +7,7 @@ import torch
 from tests.torch.helpers import autocast, batch, small_model, train_step
 from torch import nn
 
-from gradscale import Condition, Dynamic, Headroom, NoScaling, Static
+from gradscale import Condition, Dynamic, NoScaling, Static
 from gradscale.torch import LossScaler
 
 
@@ -31,7 +31,7 @@ def test_a_run_that_learns_is_ok() -> None:
 @pytest.mark.usefixtures("either_way")
 def test_skips_at_the_start_are_calibration_and_later_thrashing() -> None:
     model = small_model()
-    scaler = LossScaler(model, Headroom())
+    scaler = LossScaler(model, Dynamic())
     run(scaler, model, 1, bad=float("inf"))
     assert scaler.health().condition is Condition.CALIBRATING
     for _ in range(8):
