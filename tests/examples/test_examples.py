@@ -13,7 +13,17 @@ from tests.examples.run import RANKS, lines_printed
 EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "char_gpt.py", FOLDER / "rl_policy.py"})
 """All programs, without the models that those on many ranks, and that of reinforcement learning, import."""
 
-SLOW = {"torch_fsdp2", "torch_fsdp2_tp", "torch_pipeline", "torch_rl_fp16"}
+SLOW = {
+    "accelerate_loop",
+    "keras_custom_loop_jax",
+    "keras_custom_loop_tf",
+    "keras_custom_loop_torch",
+    "torch_fsdp2",
+    "torch_fsdp2_tp",
+    "torch_pipeline",
+    "torch_rl_fp16",
+    "transformers_trainer",
+}
 
 CLOSING = re.compile(r"(?P<before>[\d.]+) -> (?P<after>[\d.]+)\b.*, skipped (?P<skipped>\d+) of (?P<steps>\d+)")
 """How the last line of every example ends: what was learned, and what became of the steps."""

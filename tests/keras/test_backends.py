@@ -29,7 +29,11 @@ def run(backend: str, marked: str) -> None:
         pytest.fail(f"on {backend}:\n{ended.stdout[-8000:]}\n{ended.stderr[-2000:]}", pytrace=False)
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+# On one backend in `make test`, where the table of conformance runs on all of them.
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("tensorflow", marks=pytest.mark.slow), pytest.param("jax", marks=pytest.mark.slow), "torch"],
+)
 def test_everything_holds_on_the_backend(backend: str) -> None:
     run(backend, "not slow")
 
