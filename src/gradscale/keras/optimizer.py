@@ -26,7 +26,7 @@ from gradscale.keras.checks import (
 from gradscale.keras.compat import check_inner_settings, check_overwritten
 from gradscale.keras.measure import BACKEND, Gradients, overwrites
 from gradscale.keras.remember import StepResult, metrics_on_host, result_of, result_without_gradients
-from gradscale.keras.step import run_step, unscaled
+from gradscale.keras.step import is_narrow, run_step, unscaled
 from gradscale.keras.variables import FIRST, SCALE_INDEX, StateLayout, fitted, on_host
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import multiplies
@@ -136,7 +136,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         Raises:
             ValueError: JAX would compile the scale in, as it is not among the arguments of the function.
         """
-        if not multiplies(self._policy):
+        if not (multiplies(self._policy) or is_narrow(loss)):
             return loss
         if optimizer_variables is not None:
             return keras.ops.multiply(loss, optimizer_variables[SCALE_INDEX])

@@ -51,8 +51,8 @@ def run_step(optimizer: Any, gradients: Gradients, loss: Any, *, norm: bool, kin
         return Step(state.scale, observation, seen, outcome)
 
     def update(grads: Sequence[Any], variables: Sequence[Any], factor: Array) -> None:
-        grads = unscaled(grads, variables, factor) if multiplies(policy) else list(grads)
-        inner.apply(_for_accumulation(inner, grads, variables), variables)
+        wide = unscaled(grads, variables, factor, multiplied=multiplies(policy))
+        inner.apply(_for_accumulation(inner, wide, variables), variables)
 
     # On each replica, before `merge_call`: MirroredStrategy reduces gradients inside the inner optimizer, after the
     # decision. A check of one replica's gradients would let another's inf into the weights, as Keras's class does.
@@ -70,12 +70,21 @@ def _for_accumulation(inner: Any, grads: list[Any], variables: Sequence[Any]) ->
     return [grad if grad is None else keras.ops.cast(grad, variable.dtype) for grad, variable in pairs]
 
 
-def unscaled(grads: Sequence[Any], variables: Sequence[Any], factor: Array) -> list[Any]:
+def unscaled(grads: Sequence[Any], variables: Sequence[Any], factor: Array, *, multiplied: bool = True) -> list[Any]:
     """Returns the gradients multiplied by the factor that unscales them, in float32 or wider.
 
-    A gradient that overwrites its variable is returned as it is: the scale of the loss has not multiplied it.
+    A gradient that overwrites its variable is returned as it is: the scale of the loss has not multiplied it. Unless
+    they are `multiplied`, the factor is 1, and so are all that are wide enough.
     """
-    scaled = [grad is not None and not overwrites(variable) for grad, variable in zip(grads, variables, strict=True)]
+    scaled = [
+        grad is not None and not overwrites(variable) and (multiplied or is_narrow(grad))
+        for grad, variable in zip(grads, variables, strict=True)
+    ]
     chosen = [grad for grad, is_scaled in zip(grads, scaled, strict=True) if is_scaled]
     products = iter(BACKEND.multiplied(chosen, factor))
     return [next(products) if is_scaled else grad for grad, is_scaled in zip(grads, scaled, strict=True)]
+
+
+def is_narrow(array: Any) -> bool:
+    """Returns whether an array, or a number, is narrower than float32."""
+    return keras.backend.standardize_dtype(getattr(array, "dtype", "float32")) in ("float16", "bfloat16")
