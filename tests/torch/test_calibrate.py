@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from gradscale.histogram import best_static_scale, exponent_histogram
 from gradscale.torch import calibrate
 
+pytestmark = pytest.mark.not_simulated("counts of exponents: the device has no `bincount`")
+
 
 def model_of() -> nn.Sequential:
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from gradscale import FP16, NoScaling, Static
 from gradscale.histogram import Calibration
 from gradscale.torch import LossScaler, calibrate, emulate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.not_simulated("counts of exponents: the device has no `bincount`")]
 
 CALIBRATED, STEPS, LAST = 50, 300, 20
 AWAY = 2.0**6

@@ -14,6 +14,8 @@ from gradscale import FP16, Static
 from gradscale.histogram import exponent_histogram, losses
 from gradscale.torch import GradScaler, LossScaler, Watch, WatchRow, watch
 
+pytestmark = pytest.mark.not_simulated("counts of exponents: the device has no `bincount`")
+
 
 def model_of(width: int = 4) -> nn.Sequential:
     torch.manual_seed(0)
