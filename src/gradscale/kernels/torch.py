@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from gradscale.engine.measurement import LARGEST_NORM
 from gradscale.formats import FP32
@@ -16,6 +17,14 @@ DOT_FROM = 32_768
 
 CAST_AT_ONCE = 262_144
 """Elements of a 16-bit gradient that are cast to float32 together: they stay in the cache until they are multiplied."""
+
+
+JOIN_UP_TO = 16_384
+"""Mean elements of CPU tensors up to which one call of `aminmax` on a copy of them all is faster than a call for each:
+half of the time at 4,096, and the same at this number."""
+
+JOIN_AT_ONCE = 262_144
+"""Elements of all these tensors together, at most: the copy is small, and stays in the cache."""
 
 
 class TensorGroup(NamedTuple):
@@ -85,6 +94,22 @@ def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     synchronize with the device.
     """
     return _by_group(_group_largest, tensors, device)
+
+
+@torch.no_grad()
+def largest_joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Returns the largest magnitude in all of `tensors`, which are on the CPU, in float32: NaN if there is one.
+
+    None where it would not be faster than `largest`: where they are not many small ones, or not of one type.
+    """
+    elements = sum([tensor.numel() for tensor in tensors])
+    if not 0 < elements <= min(JOIN_AT_ONCE, JOIN_UP_TO * len(tensors)):
+        return None
+    groups = tensor_groups(tensors)
+    if len(groups) > 1 or groups[0].dtype is torch.float64:
+        return None
+    low, high = torch.aminmax(_flatten_dense_tensors(groups[0].tensors))
+    return torch.maximum(low.abs(), high.abs()).float()
 
 
 @torch.no_grad()

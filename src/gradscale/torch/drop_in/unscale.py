@@ -11,7 +11,14 @@ from gradscale.policies.contract import Policy
 from gradscale.torch.drop_in.ranks import ScaledNorm
 from gradscale.torch.drop_in.scale_bound import ScaleBound
 from gradscale.torch.drop_in.update import measure_for
-from gradscale.torch.step.gradients import Gradients, collect, first_of_each, values_of
+from gradscale.torch.step.gradients import (
+    Gradients,
+    collect,
+    first_of_each,
+    hold_their_numbers,
+    parameters_of,
+    values_of,
+)
 from gradscale.torch.step.host_copy import host_value
 from gradscale.torch.step.measure import any_overflow, check, measure_sizes
 from gradscale.torch.step.result import Traces
@@ -29,16 +36,14 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 
 def gradients_and_sharing(optimizer: Optimizer) -> tuple[list[Tensor], bool]:
     """Returns the same, and whether one of the gradients is held twice: by two parameters, or by one listed twice."""
-    grads: list[Tensor] = []
-    found: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is not None:
-                found.append(_values(parameter, grad))
-                grads.append(parameter.grad)  # read again: coalescing and summing replace it
+    parameters = list(parameters_of([optimizer]))
+    values = grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    if not hold_their_numbers(grads):
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        values = [_values(parameter, parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
+        grads = [parameter.grad for parameter in parameters]  # read again: coalescing and summing replace it
     first = first_of_each(grads)
-    return (found, False) if len(first) == len(found) else ([found[index] for index in first], True)
+    return (values, False) if len(first) == len(values) else ([values[index] for index in first], True)
 
 
 def _values(parameter: Tensor, grad: Tensor) -> Tensor:
@@ -75,7 +80,7 @@ def check_scaled(
     overflow, measured = check(gradients, divisor, grows=grows, amax=policy is not None)
     if policy is not None:
         state["sizes"] = measure_for(policy, gradients, scale, measured)
-    state["measured"] = measured
+    state["measured"], state["count"] = measured, len(gradients)
     devices = {grad.device for grad in gradients}
     return {device: overflow.to(device, torch.float32) for device in devices}
 
@@ -106,7 +111,7 @@ def check_norm(
         scale: the scale that made them.
     """
     values = gradients.values
-    measured = measure_sizes(values, divisor.device, norm=True, amax=policy is not None, half=grows)
+    measured = measure_sizes(values, divisor.device, norm=True, amax=policy is not None, half=grows, each=False)
     if policy is not None:
         found["sizes"] = measure_for(policy, values, scale, measured)
     seen = measured.seen(divisor, torch.ones_like(divisor, dtype=torch.bool), torch)

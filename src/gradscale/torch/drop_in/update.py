@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,10 +40,14 @@ def by_kernel(
     scale.clamp_(bounds.min_scale, bounds.max_scale)
 
 
-def by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bounds: Bounds) -> None:
-    """Updates `rule`, and with it `scale` and `tracker`. Does not synchronize with the device."""
-    # Cloned, because they are written to below and a state is never changed.
-    rule.state = rule.after(present(rule, scale.clone(), tracker.clone()), rule.leaves(seen))
+def by_policy(
+    rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, before: tuple[Tensor, Tensor], bounds: Bounds
+) -> None:
+    """Updates `rule`, and with it `scale` and `tracker`. Does not synchronize with the device.
+
+    `seen` is in leaves, and `before` has copies of the two tensors: a state is never changed.
+    """
+    rule.state = rule.after(present(rule, *before), seen)
     scale.copy_(rule.scale).clamp_(bounds.min_scale, bounds.max_scale)
     tracker.copy_(rule.tensor(rule.state.clean_steps))
 
@@ -72,24 +78,25 @@ def measure_for(
     """
     edge, elements = Plan.of(policy).edge, sum(grad.numel() for grad in gradients)
     if known is None or known.amax is None:
-        return measure_sizes(gradients, scale.device, edge=edge), elements
+        return measure_sizes(gradients, scale.device, edge=edge, each=False), elements
     share = None if edge is None else share_above(gradients, torch.full_like(scale, edge), scale.device)
     return known._replace(upper_share=share), elements
 
 
-def seen_by(measured: Sequence[tuple[Measurement, Tensor | int]], overflow: Tensor, scale: Tensor) -> Seen:
-    """Returns what the policy sees of a step: all optimizers together, unscaled.
+@np.errstate(all="ignore")
+def seen_by(rule: Rule, measured: Sequence[tuple[Measurement, Tensor | int]], overflow: Tensor, scale: Tensor) -> Seen:
+    """Returns what the policy sees of a step, in leaves of `rule`: all optimizers together, unscaled.
 
     `measured` has what `measure_for` returned for each optimizer. torch's scaler does not
     check the loss, so that every overflow counts as the scale's.
     """
-    amax = share = torch.zeros_like(scale)
+    amax = share = zero = torch.zeros_like(scale)
     if measured:
-        amax = torch.stack([found.amax for found, _ in measured if found.amax is not None]).amax()
+        amax = reduce(torch.maximum, [found.amax for found, _ in measured if found.amax is not None])
         counted = [found.upper_share * size for found, size in measured if found.upper_share is not None]
         if counted:
             # Numbers of this rank, or tensors that hold those of all ranks.
-            elements = torch.zeros_like(scale) + sum(size for _, size in measured)
+            elements = zero + sum(size for _, size in measured)
             share = torch.stack(counted).sum() / elements.clamp(min=1)
-    together = Measurement(None, torch.where(overflow, torch.inf, 0.0).to(scale), amax=amax, upper_share=share)
-    return together.seen(scale, torch.ones_like(overflow), torch)
+    together = rule.measurement(Measurement(None, zero, amax=amax, upper_share=share))
+    return together.seen(rule.leaf(scale), rule.leaf(torch.ones_like(overflow)), rule.xp, rule.leaf(overflow))

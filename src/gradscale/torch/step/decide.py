@@ -84,16 +84,15 @@ class Rule:
 
     def tensor(self, leaf: Any) -> Tensor:
         """Returns a leaf of the state as a 0-d tensor on the device. Does not synchronize with the device."""
-        if self._hosted:
-            # Exact through a Python number: a double holds every float32 and int32.
-            return torch.tensor(leaf.item(), dtype=_TORCH[type(leaf)], device=self._device)
         if isinstance(leaf, Tensor) or self._device is None:
             return torch.as_tensor(leaf, device=self._device)  # its own, not torch's default device
-        return self._filled(leaf)  # a number of numpy's, which stands for what was not measured
+        # A number of numpy's: that of a state in host memory, or one that stands for what was not measured.
+        return self._filled(leaf)
 
     def _filled(self, number: Any) -> Tensor:
         """Returns a number of numpy's as a 0-d tensor on the device."""
-        # Filled in: a copy of the number to the device would synchronize.
+        # Filled in: a copy of the number to the device would synchronize. Exact through a Python number: a double holds
+        # every float32 and int32.
         return torch.full((), number.item(), dtype=_TORCH[type(number)], device=self._device)
 
     def measurement(self, measurement: Measurement) -> Measurement:
