@@ -22,11 +22,13 @@ def close_steps(scaler: "GradScaler", scale: Tensor, tracker: Tensor, number: fl
         ScaleStuck: the run is stuck. The update is complete then.
     """
     states: States = dict(scaler._per_optimizer_states)
-    if number is None:
-        if not flags_of(states):
-            raise AssertionError("No inf checks were recorded prior to update.")
-        states = _reopened(scaler, scale, tracker) | states
     flags = flags_of(states)
+    if number is None:
+        if not flags:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        if reopened := _reopened(scaler, scale, tracker):
+            states = reopened | states
+            flags = flags_of(states)
     overflow = any_overflow(flags, scale.device)
     results = scaler._steps.pending(overflow, scale)
     _set_scale(scaler, scale, tracker, number, overflow, states)

@@ -276,7 +276,12 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        gradients = unscale.gradients_of(optimizer)
+        return self._divide(optimizer, unscale.gradients_of(optimizer), inv_scale, found_inf, allow_fp16)
+
+    def _divide(
+        self, optimizer: Optimizer, gradients: list[Tensor], inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Multiplies the gradients of `optimizer`, and returns per device whether one was not finite."""
         if not self._multiplies:
             return unscale.check_only(gradients, inv_scale)
         if not allow_fp16:

@@ -148,7 +148,7 @@ class DropInScale:
             scaler._growth_tracker.copy_(state)
         else:
             rule.state = state
-            scaler._growth_tracker.copy_(rule.tensor(state.clean_steps))
+            rule.write(state.clean_steps, scaler._growth_tracker)
         scaler._bound.lowered(scaler._scale, by=update.lowest_factor(rule, scaler._backoff_factor))
 
 

@@ -162,16 +162,17 @@ def _result(optimizer: Optimizer, state: dict[str, Any], scale: Tensor, stepped:
     amax = state["sizes"][0].amax * present.reciprocal() if "sizes" in state else None
     # Finite gradients are applied whatever the loss was, as in torch: where they are known to be, it is not needed.
     applies = host_value(overflow) == 0
-    loss_finite = torch.ones_like(overflow) if applies else losses.finite(scale.device)
+    gate = ~overflow
+    loss_finite = gate if applies else losses.finite(scale.device)
     counted = measured.sizes if measured is not None and applied is False else None
     traces = None if applied else state.get("traces") or Traces(collect([optimizer]), counted)
     return StepResult(
-        applied=~overflow,
+        applied=gate,
         scale=present,
         next_scale=present,
         loss_finite=loss_finite,
         grad_norm=state.get("grad_norm"),
-        amax=None if amax is None else torch.where(overflow, torch.inf, amax),
+        amax=amax if amax is None or applies else torch.where(overflow, torch.inf, amax),
         attempted=bool(state["found_inf_per_device"]),
         sizes=None if measured is None else measured.sizes,
         traces=traces,

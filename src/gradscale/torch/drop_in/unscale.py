@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from gradscale.engine.measurement import Measurement
 from gradscale.policies.contract import Policy
 from gradscale.torch.drop_in.ranks import ScaledNorm
 from gradscale.torch.drop_in.scale_bound import ScaleBound
@@ -21,6 +23,7 @@ from gradscale.torch.step.gradients import (
 )
 from gradscale.torch.step.host_copy import host_value
 from gradscale.torch.step.measure import any_overflow, check, measure_sizes
+from gradscale.torch.step.numbers import Numbers
 from gradscale.torch.step.result import Traces
 
 Optimizer = torch.optim.Optimizer
@@ -37,11 +40,11 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 def gradients_and_sharing(optimizer: Optimizer) -> tuple[list[Tensor], bool]:
     """Returns the same, and whether one of the gradients is held twice: by two parameters, or by one listed twice."""
     parameters = list(parameters_of([optimizer]))
-    values = grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    values = grads = [grad for each in parameters if (grad := each.grad) is not None]
     if not hold_their_numbers(grads):
-        parameters = [parameter for parameter in parameters if parameter.grad is not None]
-        values = [_values(parameter, parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
-        grads = [parameter.grad for parameter in parameters]  # read again: coalescing and summing replace it
+        values = [_values(each, grad) for each in parameters if (grad := each.grad) is not None]
+        # Read again: coalescing and summing replace it.
+        grads = [grad for each in parameters if (grad := each.grad) is not None]
     first = first_of_each(grads)
     return (values, False) if len(first) == len(values) else ([values[index] for index in first], True)
 
@@ -114,9 +117,19 @@ def check_norm(
     measured = measure_sizes(values, divisor.device, norm=True, amax=policy is not None, half=grows, each=False)
     if policy is not None:
         found["sizes"] = measure_for(policy, values, scale, measured)
-    seen = measured.seen(divisor, torch.ones_like(divisor, dtype=torch.bool), torch)
-    found |= {"measured": measured, "norm": ScaledNorm(gradients, measured, divisor), "grad_norm": seen.norm}
-    return {device: (~seen.finite).to(device, torch.float32) for device in {value.device for value in values}}
+    numbers = Numbers(divisor.device)
+    finite, norm = _unscaled_norm(numbers.measurement(measured), numbers.leaf(divisor), numbers.xp)
+    found |= {"measured": measured, "norm": ScaledNorm(gradients, measured, divisor), "grad_norm": numbers.tensor(norm)}
+    overflow = ~numbers.tensor(finite)
+    return {device: overflow.to(device, torch.float32) for device in {value.device for value in values}}
+
+
+@np.errstate(all="ignore")
+def _unscaled_norm(measured: Measurement, divisor: Any, xp: Any) -> tuple[Any, Any]:
+    """Returns whether all gradients are finite, and their norm, unscaled: inf if they are not."""
+    # torch's scaler does not know whether the loss was finite, and neither of the two depends on it.
+    seen = measured._replace(amax=None).seen(divisor, True, xp)
+    return seen.finite, seen.norm
 
 
 def note_norm(state: dict[str, Any], found: dict[str, Any], flags: dict[torch.device, Tensor]) -> None:

@@ -16,6 +16,7 @@ from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.static import CheckOnly, Static
 from gradscale.torch.drop_in.settings import Bounds
 from gradscale.torch.step.decide import Rule
+from gradscale.torch.step.host_copy import host_value
 from gradscale.torch.step.measure import measure_sizes
 
 LARGEST_TRACKER = 2**31 - 1  # the tracker is an int32
@@ -33,11 +34,18 @@ def by_kernel(
     """Updates `scale` and `tracker` as `Dynamic` with hysteresis 1 does. Does not synchronize with the device."""
     # The kernel grows the scale only when the tracker equals the interval: one that is past it, after the interval was
     # lowered, would never meet it again.
-    tracker.clamp_(max=min(growth_interval - 1, LARGEST_TRACKER))
+    _bound(tracker, -LARGEST_TRACKER, min(growth_interval - 1, LARGEST_TRACKER))
     numbers = (growth_factor, backoff_factor, growth_interval)
     torch._amp_update_scale_(scale, tracker, overflow.float(), *numbers)  # type: ignore[attr-defined]
     # The kernel keeps the old scale where a larger one is not finite, and backs off down to 0.
-    scale.clamp_(bounds.min_scale, bounds.max_scale)
+    _bound(scale, bounds.min_scale, bounds.max_scale)
+
+
+def _bound(value: Tensor, low: float, high: float) -> None:
+    """Clamps `value` in place. In host memory it is read first: that takes a fraction of the time."""
+    known = host_value(value)
+    if known is None or not low <= known <= high:
+        value.clamp_(low, high)
 
 
 def by_policy(
@@ -48,13 +56,18 @@ def by_policy(
     `seen` is in leaves, and `before` has copies of the two tensors: a state is never changed.
     """
     rule.state = rule.after(present(rule, *before), seen)
-    scale.copy_(rule.scale).clamp_(bounds.min_scale, bounds.max_scale)
-    tracker.copy_(rule.tensor(rule.state.clean_steps))
+    rule.write(rule.state.scale, scale)
+    _bound(scale, bounds.min_scale, bounds.max_scale)
+    rule.write(rule.state.clean_steps, tracker)
 
 
 def present(rule: Rule, scale: Tensor, tracker: Tensor) -> ScaleState:
     """Returns the state of `rule` with torch's two tensors, which it keeps: other code may have set them since."""
-    return replace(rule.state, scale=rule.leaf(scale), clean_steps=rule.leaf(tracker))
+    state, held = rule.state, (rule.leaf(scale), rule.leaf(tracker))
+    # Compared only in host memory: on a device that would synchronize.
+    if rule.hosted and held == (state.scale, state.clean_steps):
+        return state
+    return replace(state, scale=held[0], clean_steps=held[1])
 
 
 def lowest_factor(rule: Rule | None, backoff_factor: float) -> float:
@@ -74,13 +87,15 @@ def measure_for(
 ) -> tuple[Measurement, Tensor | int]:
     """Returns what `policy` needs of one optimizer's scaled gradients, and their number of elements.
 
-    Part of it may be `known` already.
+    Part of it may be `known` already. Elements are 0 for a policy that needs no share of them.
     """
-    edge, elements = Plan.of(policy).edge, sum(grad.numel() for grad in gradients)
+    edge = Plan.of(policy).edge
+    elements = 0 if edge is None else sum([grad.numel() for grad in gradients])
     if known is None or known.amax is None:
         return measure_sizes(gradients, scale.device, edge=edge, each=False), elements
-    share = None if edge is None else share_above(gradients, torch.full_like(scale, edge), scale.device)
-    return known._replace(upper_share=share), elements
+    if edge is None:
+        return known, elements
+    return known._replace(upper_share=share_above(gradients, torch.full_like(scale, edge), scale.device)), elements
 
 
 @np.errstate(all="ignore")
@@ -90,13 +105,15 @@ def seen_by(rule: Rule, measured: Sequence[tuple[Measurement, Tensor | int]], ov
     `measured` has what `measure_for` returned for each optimizer. torch's scaler does not
     check the loss, so that every overflow counts as the scale's.
     """
-    amax = share = zero = torch.zeros_like(scale)
+    default = rule.default
+    amax, share = default.amax, default.upper_share
     if measured:
         amax = reduce(torch.maximum, [found.amax for found, _ in measured if found.amax is not None])
         counted = [found.upper_share * size for found, size in measured if found.upper_share is not None]
         if counted:
             # Numbers of this rank, or tensors that hold those of all ranks.
-            elements = zero + sum(size for _, size in measured)
+            elements = torch.zeros_like(scale) + sum(size for _, size in measured)
             share = torch.stack(counted).sum() / elements.clamp(min=1)
-    together = rule.measurement(Measurement(None, zero, amax=amax, upper_share=share))
-    return together.seen(rule.leaf(scale), rule.leaf(torch.ones_like(overflow)), rule.xp, rule.leaf(overflow))
+    # Whether all are finite is known, so that nothing is measured for it.
+    together = Measurement(None, default.norm, amax=rule.leaf(amax), upper_share=rule.leaf(share))
+    return together.seen(rule.leaf(scale), default.loss_finite, rule.xp, rule.leaf(overflow))

@@ -136,8 +136,11 @@ def check(
         if not host_value(overflow):
             return overflow, None
         # The quick check also flags finite elements above 1.8e19, whose squares are inf: largest magnitudes decide.
-    asked = {"norm": not (on_cpu or amax), "amax": False, "half": grows and half}
-    measurement = measure_sizes(gradients, divisor.device, **asked, each=False)
+    norm, half = not (on_cpu or amax), grows and half
+    measurement = measure_sizes(gradients, divisor.device, norm=norm, amax=False, half=half, each=False)
+    if on_cpu and not grows:
+        # Divided by 1 or more, a finite gradient stays finite.
+        return torch.full_like(divisor, not math.isfinite(read_now(measurement.total)), dtype=torch.bool), measurement
     return ~measurement.finite(divisor, torch), measurement
 
 
@@ -201,5 +204,5 @@ def _quick_check(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
 def _flagged(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
     """Returns whether a gradient is not finite, by torch's kernel: the fastest on the CPU for many small tensors."""
     # The kernel writes what it has read times 1, which is bit-exact, and does not raise the gradients' versions.
-    one = torch.ones((), dtype=torch.float32, device=divisor.device)
-    return any_overflow(multiply_and_check(gradients, one, torch.zeros_like(one)).values(), divisor.device)
+    flags = multiply_and_check(gradients, torch.ones_like(divisor), torch.zeros_like(divisor))
+    return any_overflow(flags.values(), divisor.device)
