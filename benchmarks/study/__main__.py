@@ -58,11 +58,13 @@ def _machine() -> dict[str, str | None]:
 
 def _run_missing(results: Results, planned: list[Case], workers: int, end: float) -> None:
     """Runs the cases that are missing, those that are one run once, and writes each row as soon as it is there."""
-    missing = [case for case in dict.fromkeys(map(source, planned)) if case.key not in results.rows]
-    for count, (case, row) in enumerate(run_all(missing, workers, end), 1):
+    # One by one: the rows that are there by then show whether a case needs a run of its own.
+    missing = (case for case in planned if source(case, results.rows) == case and case.key not in results.rows)
+    for case, row in run_all(missing, workers, end):
         results.add(case.key, row)
         figures = f"{row['skipped']} skipped, final {row['final']:.4g}, {row['cpu_s']} s"
-        print(f"{count} of {len(missing)} | {case.key}: {figures}", file=sys.stderr)
+        done = len(completed(results.rows, planned))
+        print(f"{done} of {len(planned)} | {case.key}: {figures}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from itertools import product
 
 from benchmarks.study.results import Rows
-from benchmarks.study.rules import BASELINE, FP32_RUN, RULES, SUBJECT
+from benchmarks.study.rules import BASELINE, FP32_RUN, RULES, SUBJECT, WITHOUT_RETRY
 from benchmarks.study.tasks import TASKS
 from benchmarks.study.training import Case
 
@@ -31,11 +31,16 @@ def cases(quick: bool) -> Iterator[Case]:
                 yield from _cases((rule,), clip, quick)
 
 
-def source(case: Case) -> Case:
-    """Returns the case whose run is also that of `case`: most often itself.
+def source(case: Case, rows: Rows) -> Case:
+    """Returns the case whose run is also that of `case`, by the rows that there are: most often itself.
 
-    A task that says where to start differs from the same task without only for a policy that would start elsewhere.
+    A task that says where to start differs from the same task without only for a policy that would start elsewhere. And
+    a policy without retries differs from the same with them only if there was one.
     """
+    if case.rule == WITHOUT_RETRY:
+        retrying = source(replace(case, rule=SUBJECT), rows)
+        if retrying.key in rows and not rows[retrying.key]["retries"]:
+            return retrying
     spec, rule, format = TASKS[case.task], RULES[case.rule], get_format(case.format)
     if spec.init_scale is None or rule.for_run(format, spec.init_scale) != rule.for_run(format, None):
         return case
@@ -45,7 +50,7 @@ def source(case: Case) -> Case:
 
 def completed(rows: Rows, planned: Iterable[Case]) -> Rows:
     """Returns the rows of the planned cases that have been run, each with its own task where the run was another's."""
-    found = ((case, source(case).key) for case in planned)
+    found = ((case, source(case, rows).key) for case in planned)
     return {case.key: rows[key] | asdict(case) for case, key in found if key in rows}
 
 

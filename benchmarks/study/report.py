@@ -37,12 +37,10 @@ def claims(rows: Rows) -> str:
 
 def coverage(rows: Rows, planned: Sequence[Case]) -> str:
     """Returns a sentence on how much of the study has been run."""
-    known = dict.fromkeys(map(source, planned))
-    made = [case for case in known if case.key in rows]
-    shared = len(planned) - len(known)
+    own = sum(source(case, rows) == case for case in planned if case.key in rows)
     return (
-        f"{len(made)} of {len(known)} runs of the full form have been made. They give {len(rows)} of {len(planned)} "
-        f"rows: {shared} would be the same run as another."
+        f"{len(rows)} of {len(planned)} rows of the full form have been made, by {own} runs: "
+        f"{len(rows) - own} are the same run as another."
     )
 
 

@@ -11,6 +11,9 @@ FP32_RUN = "FP32"
 BASELINE = "torch"
 SUBJECT = "auto"
 
+WITHOUT_RETRY = "Headroom, no retry"
+"""The same policy as `SUBJECT`. Where that has run no backward pass again, it is the same run."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -38,7 +41,7 @@ RULES: dict[str, Rule] = {
     SUBJECT: Rule(Headroom()),
     "DeepSpeed": Rule(preset("deepspeed")),
     "Megatron": Rule(preset("megatron")),
-    "Headroom, no retry": Rule(Headroom(), retries=0),
+    WITHOUT_RETRY: Rule(Headroom(), retries=0),
     "LogMax": Rule(LogMax()),
     "Histogram": Rule(Histogram()),
 }

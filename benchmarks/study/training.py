@@ -56,6 +56,7 @@ class Measures:
 
     Attributes:
         scores: the score of each step.
+        retries: backward passes that were run again.
         skipped: optimizer steps that were skipped.
         applied: those that were applied.
         scales: the scale that made the gradients of each optimizer step, after any retries, and whether it was applied.
@@ -64,6 +65,7 @@ class Measures:
     """
 
     scores: list[float] = field(default_factory=list)
+    retries: int = 0
     skipped: int = 0
     applied: int = 0
     scales: list[tuple[float, bool]] = field(default_factory=list)
@@ -87,6 +89,7 @@ class Measures:
         """Returns the row's figures."""
         last = self.scores[-max(1, min(LAST, len(self.scores) // 3)) :]
         return {
+            "retries": self.retries,
             "skipped": self.skipped,
             "applied": self.applied,
             "steps_to_best": self._steps_to_best(format),
@@ -145,6 +148,7 @@ class Run:
         self._scaler.backward(loss, retries=self._rule.retries)
         result = self._scaler.step(turn.optimizer, clip_norm=turn.clip_norm if self.case.clips else None)
         scale = float(result.scale)
+        self.measures.retries += result.retries
         self.measures.note_step(scale, applied=not result.skipped())
         return float(loss.detach()), scale
 

@@ -1,10 +1,11 @@
 """Runs of a study in several processes, each of which has one thread."""
 
+import gc
 import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -78,7 +79,7 @@ class Workers:
 
 
 def run_all(
-    cases: Sequence[Case], workers: int, end: float, run: Callable[[Case], Row] = run
+    cases: Iterable[Case], workers: int, end: float, run: Callable[[Case], Row] = run
 ) -> Iterator[tuple[Case, Row]]:
     """Yields each case and its row as soon as it has been run, in any order.
 
@@ -86,7 +87,7 @@ def run_all(
     rows of those in progress; a second one gives them up.
 
     Args:
-        cases: what to run.
+        cases: what to run. Taken one by one, when a process is free.
         workers: number of processes.
         end: the time of `time.monotonic` from which on none is started.
         run: returns the row of a case.
@@ -116,8 +117,13 @@ def _serve(connection: Connection, run: Callable[[Case], Row]) -> None:
     """Runs the cases that come, until the process that sends them has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that writes the rows
     torch.set_num_threads(1)
+    gc.set_threshold(20_000)
     try:
         while True:
-            connection.send(run(connection.recv()))
+            case = connection.recv()
+            # The modules that are loaded by now are not searched for garbage, which would take a tenth of a run.
+            gc.collect()
+            gc.freeze()
+            connection.send(run(case))
     except (EOFError, BrokenPipeError):
         return

@@ -32,7 +32,15 @@ from gradscale import FP16, Dynamic, Seen
 
 def row(rule: str, **figures: Any) -> dict[str, Any]:
     case = {"task": "GAN", "rule": rule, "format": "fp16", "clips": False, "seed": 0, "steps": 10}
-    measured = {"skipped": 0, "applied": 10, "steps_to_best": 1, "lost": 0.0, "final": 1.0, "lowest_scale": 0.0}
+    measured = {
+        "retries": 0,
+        "skipped": 0,
+        "applied": 10,
+        "steps_to_best": 1,
+        "lost": 0.0,
+        "final": 1.0,
+        "lowest_scale": 0.0,
+    }
     return case | measured | figures
 
 
@@ -70,19 +78,37 @@ def test_claims_come_first_and_then_the_other_rules_one_after_the_other() -> Non
 def test_a_start_that_is_the_policys_own_is_not_run_again() -> None:
     start = Case("start at 2^32", "Megatron", "fp16", True, 1, 1500)
     usual = replace(start, task="char-GPT")
-    assert source(start) == usual
-    assert source(replace(start, rule="torch")) == replace(start, rule="torch")
-    assert source(replace(start, rule="FP32", format="fp32")) == replace(usual, rule="FP32", format="fp32")
-    assert source(usual) == usual
+    assert source(start, {}) == usual
+    assert source(replace(start, rule="torch"), {}) == replace(start, rule="torch")
+    assert source(replace(start, rule="FP32", format="fp32"), {}) == replace(usual, rule="FP32", format="fp32")
+    assert source(usual, {}) == usual
     ran = {usual.key: row("Megatron", skipped=7)}
     found = completed(ran, [start, usual, replace(usual, seed=2)])
     assert {key: (each["task"], each["skipped"]) for key, each in found.items()} == {
         start.key: ("start at 2^32", 7),
         usual.key: ("char-GPT", 7),
     }
-    assert "1 of 2 runs of the full form have been made. They give 2 of 3 rows" in coverage(
-        found, [start, usual, replace(usual, seed=2)]
-    )
+    expected = "2 of 3 rows of the full form have been made, by 1 runs: 1 are the same run as another."
+    assert coverage(found, [start, usual, replace(usual, seed=2)]) == expected
+
+
+def test_a_policy_without_retries_is_not_run_where_there_was_none() -> None:
+    case = Case("GAN", "Headroom, no retry", "fp16", False, 0, 10)
+    retrying = replace(case, rule="auto")
+    assert source(case, {}) == case
+    assert source(case, {retrying.key: row("auto", retries=1)}) == case
+    rows = {retrying.key: row("auto", skipped=3)}
+    assert source(case, rows) == retrying
+    found = completed(rows, [retrying, case])
+    assert (found[case.key]["rule"], found[case.key]["skipped"]) == ("Headroom, no retry", 3)
+    assert source(case, found) == retrying
+
+
+def test_a_run_without_retries_is_the_same_as_one_that_needed_none() -> None:
+    ours, other = (run(Case("GAN", rule, "fp16", False, 0, 20)) for rule in ("auto", "Headroom, no retry"))
+    assert ours["retries"] == 0
+    differing = {name for name in ours if ours[name] != other[name]}
+    assert differing <= {"rule", "cpu_s"}
 
 
 def test_dynamic_has_the_rule_of_torch_above_its_lowest_scale_and_needs_no_rows_of_its_own() -> None:
