@@ -1,8 +1,7 @@
 """Counts what each policy skips, and how low it leaves the scale, on synthetic streams of gradients.
 
 Claim:    of the overflows that a lower scale would have prevented, `Headroom` has at most a tenth as many as `Dynamic`
-          over all streams, with one retry of the first step, and on no stream more. Within three steps its scale is at
-          most two bits below the best of the first 50 steps.
+          over all streams, with one retry of the first step, and on no stream more.
 Baseline: `Dynamic()`, torch's rule; and the plain headroom rule, which has the leaky peak but learns nothing from
           overflows.
 Machine:  any; the counts do not depend on it.
@@ -10,8 +9,9 @@ Command:  python benchmarks/bench_headroom.py [--quick]
 Caveats:  the streams are made up (see `streams.py`), and a skipped step changes nothing in what follows: this shows how
           the rules move, not how well models train. A sum over streams depends on which were chosen. Two streams have
           overflows at any scale, which every policy skips alike: the row of all streams counts them. "Too low" is
-          measured against each single step, so a policy that leaves room for rare spikes is too low in between. The
-          rule was tuned on other random numbers than these.
+          measured against each single step, so a policy that leaves room for rare spikes is too low in between. "Near
+          the best scale" has no goal: the best depends on gradients that no policy is shown. The rule was tuned on
+          other random numbers than these.
 """
 
 import argparse
@@ -87,7 +87,7 @@ Counts = Mapping[str, tuple[Matrix, Matrix, Matrix]]
 
 def length(quick: bool) -> tuple[int, int]:
     """Returns how many steps and runs are simulated."""
-    return (3000, 4) if quick else (6000, 8)
+    return (3000, 8) if quick else (6000, 24)
 
 
 def counted(quick: bool) -> Counts:
@@ -112,7 +112,7 @@ def _claims(results: Counts, steps: int, runs: int) -> list[Row]:
         Row("preventable skips: Headroom, no retry", "Dynamic", preventable[1] / preventable[0], unit=unit),
         Row("all skips: auto", "Dynamic", every[1] / every[0], unit=unit),
         Row("streams with more skips: auto", "Dynamic", float(worse), 0, unit=f"of {len(CHANGES)}"),
-        Row("runs near the best scale in 3 steps: auto", "all", near(steps, runs), 1, unit="share", at_least=True),
+        Row("runs near the best scale in 3 steps: auto", "all", near(steps, runs), unit="share"),
     ]
 
 

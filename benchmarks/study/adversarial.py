@@ -32,7 +32,7 @@ class AdversarialTask:
         self.model: nn.Module = nn.ModuleList([self._critic, self._generator])
         self._random = torch.Generator().manual_seed(seed)
         self._optimizers = [
-            torch.optim.Adam(network.parameters(), rate, (0.5, 0.9))
+            torch.optim.Adam(network.parameters(), rate, (0.5, 0.9), foreach=True)
             for network, rate in zip((self._critic, self._generator), RATES, strict=True)
         ]
 

@@ -24,7 +24,7 @@ class ControlTask:
             nn.Linear(2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, len(ACTIONS))
         )
         self._random = torch.Generator().manual_seed(seed)
-        self._optimizer = torch.optim.Adam(self.model.parameters(), 1e-3)
+        self._optimizer = torch.optim.Adam(self.model.parameters(), 1e-3, foreach=True)
         self._cost = 0.0
 
     def turns(self, step: int) -> Iterator[Turn]:

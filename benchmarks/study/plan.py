@@ -1,11 +1,15 @@
-"""Which cases are run, and in which order: first those that the claims are about."""
+"""Which cases there are, in which order they are run, and which of them are the same run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from itertools import product
 
-from benchmarks.study.rules import BASELINE, FP32_RUN, RULES, SUBJECT
+from benchmarks.study.results import Rows
+from benchmarks.study.rules import BASELINE, FP32_RUN, RULES, SUBJECT, WITHOUT_RETRY
 from benchmarks.study.tasks import TASKS
 from benchmarks.study.training import Case
+
+from gradscale import get_format
 
 FORMATS = ("fp16", "fp8_e5m2")
 SEEDS = (0, 1, 2)
@@ -13,14 +17,41 @@ QUICK_STEPS = 200
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Yields the cases. The quick form has one seed, fewer steps and no clipping."""
-    compared = (BASELINE, SUBJECT)
-    others = tuple(rule for rule in RULES if rule not in (FP32_RUN, *compared))
+    """Yields the cases, first those that the claims are about.
+
+    The quick form has one seed, fewer steps and no clipping.
+    """
     clips = (False,) if quick else (False, True)
-    for rules, clip in [(rules, clip) for clip in clips for rules in ((FP32_RUN,), compared)]:
-        yield from _cases(rules, clip, quick)
     for clip in clips:
-        yield from _cases(others, clip, quick)
+        yield from _cases((FP32_RUN,), clip, quick)
+        yield from _cases((BASELINE, SUBJECT), clip, quick)
+    for rule in RULES:
+        if rule not in (FP32_RUN, BASELINE, SUBJECT):
+            for clip in clips:
+                yield from _cases((rule,), clip, quick)
+
+
+def source(case: Case, rows: Rows) -> Case:
+    """Returns the case whose run is also that of `case`, by the rows that there are: most often itself.
+
+    A task that says where to start differs from the same task without only for a policy that would start elsewhere. And
+    a policy without retries differs from the same with them only if there was one.
+    """
+    if case.rule == WITHOUT_RETRY:
+        retrying = source(replace(case, rule=SUBJECT), rows)
+        if retrying.key in rows and not rows[retrying.key]["retries"]:
+            return retrying
+    spec, rule, format = TASKS[case.task], RULES[case.rule], get_format(case.format)
+    if spec.init_scale is None or rule.for_run(format, spec.init_scale) != rule.for_run(format, None):
+        return case
+    usual = replace(spec, init_scale=None)
+    return replace(case, task=next(name for name, other in TASKS.items() if other == usual))
+
+
+def completed(rows: Rows, planned: Iterable[Case]) -> Rows:
+    """Returns the rows of the planned cases that have been run, each with its own task where the run was another's."""
+    found = ((case, source(case, rows).key) for case in planned)
+    return {case.key: rows[key] | asdict(case) for case, key in found if key in rows}
 
 
 def _cases(rules: Sequence[str], clip: bool, quick: bool) -> Iterator[Case]:

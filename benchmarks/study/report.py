@@ -4,22 +4,14 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.study.plan import FORMATS
+from benchmarks.study.goals import Goal, below_one, goals, steps_text
+from benchmarks.study.plan import FORMATS, source
 from benchmarks.study.results import Rows
 from benchmarks.study.rules import BASELINE, FP32_RUN, RULES, SUBJECT
 from benchmarks.study.tasks import TASKS
+from benchmarks.study.training import Case
 
 Row = dict[str, Any]
-
-FEW_STEPS = 3
-LOST_FLOOR = 1e-8
-"""Losses of energy below this are below the rounding of FP16 and not compared."""
-
-NOISE = 3.0
-"""Standard deviations of FP32's seeds within which a final loss counts as the same."""
-
-SAME = 0.02
-"""Share of FP32's loss within which one counts as the same in any case."""
 
 
 def tables(rows: Rows) -> str:
@@ -29,48 +21,31 @@ def tables(rows: Rows) -> str:
 
 
 def claims(rows: Rows) -> str:
-    """Returns the goals and what was measured of each, as markdown."""
-    pairs = _pairs(rows)
-    skips, baseline_skips = (sum(row["skipped"] for row in side) for side in zip(*pairs, strict=True))
-    worse = [ours for ours, theirs in pairs if ours["skipped"] > theirs["skipped"]]
-    quick = [ours for ours, _ in pairs if ours["steps_to_best"] is not None and ours["steps_to_best"] <= FEW_STEPS]
-    also_quick = [row for _, row in pairs if row["steps_to_best"] is not None and row["steps_to_best"] <= FEW_STEPS]
-    lost = [(ours["lost"], theirs["lost"]) for ours, theirs in pairs if theirs["lost"] > LOST_FLOOR]
-    most = max((a / b for a, b in lost), default=0.0)
-    far = [name for name in _final_names(rows) if not _within_noise(rows, *name, SUBJECT)]
-    far_baseline = [name for name in _final_names(rows) if not _within_noise(rows, *name, BASELINE)]
-    lines = [
-        ("steps skipped", "at most 10%", f"{skips} against {baseline_skips}: {skips / max(baseline_skips, 1):.1%}"),
-        ("runs with more skips than torch", "none", _listed(worse, len(pairs))),
-        (
-            f"runs within 2 bits of the best scale in {FEW_STEPS} steps",
-            "all",
-            f"{len(quick)} of {len(pairs)} (torch: {len(also_quick)})",
-        ),
-        ("energy lost, where torch loses more than 1e-8", "at most 20%", f"at most {most:.2%}, in {len(lost)} runs"),
-        ("final loss within noise of FP32", "all", f"{_outside(far, rows)} (torch: {_outside(far_baseline, rows)})"),
-    ]
-    head = ["| | goal | `auto` |", "|---|---|---|"]
-    return "\n".join([*head, *(f"| {what} | {goal} | {found} |" for what, goal, found in lines)])
+    """Returns each goal, what was measured of it and whether it holds, and below them what misses one, as markdown."""
+    found = goals(rows)
+    lines = ["| goal | `auto` | `torch` | holds |", "|---|---|---|---|"]
+    lines += [f"| {goal.text} | {goal.found} | {goal.baseline} | {_verdict(goal)} |" for goal in found]
+    below, count = below_one(rows)
+    fell = f"fell below in {below} of {count} runs" if below else "never fell below"
+    lines += ["", f"`Dynamic` has torch's rule and a lowest scale of 1; torch's scale {fell}."]
+    missed = [goal for goal in found if goal.misses]
+    lines += ["", "What misses a goal:", ""] if missed else []
+    for goal in missed:
+        lines += [f"- {goal.text}:", *(f"    - {miss}" for miss in goal.misses)]
+    return "\n".join(lines)
 
 
-def coverage(rows: Rows, planned: int) -> str:
+def coverage(rows: Rows, planned: Sequence[Case]) -> str:
     """Returns a sentence on how much of the study has been run."""
-    seeds = {format: sorted({row["seed"] for row in rows.values() if row["format"] == format}) for format in FORMATS}
-    known = "; ".join(f"{format}: seeds {', '.join(map(str, found)) or 'none'}" for format, found in seeds.items())
-    return f"{len(rows)} of {planned} runs of the full form have been made ({known})."
+    own = sum(source(case, rows) == case for case in planned if case.key in rows)
+    return (
+        f"{len(rows)} of {len(planned)} rows of the full form have been made, by {own} runs: "
+        f"{len(rows) - own} are the same run as another."
+    )
 
 
-def _pairs(rows: Rows) -> list[tuple[Row, Row]]:
-    """Returns the runs of `auto` beside the same of torch's rule."""
-    found = [row for row in rows.values() if row["rule"] == SUBJECT]
-    pairs = ((row, _same(rows, row, BASELINE)) for row in found)
-    return [(ours, theirs) for ours, theirs in pairs if theirs is not None]
-
-
-def _same(rows: Rows, row: Row, rule: str) -> Row | None:
-    names = ("task", "format", "clips", "seed", "steps")
-    return next((r for r in rows.values() if r["rule"] == rule and all(r[name] == row[name] for name in names)), None)
+def _verdict(goal: Goal) -> str:
+    return "not run" if goal.holds is None else "yes" if goal.holds else "**no**"
 
 
 def _table(rows: Rows, format: str, clips: bool) -> str:
@@ -104,40 +79,6 @@ def _cell(rows: Sequence[Row], seeds: set[int]) -> str:
         return final
     skips = statistics.fmean(row["skipped"] for row in rows)
     found = [row["steps_to_best"] for row in rows]
-    reached = "never" if None in found else f"{max(found)}"
+    reached = steps_text(None if None in found else max(found))
     lost = statistics.fmean(row["lost"] for row in rows)
     return f"{skips:.3g} / {reached} / {lost:.0e} / {final}"
-
-
-def _final_names(rows: Rows) -> list[tuple[str, str, bool]]:
-    return sorted({(row["task"], row["format"], row["clips"]) for row in rows.values() if row["rule"] == SUBJECT})
-
-
-def _finals(rows: Rows, task: str, format: str, clips: bool, rule: str) -> dict[int, float]:
-    """Returns the final loss of each seed."""
-    names = (task, format, clips, rule)
-    found = [row for row in rows.values() if (row["task"], row["format"], row["clips"], row["rule"]) == names]
-    return {row["seed"]: row["final"] for row in found}
-
-
-def _within_noise(rows: Rows, task: str, format: str, clips: bool, rule: str) -> bool:
-    """Returns whether the final loss is no further above that of FP32 than the seeds of FP32 are from each other."""
-    single = _finals(rows, task, "fp32", clips, FP32_RUN)
-    found = _finals(rows, task, format, clips, rule)
-    pairs = [(final, single[seed]) for seed, final in found.items() if seed in single]
-    if not pairs:
-        return True
-    excess = statistics.fmean(final - reference for final, reference in pairs)
-    spread = statistics.stdev(single.values()) if len(single) > 1 else 0.0
-    return excess <= max(NOISE * spread, SAME * abs(statistics.fmean(single.values())))
-
-
-def _listed(worse: Sequence[Row], count: int) -> str:
-    names = ", ".join(f"{row['task']} ({row['format']}, seed {row['seed']})" for row in worse)
-    return f"{len(worse)} of {count}" + (f": {names}" if names else "")
-
-
-def _outside(far: Sequence[tuple[str, str, bool]], rows: Rows) -> str:
-    total = len(_final_names(rows))
-    names = ", ".join(f"{task} ({format})" for task, format, _ in far)
-    return f"{total - len(far)} of {total}" + (f"; not {names}" if names else "")

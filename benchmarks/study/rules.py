@@ -3,13 +3,16 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradscale import Dynamic, Format, Headroom, Histogram, LogMax, NoScaling, Policy, preset
+from gradscale import Format, Headroom, Histogram, LogMax, NoScaling, Policy, preset
 
 FP32_RUN = "FP32"
 """The run that others are compared with: nothing is rounded, and nothing scaled."""
 
 BASELINE = "torch"
 SUBJECT = "auto"
+
+WITHOUT_RETRY = "Headroom, no retry"
+"""The same policy as `SUBJECT`. Where that has run no backward pass again, it is the same run."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +21,11 @@ class Rule:
 
     Attributes:
         policy: the policy, for FP16.
-        retries: how often a backward pass is run again until a first step was applied.
+        retries: how often a backward pass may be run again; None for what `LossScaler.backward` does by itself.
     """
 
     policy: Any
-    retries: int = 0
+    retries: int | None = None
 
     def for_run(self, format: Format, init_scale: float | None) -> Policy:
         """Returns the policy for gradients of the format, started at `init_scale`."""
@@ -35,12 +38,12 @@ class Rule:
 RULES: dict[str, Rule] = {
     FP32_RUN: Rule(NoScaling()),
     BASELINE: Rule(preset("torch")),
-    SUBJECT: Rule(Headroom(), retries=1),
-    "Headroom, no retry": Rule(Headroom()),
+    SUBJECT: Rule(Headroom()),
     "DeepSpeed": Rule(preset("deepspeed")),
     "Megatron": Rule(preset("megatron")),
+    WITHOUT_RETRY: Rule(Headroom(), retries=0),
     "LogMax": Rule(LogMax()),
     "Histogram": Rule(Histogram()),
-    "Dynamic": Rule(Dynamic()),
 }
-"""The policies by name, those first that the claims are about."""
+"""The policies by name, in the order in which they are run. `Dynamic()` has torch's rule above a scale of 1, and so
+its rows."""

@@ -16,11 +16,13 @@ class Turn:
         optimizer: what steps.
         loss: computes the loss. Its batch was drawn before, so that it can be called again.
         clip_norm: the norm to clip at, in runs with clipping.
+        bad: whether the batch is one that the task has spoilt. No policy can know of it before.
     """
 
     optimizer: Optimizer
     loss: Callable[[], Tensor]
     clip_norm: float = 1.0
+    bad: bool = False
 
 
 class Task(Protocol):
@@ -44,7 +46,8 @@ class TaskSpec:
     Attributes:
         make: returns the task for a seed.
         steps: how long it is trained in the full form.
-        init_scale: where every policy has to start; None for its own.
+        init_scale: where every policy has to start; None for its own. FP32 and a policy that starts there anyway are
+            not run again: theirs are the runs of the task with the same `make`.
     """
 
     make: Callable[[int], Task]

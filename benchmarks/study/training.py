@@ -56,23 +56,31 @@ class Measures:
 
     Attributes:
         scores: the score of each step.
+        retries: backward passes that were run again.
         skipped: optimizer steps that were skipped.
         applied: those that were applied.
-        scales: the scale of each optimizer step.
-        amax: the largest gradient of each early optimizer step.
+        scales: the scale that made the gradients of each optimizer step, after any retries, and whether it was applied.
+        amax: the largest gradient of each early optimizer step with a usual batch.
         lost: the share of gradient energy that was lost, at sampled steps that did not overflow.
     """
 
     scores: list[float] = field(default_factory=list)
+    retries: int = 0
     skipped: int = 0
     applied: int = 0
-    scales: list[float] = field(default_factory=list)
+    scales: list[tuple[float, bool]] = field(default_factory=list)
     amax: list[float] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)
 
-    def note(self, gradients: Gradients, format: Format, scale: float, early: bool) -> None:
-        """Adds the gradients of a step."""
-        if early:
+    def note_step(self, scale: float, applied: bool) -> None:
+        """Adds an optimizer step."""
+        self.scales.append((scale, applied))
+        self.applied += applied
+        self.skipped += not applied
+
+    def note_gradients(self, gradients: Gradients, format: Format, scale: float, *, counts: bool) -> None:
+        """Adds the gradients of a step; `counts` is whether the best scale should hold them."""
+        if counts:
             self.amax.append(gradients.amax)
         if gradients.amax * scale < format.overflow_threshold:
             self.lost.append(gradients.lost(format, scale))
@@ -81,20 +89,26 @@ class Measures:
         """Returns the row's figures."""
         last = self.scores[-max(1, min(LAST, len(self.scores) // 3)) :]
         return {
+            "retries": self.retries,
             "skipped": self.skipped,
             "applied": self.applied,
             "steps_to_best": self._steps_to_best(format),
             "lost": sum(self.lost) / len(self.lost) if self.lost else 0.0,
             "final": sum(last) / len(last),
-            "last_scale": math.log2(self.scales[-1]) if self.scales else None,
+            "lowest_scale": math.log2(min(self.scales)[0]),
+            "last_scale": math.log2(self.scales[-1][0]),
         }
 
     def _steps_to_best(self, format: Format) -> int | None:
-        """Returns how many steps it took to a scale of at least a quarter of the best; None if there was none."""
+        """Returns how many steps came before one that was applied with a good scale; None if there was none.
+
+        Good is at least a quarter of the best, and not above it.
+        """
         if not self.amax:
             return None
         best = best_scale(max(self.amax), format)
-        return next((step for step, scale in enumerate(self.scales) if best / 4 <= scale <= best), None)
+        steps = enumerate(self.scales)
+        return next((step for step, (scale, applied) in steps if applied and best / 4 <= scale <= best), None)
 
 
 class Run:
@@ -116,37 +130,36 @@ class Run:
         low = self.case.rule != FP32_RUN
         losses = []
         for turn in self.task.turns(step):
-            if low and (step < EARLY or step % SAMPLED == 0):
-                gradients = exact_gradients(self.task.model, turn.loss)
-                self.measures.note(gradients, self.format, self._scale(), early=step < EARLY)
-            losses.append(self._turn(turn, emulate(FP16, self.format) if low else nullcontext()))
+            sampled = low and (step < EARLY or step % SAMPLED == 0)
+            # Before the step, which changes the weights.
+            gradients = exact_gradients(self.task.model, turn.loss) if sampled else None
+            loss, scale = self._turn(turn, emulate(FP16, self.format) if low else nullcontext())
+            losses.append(loss)
+            if gradients is not None:
+                counts = step < EARLY and not turn.bad
+                self.measures.note_gradients(gradients, self.format, scale, counts=counts)
         self.measures.scores.append(self.task.score(losses))
 
-    def _turn(self, turn: Turn, precision: AbstractContextManager[Any]) -> float:
-        """Runs one backward pass and optimizer step, and returns the loss."""
-        measures = self.measures
+    def _turn(self, turn: Turn, precision: AbstractContextManager[Any]) -> tuple[float, float]:
+        """Runs one backward pass and optimizer step, and returns the loss and the scale."""
         self.task.model.zero_grad()
         with precision:
             loss = turn.loss()
-        measures.scales.append(self._scale())
-        self._scaler.backward(loss, retries=0 if measures.applied else self._rule.retries)
+        self._scaler.backward(loss, retries=self._rule.retries)
         result = self._scaler.step(turn.optimizer, clip_norm=turn.clip_norm if self.case.clips else None)
-        skipped = result.skipped()
-        measures.skipped += skipped
-        measures.applied += not skipped
-        return float(loss.detach())
-
-    def _scale(self) -> float:
-        return float(self._scaler.loss_scale)
+        scale = float(result.scale)
+        self.measures.retries += result.retries
+        self.measures.note_step(scale, applied=not result.skipped())
+        return float(loss.detach()), scale
 
 
 def run(case: Case) -> dict[str, Any]:
-    """Returns the row of a case: what was run, and its figures."""
-    start, running = time.perf_counter(), Run(case)
+    """Returns the row of a case: what was run, and its figures. The time is that of the processor."""
+    start, running = time.process_time(), Run(case)
     try:
         for step in range(case.steps):
             running.step(step)
     except ScaleStuck:
         running.measures.scores.append(math.inf)  # the model is lost, and so is the final loss
     figures = running.measures.summary(running.format)
-    return asdict(case) | figures | {"seconds": round(time.perf_counter() - start, 1)}
+    return asdict(case) | figures | {"cpu_s": round(time.process_time() - start, 2)}

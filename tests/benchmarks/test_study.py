@@ -1,27 +1,52 @@
 """`benchmarks/study`: its rows can be continued, and its figures are what they are called."""
 
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from benchmarks.study.commit import commit
+from benchmarks.study.goals import Goal, goals
 from benchmarks.study.gradients import Gradients, best_scale, exact_gradients
-from benchmarks.study.plan import cases
-from benchmarks.study.report import claims, tables
+from benchmarks.study.language import LanguageTask, Trouble, warmed_up
+from benchmarks.study.plan import cases, completed, source
+from benchmarks.study.report import claims, coverage, tables
 from benchmarks.study.results import Results
-from benchmarks.study.rules import RULES
+from benchmarks.study.rules import BASELINE, RULES
+from benchmarks.study.task import Turn
 from benchmarks.study.tasks import TASKS
-from benchmarks.study.training import Case, run
+from benchmarks.study.training import Case, Measures, Run, run
+from benchmarks.study.workers import run_all
 from torch import nn
 
-from gradscale import FP16
+from gradscale import FP16, Dynamic, Seen
 
 
 def row(rule: str, **figures: Any) -> dict[str, Any]:
     case = {"task": "GAN", "rule": rule, "format": "fp16", "clips": False, "seed": 0, "steps": 10}
-    measured = {"skipped": 0, "applied": 10, "steps_to_best": 1, "lost": 0.0, "final": 1.0}
+    measured = {
+        "retries": 0,
+        "skipped": 0,
+        "applied": 10,
+        "steps_to_best": 1,
+        "lost": 0.0,
+        "final": 1.0,
+        "lowest_scale": 0.0,
+    }
     return case | measured | figures
+
+
+def goal(rows: dict[str, dict[str, Any]], text: str) -> Goal:
+    (found,) = (each for each in goals(rows) if text in each.text)
+    return found
 
 
 def test_the_full_form_has_every_rule_and_task_and_no_case_twice() -> None:
@@ -43,15 +68,123 @@ def test_rows_that_were_written_are_there_when_the_study_is_continued(tmp_path: 
     assert again.made_by == [{"command": "study"}]
 
 
-def test_the_claims_compare_auto_with_torch_row_by_row() -> None:
-    rows = {"a": row("auto", skipped=1, lost=1e-7), "b": row("torch", skipped=10, lost=1e-6, steps_to_best=None)}
-    found = claims(rows)
-    assert "1 against 10: 10.0%" in found
-    assert "| 0 of 1 |" in found
-    assert "1 of 1 (torch: 0)" in found
-    assert "at most 10.00%, in 1 runs" in found
-    rows["b"]["skipped"] = 0
-    assert "1 of 1: GAN (fp16, seed 0)" in claims(rows)
+def test_claims_come_first_and_then_the_other_rules_one_after_the_other() -> None:
+    planned = [(case.rule, case.clips) for case in cases(quick=False)]
+    first = dict.fromkeys(("claims" if rule in ("FP32", "torch", "auto") else rule, clips) for rule, clips in planned)
+    others = ["DeepSpeed", "Megatron", "Headroom, no retry", "LogMax", "Histogram"]
+    assert list(first) == [(rule, clips) for rule in ("claims", *others) for clips in (False, True)]
+
+
+def test_a_start_that_is_the_policys_own_is_not_run_again() -> None:
+    start = Case("start at 2^32", "Megatron", "fp16", True, 1, 1500)
+    usual = replace(start, task="char-GPT")
+    assert source(start, {}) == usual
+    assert source(replace(start, rule="torch"), {}) == replace(start, rule="torch")
+    assert source(replace(start, rule="FP32", format="fp32"), {}) == replace(usual, rule="FP32", format="fp32")
+    assert source(usual, {}) == usual
+    ran = {usual.key: row("Megatron", skipped=7)}
+    found = completed(ran, [start, usual, replace(usual, seed=2)])
+    assert {key: (each["task"], each["skipped"]) for key, each in found.items()} == {
+        start.key: ("start at 2^32", 7),
+        usual.key: ("char-GPT", 7),
+    }
+    expected = "2 of 3 rows of the full form have been made, by 1 runs: 1 are the same run as another."
+    assert coverage(found, [start, usual, replace(usual, seed=2)]) == expected
+
+
+def test_a_policy_without_retries_is_not_run_where_there_was_none() -> None:
+    case = Case("GAN", "Headroom, no retry", "fp16", False, 0, 10)
+    retrying = replace(case, rule="auto")
+    assert source(case, {}) == case
+    assert source(case, {retrying.key: row("auto", retries=1)}) == case
+    rows = {retrying.key: row("auto", skipped=3)}
+    assert source(case, rows) == retrying
+    found = completed(rows, [retrying, case])
+    assert (found[case.key]["rule"], found[case.key]["skipped"]) == ("Headroom, no retry", 3)
+    assert source(case, found) == retrying
+
+
+def test_a_run_without_retries_is_the_same_as_one_that_needed_none() -> None:
+    ours, other = (run(Case("GAN", rule, "fp16", False, 0, 20)) for rule in ("auto", "Headroom, no retry"))
+    assert ours["retries"] == 0
+    differing = {name for name in ours if ours[name] != other[name]}
+    assert differing <= {"rule", "cpu_s"}
+
+
+def test_dynamic_has_the_rule_of_torch_above_its_lowest_scale_and_needs_no_rows_of_its_own() -> None:
+    ours, theirs = Dynamic(), RULES[BASELINE].policy
+    for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    ours, theirs = (replace(policy, growth_interval=3) for policy in (ours, theirs))
+    state, other = ours.start(), theirs.start()
+    scales = []
+    for finite in [*(np.random.default_rng(0).random(300) < 0.9), *[False] * 46]:
+        state = ours.next(state, Seen(finite=np.bool_(finite)), np)
+        other = theirs.next(other, Seen(finite=np.bool_(finite)), np)
+        assert state.scale == other.scale
+        scales.append(state.scale)
+    assert (min(scales), max(scales) > 2.0**40) == (1, True)
+
+
+def test_runs_in_which_dynamic_would_differ_from_torch_are_counted() -> None:
+    rows = {"a": row("auto"), "b": row("torch")}
+    assert "torch's scale never fell below" in claims(rows)
+    rows["b"]["lowest_scale"] = -1.0
+    assert "torch's scale fell below in 1 of 1 runs" in claims(rows)
+
+
+def test_each_goal_has_its_figure_and_whether_it_holds() -> None:
+    rows = {
+        "a": row("auto", skipped=1, lost=1e-7),
+        "b": row("torch", skipped=10, lost=1e-6, steps_to_best=None),
+        "c": row("FP32", format="fp32"),
+    }
+    assert all(each.holds for each in goals(rows))
+    assert (goal(rows, "skipped steps, in all").found, goal(rows, "skipped steps, in all").baseline) == (
+        "1 (10.0%)",
+        "10",
+    )
+    assert (goal(rows, "within 3 steps").found, goal(rows, "within 3 steps").baseline) == ("1 of 1", "0 of 1")
+    assert goal(rows, "energy that torch loses").found == "at most 10.00%, in 1 runs"
+    assert goal(rows, "noise of FP32").found == "1 of 1"
+    assert "What misses" not in claims(rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "ours", "theirs"),
+    [
+        ("skipped steps, in all", {"skipped": 2}, {"skipped": 19}),
+        ("within 3 steps", {"steps_to_best": 4}, {"steps_to_best": None}),
+        ("within 3 steps", {"steps_to_best": None}, {"steps_to_best": None}),
+        ("energy that torch loses", {"lost": 3e-8}, {"lost": 1e-7}),
+        ("noise of FP32", {"final": 1.03}, {"final": 1.03}),
+        ("noise of FP32", {"final": math.inf}, {}),
+        ("Dynamic`: skipped", {"skipped": 1}, {}),
+        ("Dynamic`: steps to", {"steps_to_best": 2}, {}),
+        ("Dynamic`: energy", {"lost": 2e-8}, {"lost": 9e-9}),
+        ("Dynamic`: final loss", {"final": 1.01}, {"final": 0.98}),
+    ],
+)
+def test_a_run_that_misses_a_goal_is_listed(text: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    rows = {"a": row("auto", **ours), "b": row("torch", **theirs), "c": row("FP32", format="fp32")}
+    found = goal(rows, text)
+    assert found.holds is False
+    assert [miss.partition(":")[0].removesuffix(", seed 0") for miss in found.misses] == ["GAN, fp16"]
+    assert f"    - {found.misses[0]}" in claims(rows)
+
+
+def test_final_losses_are_within_noise_by_the_spread_of_the_seeds_in_fp32() -> None:
+    single = {f"fp32 {seed}": row("FP32", format="fp32", seed=seed, final=1.0 + seed / 10) for seed in range(3)}
+    ours = {f"auto {seed}": row("auto", seed=seed, final=1.25 + seed / 10) for seed in range(3)}
+    assert goal(single | ours, "noise of FP32").holds  # a deviation is 0.1
+    ours["auto 0"]["final"] += 0.3
+    assert goal(single | ours, "noise of FP32").holds is False
+
+
+def test_a_goal_that_nothing_was_run_for_is_not_said_to_hold() -> None:
+    assert {each.holds for each in goals({})} == {None}
+    assert "| not run |" in claims({})
+    assert goal({"a": row("auto"), "b": row("torch")}, "noise of FP32").holds is None
 
 
 def test_a_rule_that_was_not_run_is_shown_as_not_run() -> None:
@@ -82,6 +215,172 @@ def test_lost_energy_is_that_of_elements_that_become_zero() -> None:
     assert gradients.lost(FP16, 1.0) == pytest.approx(2.0**-60 / 25)
     assert gradients.lost(FP16, 2.0**10) == 0
     assert best_scale(4.0, FP16) == 2.0**13
+
+
+def test_bad_batches_have_no_part_in_the_best_scale() -> None:
+    running = Run(Case("bad batches: 1% x 100", "auto", "fp16", False, 0, 2))
+    loss = next(iter(running.task.turns(0))).loss
+    optimizer = torch.optim.SGD(running.task.model.parameters(), 0.0)
+    running.task.turns = lambda step: [Turn(optimizer, lambda: loss() * (1 + 99 * step), bad=step == 1)]  # type: ignore[method-assign]
+    running.step(0)
+    alone = list(running.measures.amax)
+    running.step(1)
+    assert running.measures.amax == alone
+    assert len(alone) == 1
+
+
+def test_the_tasks_say_which_batches_are_bad() -> None:
+    for name in ("bad batches: 1% x 100", "CNN, bad batches: 1% x 100"):
+        task = TASKS[name].make(0)
+        with torch.no_grad():
+            found = [(turn.bad, turn.loss().item()) for step in range(200) for turn in task.turns(step)]
+        assert 0 < sum(bad for bad, _ in found) < 10
+        assert all(bad == (loss > 50) for bad, loss in found)
+
+
+def test_a_scale_counts_for_the_step_that_is_applied_with_it() -> None:
+    measures = Measures(amax=[4.0])  # the best scale is 2**13
+    for scale, applied in [(2.0**16, False), (2.0**12, False), (2.0**10, True), (2.0**11, True)]:
+        measures.note_step(scale, applied)
+    measures.scores = [0.0]
+    assert measures.summary(FP16)["steps_to_best"] == 3
+    assert measures.summary(FP16)["lowest_scale"] == 10
+    assert (measures.applied, measures.skipped) == (2, 2)
+
+
+def test_a_scale_that_a_retry_found_counts_at_the_first_step() -> None:
+    running = Run(Case("start at 2^32", "auto", "fp16", False, 0, 1))
+    running.step(0)
+    ((scale, applied),) = running.measures.scales
+    assert applied
+    assert scale < 2.0**32
+    assert len(running.measures.lost) == 1
+
+
+def test_a_warmed_up_task_is_the_same_each_time() -> None:
+    trouble = Trouble(loss_factor=128, warm_steps=5)
+
+    def losses(task: LanguageTask) -> list[float]:
+        found = []
+        for step in range(3):
+            for turn in task.turns(step):
+                task.model.zero_grad()
+                loss = turn.loss()
+                loss.backward()
+                turn.optimizer.step()
+                found.append(loss.item())
+        return found
+
+    expected = losses(LanguageTask(1, trouble))
+    assert losses(warmed_up(1, trouble)) == expected
+    assert losses(warmed_up(1, trouble)) == expected
+
+
+SHORT = [Case("fine-tuning, 3 steps", rule, "fp16", False, 0, 3) for rule in ("torch", "auto", "Megatron")]
+
+
+def test_rows_do_not_depend_on_the_number_of_processes() -> None:
+    expected = {case: run(case) | {"cpu_s": None} for case in SHORT}
+    assert {case: row | {"cpu_s": None} for case, row in run_all(SHORT, 2, math.inf)} == expected
+
+
+def fail(case: Case) -> dict[str, Any]:
+    raise SystemExit(3)
+
+
+def test_a_run_that_fails_ends_the_study_and_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"has ended; see its error above. Case: fine-tuning, 3 steps \| fp16"):
+        list(run_all(SHORT, 2, math.inf, fail))
+
+
+def test_no_run_is_started_after_the_end() -> None:
+    assert list(run_all(SHORT, 2, time.monotonic())) == []
+
+
+INTERRUPTED = """
+import time
+from functools import partial
+from benchmarks.study.training import Case
+from benchmarks.study.workers import run_all
+
+def slow(seconds, case):
+    print("started", case.seed, flush=True)
+    time.sleep(seconds)
+    return {"seed": case.seed}
+
+if __name__ == "__main__":
+    cases = [Case("GAN", "auto", "fp16", False, seed, 1) for seed in range(9)]
+    rows = [row["seed"] for _, row in run_all(cases, 2, float("inf"), partial(slow, SECONDS))]
+    print("rows", sorted(rows), flush=True)
+"""
+
+
+def interrupted(folder: Path, seconds: float, times: int) -> str:
+    """Returns what a program prints that is sent Ctrl-C `times` times once two runs are in progress."""
+    script = folder / "program.py"
+    script.write_text(INTERRUPTED.replace("SECONDS", str(seconds)))
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root), str(root / "src")])
+    program = subprocess.Popen(
+        [sys.executable, script],
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert program.stdout is not None
+    assert program.stderr is not None
+    printed = program.stdout.readline() + program.stdout.readline()
+    for _ in range(times):
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to the workers, too
+        while "Ctrl-C again" not in (line := program.stderr.readline()) and "KeyboardInterrupt" not in line:
+            assert line
+    return printed + program.communicate(timeout=60)[0]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends signals to a group of processes")
+def test_ctrl_c_keeps_the_rows_of_the_runs_in_progress_and_starts_no_other(tmp_path: Path) -> None:
+    printed = interrupted(tmp_path, 2, times=1)
+    assert printed.splitlines()[-1] == "rows [0, 1]"
+    assert "started 2" not in printed
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends signals to a group of processes")
+def test_a_second_ctrl_c_gives_the_runs_in_progress_up(tmp_path: Path) -> None:
+    assert "rows" not in interrupted(tmp_path, 600, times=2)
+
+
+def test_the_commit_has_a_plus_if_the_code_was_changed(tmp_path: Path) -> None:
+    assert commit(tmp_path) is None
+    code, results = tmp_path / "benchmarks" / "study" / "plan.py", tmp_path / "benchmarks" / "study" / "results.json"
+    code.parent.mkdir(parents=True)
+    code.write_text("1")
+    results.write_text("1")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
+    clean = commit(tmp_path)
+    assert clean is not None
+    assert clean.isalnum()
+    results.write_text("2")
+    assert commit(tmp_path) == clean
+    code.write_text("2")
+    assert commit(tmp_path) == f"{clean}+"
+
+
+def test_rows_know_the_entry_that_made_them_also_if_it_is_not_the_last(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    for made_by, key in (({"commit": "a"}, "one"), ({"commit": "b"}, "two"), ({"commit": "a"}, "three")):
+        results.start(made_by)
+        results.add(key, row("auto"))
+    again = Results(tmp_path / "results.json")
+    assert {key: again.made_by[each["made_by"]] for key, each in again.rows.items()} == {
+        "one": {"commit": "a"},
+        "two": {"commit": "b"},
+        "three": {"commit": "a"},
+    }
+    assert list(again.rows) == ["one", "three", "two"]
 
 
 def test_a_run_measures_what_the_policy_did() -> None:

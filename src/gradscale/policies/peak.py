@@ -238,8 +238,9 @@ def _learned(state: PeakState, observed: Observation, settings: PeakSettings, xp
     lowered = observed.level * larger(
         xp.where(plausible, smaller(failed, allowed, xp), allowed) * LESSON, LOWEST_SCALE, xp
     )
-    # Batches that overflow at any scale, now and then, must not drive the gradients out of the format.
-    lowest = xp.where(again, settings.policy.format.smallest_subnormal, settings.limit / farthest)
+    # Batches that overflow at any scale, now and then, must not drive the gradients out of the format: what two
+    # lessons did not prevent, a third would not either.
+    lowest = xp.where(again, settings.policy.format.smallest_subnormal, settings.limit * LESSON**2)
     ceiling = xp.where(learns, smaller(larger(lowered, lowest, xp), state.ceiling, xp), state.ceiling)
     slower = larger(state.recovery_factor * 0.5, SLOWEST_RECOVERY, xp)
     return ceiling, xp.where(learns, slower, state.recovery_factor)
@@ -254,11 +255,12 @@ def _recovered(ceiling: Array, recovery_factor: Array, settings: PeakSettings, x
 def _moved(state: PeakState, target: Array, settings: PeakSettings, xp: Namespace) -> Array:
     """Returns the power of two that the target allows, or the scale as it was if that is only a little higher.
 
-    After an overflow the scale was not chosen by any gradient, and goes to its target in any case.
+    At the first gradient, and after an overflow, no gradient has chosen the scale: it goes to its target in any case.
     """
     highest = pow2_floor(target, xp)
     worth_it = highest / two_to(settings.rise_bits, target, xp) >= state.scale
-    rises = xp.logical_or(worth_it, state.failed_scale > 0)
+    chosen = xp.logical_and(state.peak > 0, state.failed_scale <= 0)
+    rises = xp.logical_or(worth_it, xp.logical_not(chosen))
     return xp.where(rises, highest, smaller(state.scale, highest, xp))
 
 

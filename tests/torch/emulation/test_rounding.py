@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gradscale.formats import BF16, FORMATS, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format
-from gradscale.torch.emulation.rounding import Rounding, UniformNumbers
+from gradscale.torch.emulation.rounding import Rounding, UniformNumbers, round_copy, round_grads
 
 pytestmark = pytest.mark.cpu_only("emulated formats are compared with numpy and the CPU")
 
@@ -158,3 +159,37 @@ def test_without_a_seed_numbers_come_from_torchs_random_numbers() -> None:
     first = Rounding(BF16, random=UniformNumbers(seed=None)).round_(values.clone())
     torch.manual_seed(5)
     assert torch.equal(first, Rounding(BF16, random=UniformNumbers(seed=None)).round_(values.clone()))
+
+
+@pytest.mark.parametrize("known", [FP16, BF16, FP8_E5M2, FP8_E4M3], ids=by_name)
+@pytest.mark.parametrize("saturate", [False, True])
+def test_a_copy_is_the_same_whether_or_not_autograd_records_it(known: Format, saturate: bool) -> None:
+    rounding = Rounding(known, saturate)
+    values = torch.from_numpy(hard_cases(known)[: 4 * 60]).view(4, 60)
+    for given in (values, values.T, values[:, ::3], values[0].expand(3, -1), values[:0], values[0, 0]):
+        recorded = round_copy(given.detach().requires_grad_(), rounding, rounding).detach()
+        with torch.no_grad():
+            plain = round_copy(given, rounding, rounding)
+        assert plain.stride() == recorded.stride()
+        torch.testing.assert_close(plain, recorded, rtol=0, atol=0, equal_nan=True)
+        assert not torch._C._is_alias_of(plain, given)  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own forward mode
+def test_tangents_of_forward_mode_are_not_rounded() -> None:
+    with forward_ad.dual_level(), torch.no_grad():
+        copy = round_copy(
+            forward_ad.make_dual(torch.tensor(1 / 3), torch.tensor(1 / 3)), Rounding(FP16), Rounding(FP16)
+        )
+        found = forward_ad.unpack_dual(copy)
+        assert found.primal.item() == float(np.float16(1 / 3))
+        assert found.tangent is not None
+        assert found.tangent.item() == float(np.float32(1 / 3))
+
+
+def test_gradients_in_float32_get_no_hook() -> None:
+    kept, rounded = (torch.ones((), requires_grad=True) * 1 for _ in range(2))
+    round_grads(kept, Rounding(FP32))
+    round_grads(rounded, Rounding(FP16))
+    assert not kept._backward_hooks
+    assert rounded._backward_hooks
