@@ -46,7 +46,7 @@ class TensorGroup(NamedTuple):
 def tensor_groups(tensors: Sequence[Tensor]) -> list[TensorGroup]:
     """Returns the tensors by device and type."""
     # Nearly always all have the same. Sets show that in a fraction of the time that sorting takes.
-    devices = {CPU} if all_on_cpu(tensors) else {tensor.device for tensor in tensors}
+    devices = devices_of(tensors)
     dtypes = {tensor.dtype for tensor in tensors}
     if len(devices) == len(dtypes) == 1 and not (dtype := dtypes.pop()).is_complex:
         return [TensorGroup(devices.pop(), dtype, range(len(tensors)), list(tensors))]
@@ -59,6 +59,11 @@ def _sorted(tensors: Sequence[Tensor]) -> Iterator[TensorGroup]:
         found.setdefault((tensor.device, tensor.dtype), []).append(position)
     for (device, dtype), positions in found.items():
         yield TensorGroup(device, dtype, positions, [tensors[position] for position in positions])
+
+
+def devices_of(tensors: Sequence[Tensor]) -> set[torch.device]:
+    """Returns where the tensors are."""
+    return ({CPU} if tensors else set()) if all_on_cpu(tensors) else {tensor.device for tensor in tensors}
 
 
 def all_on_cpu(tensors: Sequence[Tensor]) -> bool:
@@ -96,11 +101,11 @@ def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return _by_group(_group_largest, tensors, device)
 
 
-@torch.no_grad()
 def largest_joined(tensors: Sequence[Tensor]) -> Tensor | None:
     """Returns the largest magnitude in all of `tensors`, which are on the CPU, in float32: NaN if there is one.
 
-    None where it would not be faster than `largest`: where they are not many small ones, or not of one type.
+    None where it would not be faster than `largest`: where they are not many small ones, or not of one type. Autograd
+    must be off.
     """
     elements = sum([tensor.numel() for tensor in tensors])
     if not 0 < elements <= min(JOIN_AT_ONCE, JOIN_UP_TO * len(tensors)):

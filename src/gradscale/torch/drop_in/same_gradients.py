@@ -4,7 +4,6 @@ Lightning's manual optimization and Accelerate call `step` and `update` once for
 gradients of the second were made with the scale from before the first `update`, and both updates are those of one step.
 """
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +19,10 @@ Optimizer = torch.optim.Optimizer
 
 States = dict[int, dict[str, Any]]
 """What is noted of each optimizer, by its id, as in torch's scaler."""
+
+
+NONE_NOTED: States = {}
+"""Nothing is noted of any optimizer. Never written to."""
 
 
 class Start(NamedTuple):
@@ -48,8 +51,7 @@ class Start(NamedTuple):
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class Updated:
+class Updated(NamedTuple):
     """What the last `update` leaves for optimizers that are stepped on the same gradients after it.
 
     Attributes:
@@ -62,7 +64,7 @@ class Updated:
     made_with: Tensor | None = None
     start: Start | None = None
     stepped: frozenset[int] = frozenset()
-    unscaled: States = field(default_factory=dict)
+    unscaled: States = NONE_NOTED
 
     @staticmethod
     def after(states: States, start: Start, merges: bool, previous: "Updated | None") -> "Updated":

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradscale.engine.measurement import Measurement
+from gradscale.kernels.torch import devices_of
 from gradscale.policies.contract import Policy
 from gradscale.torch.drop_in.ranks import ScaledNorm
 from gradscale.torch.drop_in.scale_bound import ScaleBound
@@ -84,8 +85,7 @@ def check_scaled(
     if policy is not None:
         state["sizes"] = measure_for(policy, gradients, scale, measured)
     state["measured"], state["count"] = measured, len(gradients)
-    devices = {grad.device for grad in gradients}
-    return {device: overflow.to(device, torch.float32) for device in devices}
+    return {device: overflow.to(device, torch.float32) for device in devices_of(gradients)}
 
 
 def check_only(gradients: Sequence[Tensor], like: Tensor) -> dict[torch.device, Tensor]:
@@ -94,7 +94,7 @@ def check_only(gradients: Sequence[Tensor], like: Tensor) -> dict[torch.device, 
     `like` is a float32 on the device of the scale.
     """
     overflow, _ = check(gradients, torch.ones_like(like), grows=False)
-    return {device: overflow.to(device, torch.float32) for device in {grad.device for grad in gradients}}
+    return {device: overflow.to(device, torch.float32) for device in devices_of(gradients)}
 
 
 def check_norm(
@@ -121,7 +121,7 @@ def check_norm(
     finite, norm = _unscaled_norm(numbers.measurement(measured), numbers.leaf(divisor), numbers.xp)
     found |= {"measured": measured, "norm": ScaledNorm(gradients, measured, divisor), "grad_norm": numbers.tensor(norm)}
     overflow = ~numbers.tensor(finite)
-    return {device: overflow.to(device, torch.float32) for device in {value.device for value in values}}
+    return {device: overflow.to(device, torch.float32) for device in devices_of(values)}
 
 
 @np.errstate(all="ignore")
