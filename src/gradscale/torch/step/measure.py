@@ -74,7 +74,9 @@ def measure_sizes(
     # The norm of the norms is the norm of all gradients. An empty vector has a norm, 0, and no maximum.
     total = torch.linalg.vector_norm(sizes) if norm or not gradients else sizes.amax()
     halves = [grad for grad in gradients if grad.dtype in HALF] if half else []
-    peak = total if not norm or not gradients else largest(gradients, device).amax() if amax else None
+    peak = total if not norm else None
+    if norm and amax:
+        peak = largest(gradients, device).amax() if gradients else total
     return Measurement(
         sizes,
         total,
