@@ -109,6 +109,19 @@ def test_second_optimizer_of_a_backward_pass_is_not_unscaled_by_another_scale() 
     assert module.weights == [[1.0, 0.0], [0.0, -1.0], [-1.0, -2.0], [-2.0, -3.0]]
 
 
+def test_second_optimizer_of_a_backward_pass_is_not_unscaled_by_another_scale_after_growth() -> None:
+    class Clean(TwoOptimizers):
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+            super().training_step(batch, index + 1)  # without the overflow
+
+    grows = {"init_scale": 8.0, "growth_interval": 1}
+    lightnings, module = Clean(), Clean()
+    fit(lightnings, LightningMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **grows)), batches=1)
+    assert lightnings.weights == [[0.0, 0.5]], "Lightning's own: half the gradient, after growth"
+    fit(module, MixedPrecision(scaler=GradScaler("cpu", **grows)), batches=1)
+    assert module.weights == [[0.0, 0.0]]
+
+
 class ClipsByHand(L.LightningModule):
     """Clips in manual optimization, as Lightning's documentation shows; the gradient is 3, and the bound 2."""
 
