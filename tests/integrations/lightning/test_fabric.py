@@ -103,6 +103,19 @@ def test_short_run_loses_no_step(how: Any, steps: int) -> None:
     assert plugin.metrics()["gradscale/skipped"] == 0
 
 
+@pytest.mark.parametrize(("policy", "retries", "skipped"), [("auto", 0, 1), ("torch", None, 3), ("torch", 20, 0)])
+@pytest.mark.parametrize("make", [FabricMixedPrecision, MixedPrecision])
+def test_retries_can_be_switched_off_and_asked_for(make: Any, policy: str, retries: int | None, skipped: int) -> None:
+    plugin = make(policy, retries=retries)
+    fabric, own = L.Fabric(accelerator="cpu", plugins=[plugin]), fine_tuned_model()
+    model, optimizer = fabric.setup(own, torch.optim.SGD(own.parameters(), lr=1e-6))
+    for index in range(3):
+        optimizer.zero_grad()
+        fabric.backward(large_loss(model, index))
+        optimizer.step()
+    assert plugin.metrics()["gradscale/skipped"] == skipped
+
+
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(
     "make", [FabricMixedPrecision, MixedPrecision, ours], ids=["auto", "auto, the Trainer's plugin", "torch's rule"]

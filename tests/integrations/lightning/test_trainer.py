@@ -36,24 +36,43 @@ def test_training_in_fp16_learns_and_a_skipped_step_is_reported(kind: str, clip:
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
 
 
+class FineTuned(L.LightningModule):
+    """Its first gradients overflow at torch's first scale."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = fine_tuned_model(), kind
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return large_loss(self.net, index)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        how: dict[str, Any] = {self.kind: True}
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, **how)
+
+
 @pytest.mark.parametrize("steps", [3, 10, 50])
 @pytest.mark.parametrize("kind", KINDS)
 def test_short_run_loses_no_step(kind: str, steps: int) -> None:
-    class FineTuned(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = fine_tuned_model()
-
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            return large_loss(self.net, index)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            how: dict[str, Any] = {kind: True}
-            return torch.optim.AdamW(self.parameters(), lr=1e-4, **how)
-
-    trainer = fit(FineTuned(), MixedPrecision(), batches=steps)
+    trainer = fit(FineTuned(kind), MixedPrecision(), batches=steps)
     assert trainer.callback_metrics["gradscale/skipped"] == 0
     assert trainer.callback_metrics["gradscale/applied"] == steps
+
+
+@pytest.mark.parametrize(("policy", "retries", "skipped"), [("auto", 0, 1), ("torch", None, 3), ("torch", 20, 0)])
+def test_retries_can_be_switched_off_and_asked_for(policy: str, retries: int | None, skipped: int) -> None:
+    trainer = fit(FineTuned("fused"), MixedPrecision(policy, retries=retries), batches=3)
+    assert trainer.callback_metrics["gradscale/skipped"] == skipped
+
+
+def test_retries_are_refused_where_the_module_runs_its_own_backward_pass() -> None:
+    class OwnBackward(FineTuned):
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            loss.backward(*args, **kwargs)
+
+    with pytest.raises(MisconfigurationException, match="Received: retries=2 and a module with its own `backward`"):
+        fit(OwnBackward("fused"), MixedPrecision(retries=2), batches=1)
+    fit(OwnBackward("fused"), MixedPrecision(retries=0), batches=1)
 
 
 class Clipped(Regression):
@@ -445,6 +464,7 @@ def test_device_is_that_of_the_strategy() -> None:
     [
         (lambda: MixedPrecision(Static(8), scaler=GradScaler("cpu")), ValueError, "exclude each other"),
         (lambda: MixedPrecision(on_skip="wait"), ValueError, '`on_skip` must be "hold" or "advance"'),  # type: ignore[arg-type]
+        (lambda: MixedPrecision(retries=-1), ValueError, "`retries` must not be negative"),
         (lambda: MixedPrecision("no such policy"), ValueError, "no such policy"),
         (lambda: MixedPrecision("16-mixed", precision="bf16-mixed"), ValueError, "The precision is given twice"),
         (lambda: MixedPrecision("32-true"), ValueError, r"Passed `MixedPrecision\(precision='32-true'\)`"),

@@ -19,15 +19,16 @@ class ScaledAccelerator(Accelerator):
     """
 
     scaler: GradScaler
+    _retries: int | None = None
     _grad_norm: Tensor | None = None
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scales the loss and runs its backward pass, as `GradScaler.backward` does, whose `retries` it takes as well.
 
-        The loss is first divided by the number of micro-batches.
+        By default those of `install`. The loss is first divided by the number of micro-batches.
         """
         # Accelerate calls `scale(loss).backward()`, which cannot be run again if it overflows.
-        self.scaler.backward(loss / self.gradient_accumulation_steps, **kwargs)
+        self.scaler.backward(loss / self.gradient_accumulation_steps, **({"retries": self._retries} | kwargs))
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Returns the prepared optimizer, which reports skipped steps though it be fused."""

@@ -16,6 +16,7 @@ from gradscale.integrations.lightning.scaler import (
     AnyPrecision,
     is_unscaled,
     policy_and_precision,
+    retries_given,
     scaler_of,
 )
 from gradscale.integrations.logged import logged
@@ -47,6 +48,8 @@ class FabricMixedPrecision(LightningMixedPrecision, CarriesScaler):
             used as Lightning's plugin does.
         clip_norm: bound on the norm of each optimizer's gradients, unscaled, at every step.
         clip_value: bound on the magnitude of every element, unscaled, at every step.
+        retries: how often a backward pass that overflows is run again at a lower scale, at any step, without a second
+            forward pass; 0 for never. By default once or so until a first step was applied, under `"auto"`.
         precision: `"16-mixed"`, which is the default, or `"bf16-mixed"` for a run in BF16. That has a scaler with the
             policy `CheckOnly()` alone, which skips steps that are not finite.
 
@@ -62,12 +65,14 @@ class FabricMixedPrecision(LightningMixedPrecision, CarriesScaler):
         *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        retries: int | None = None,
         precision: AnyPrecision | None = None,
     ) -> None:
         policy, precision = policy_and_precision(policy, precision)
         own = scaler_of(policy, scaler, precision, device)
         super().__init__(precision, device or "cpu", own if precision == FP16 else scaler)
         self.scaler: GradScaler | None = own
+        self._retries = retries_given(retries)
         # Fabric does not tell its plugins where the model is.
         self._devices = _devices() if device is None else (device,)
         clip = Clip(clip_norm, clip_value)  # checks them
@@ -89,7 +94,7 @@ class FabricMixedPrecision(LightningMixedPrecision, CarriesScaler):
         if args or not isinstance(self.scaler, GradScaler):
             super().backward(tensor, model, *args, **kwargs)
         else:
-            self.scaler.backward(tensor, **kwargs)
+            self.scaler.backward(tensor, **(self._retries | kwargs))
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         """Clips and steps the optimizer on unscaled gradients, or skips the step."""

@@ -23,6 +23,7 @@ from gradscale.integrations.lightning.scaler import (
     AnyPrecision,
     is_unscaled,
     policy_and_precision,
+    retries_given,
     scaler_of,
 )
 from gradscale.integrations.lightning.schedules import HeldSchedules, OnSkip, check_on_skip
@@ -57,6 +58,8 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         on_skip: `"hold"` holds schedules with `interval="step"` once for every skipped step; `"advance"` advances them,
             as Lightning's plugin does.
         log: log the scaler's metrics.
+        retries: how often a backward pass that overflows is run again at a lower scale, at any step, without a second
+            forward pass; 0 for never. By default once or so until a first step was applied, under `"auto"`.
         precision: `"16-mixed"`, which is the default, or `"bf16-mixed"` for a run in BF16. That has a scaler with the
             policy `CheckOnly()` alone, which skips steps that are not finite.
 
@@ -74,6 +77,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         *,
         on_skip: OnSkip = "hold",
         log: bool = True,
+        retries: int | None = None,
         precision: AnyPrecision | None = None,
     ) -> None:
         policy, precision = policy_and_precision(policy, precision)
@@ -83,12 +87,14 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         self._device_given = device is not None
         self._on_skip = check_on_skip(on_skip)
         self._logs = log
+        self._retries = retries_given(retries)
         self._schedules = HeldSchedules(())
         self._clip: dict[str, float] = {}
         self._clips_in_step = False
         self._in_trainer = False
         # What this is until a Trainer connects it. Its precision without a scaler is never asked for one.
-        self._fabric = FabricMixedPrecision("none" if precision == FP16 else AUTO, device, precision=precision)
+        rule = "none" if precision == FP16 else AUTO
+        self._fabric = FabricMixedPrecision(rule, device, retries=retries, precision=precision)
 
     @property
     def _in_fabric(self) -> FabricMixedPrecision:
@@ -163,9 +169,18 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         if (scaler := self._own) is None:
             super().backward(tensor, model, optimizer, *others, **kwargs)
         elif others or overrides(model, "backward", LightningModule):
+            self._check_no_retries()
             super().backward(scaler.scale(tensor), model, optimizer, *others, **kwargs)
         else:
-            scaler.backward(tensor, **kwargs)
+            scaler.backward(tensor, **(self._retries | kwargs))
+
+    def _check_no_retries(self) -> None:
+        if any(self._retries.values()):
+            raise MisconfigurationException(
+                "`retries` runs the backward pass itself, again if it overflows. Received: "
+                f"retries={self._retries['retries']!r} and a module with its own `backward`, or a backward pass with "
+                "arguments by position. Leave `retries` out, or the method."
+            )
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Calls the hooks after the backward pass."""

@@ -14,6 +14,7 @@ def install(
     trainer: Trainer,
     policy: Policy | str | None = None,
     *,
+    retries: int | None = None,
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
     on_stuck: OnStuck = "warn",
 ) -> GradScaler:
@@ -32,6 +33,8 @@ def install(
         trainer: built with `fp16=True`, and not trained or evaluated yet.
         policy: the rule for the scale, or its name; by default `"auto"`. With `CheckOnly()`, which scales nothing and
             skips steps that are not finite, the trainer may be one for BF16 or float32.
+        retries: how often a backward pass that overflows is run again at a lower scale, at any step, without a second
+            forward pass; 0 for never. By default once or so until a first step was applied, under `"auto"`.
         max_consecutive_skips: as in `GradScaler`.
         on_stuck: as in `GradScaler`.
 
@@ -51,5 +54,5 @@ def install(
             f"Received: fp16={trainer.args.fp16!r}, bf16={trainer.args.bf16!r}, which need no loss scaling. To skip "
             "steps whose gradients are inf or NaN, pass `CheckOnly()`."
         )
-    settings = {"policy": policy, "max_consecutive_skips": max_consecutive_skips, "on_stuck": on_stuck}
-    return ScaledTrainer.take_over(trainer, settings)
+    stuck = {"max_consecutive_skips": max_consecutive_skips, "on_stuck": on_stuck}
+    return ScaledTrainer.take_over(trainer, {"policy": policy, "retries": retries, **stuck})
