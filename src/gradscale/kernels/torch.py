@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from gradscale.engine.measurement import LARGEST_NORM
 from gradscale.formats import FP32
@@ -16,6 +17,14 @@ DOT_FROM = 32_768
 
 CAST_AT_ONCE = 262_144
 """Elements of a 16-bit gradient that are cast to float32 together: they stay in the cache until they are multiplied."""
+
+
+JOIN_UP_TO = 16_384
+"""Mean elements of CPU tensors up to which one call of `aminmax` on a copy of them all is faster than a call for each:
+half of the time at 4,096, and the same at this number."""
+
+JOIN_AT_ONCE = 262_144
+"""Elements of all these tensors together, at most: the copy is small, and stays in the cache."""
 
 
 class TensorGroup(NamedTuple):
@@ -37,7 +46,7 @@ class TensorGroup(NamedTuple):
 def tensor_groups(tensors: Sequence[Tensor]) -> list[TensorGroup]:
     """Returns the tensors by device and type."""
     # Nearly always all have the same. Sets show that in a fraction of the time that sorting takes.
-    devices = {CPU} if all_on_cpu(tensors) else {tensor.device for tensor in tensors}
+    devices = devices_of(tensors)
     dtypes = {tensor.dtype for tensor in tensors}
     if len(devices) == len(dtypes) == 1 and not (dtype := dtypes.pop()).is_complex:
         return [TensorGroup(devices.pop(), dtype, range(len(tensors)), list(tensors))]
@@ -50,6 +59,11 @@ def _sorted(tensors: Sequence[Tensor]) -> Iterator[TensorGroup]:
         found.setdefault((tensor.device, tensor.dtype), []).append(position)
     for (device, dtype), positions in found.items():
         yield TensorGroup(device, dtype, positions, [tensors[position] for position in positions])
+
+
+def devices_of(tensors: Sequence[Tensor]) -> set[torch.device]:
+    """Returns where the tensors are."""
+    return ({CPU} if tensors else set()) if all_on_cpu(tensors) else {tensor.device for tensor in tensors}
 
 
 def all_on_cpu(tensors: Sequence[Tensor]) -> bool:
@@ -85,6 +99,22 @@ def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     synchronize with the device.
     """
     return _by_group(_group_largest, tensors, device)
+
+
+def largest_joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Returns the largest magnitude in all of `tensors`, which are on the CPU, in float32: NaN if there is one.
+
+    None where it would not be faster than `largest`: where they are not many small ones, or not of one type. Autograd
+    must be off.
+    """
+    elements = sum([tensor.numel() for tensor in tensors])
+    if not 0 < elements <= min(JOIN_AT_ONCE, JOIN_UP_TO * len(tensors)):
+        return None
+    groups = tensor_groups(tensors)
+    if len(groups) > 1 or groups[0].dtype is torch.float64:
+        return None
+    low, high = torch.aminmax(_flatten_dense_tensors(groups[0].tensors))
+    return torch.maximum(low.abs(), high.abs()).float()
 
 
 @torch.no_grad()

@@ -16,6 +16,10 @@ EXACT = bool((np.float32(1) * 1.0).dtype == np.float32)
 """Whether rules may be run on scalars: whether a float32 stays one."""
 
 
+PLAIN = frozenset((float, int, bool))
+"""Types of Python numbers."""
+
+
 class Scalars:
     """What a rule may call, for numpy scalars and Python numbers. What is not here is numpy's own."""
 
@@ -27,8 +31,7 @@ class Scalars:
         """Returns `x` or `y`. A Python number takes the type of the other, as it would in an array."""
         # Rules write `where(grows, 0, clean_steps)`: the 0 must become an int32 scalar, or the state would change type.
         chosen, other = (x, y) if condition else (y, x)
-        is_plain = hasattr(other, "dtype") and not hasattr(chosen, "dtype")
-        return other.dtype.type(chosen) if is_plain else chosen
+        return other.dtype.type(chosen) if type(chosen) in PLAIN and type(other) not in PLAIN else chosen
 
     @staticmethod
     def logical_and(x: Array, y: Array, /) -> Array:

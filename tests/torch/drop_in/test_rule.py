@@ -16,6 +16,7 @@ from gradscale.peers import preset
 from gradscale.policies.contract import Policy, Seen
 from gradscale.torch import GradScaler
 from gradscale.torch.drop_in.update import seen_by
+from gradscale.torch.step.decide import Rule
 
 FLAGS = st.lists(st.booleans(), min_size=1, max_size=40)
 
@@ -132,10 +133,11 @@ def test_gradients_of_several_optimizers_are_seen_as_one() -> None:
         peak = torch.tensor(amax)
         return Measurement(None, peak, amax=peak, upper_share=torch.tensor(share)), elements
 
+    rule = Rule(Histogram(), device=torch.tensor(2.0).device)
     both = [sizes(8.0, 0.0, 30), sizes(4.0, 1.0, 10)]
-    seen = seen_by(both, torch.tensor(False), torch.tensor(2.0))
+    seen = seen_by(rule, both, torch.tensor(False), torch.tensor(2.0))
     assert (seen.finite.item(), seen.amax.item(), seen.upper_share.item()) == (True, 4.0, 0.25)
-    bad = seen_by([*both, sizes(torch.nan, 1.0, 1)], torch.tensor(True), torch.tensor(2.0))
+    bad = seen_by(rule, [*both, sizes(torch.nan, 1.0, 1)], torch.tensor(True), torch.tensor(2.0))
     assert (bad.finite.item(), bad.loss_finite.item(), bad.amax.item()) == (False, True, torch.inf)
 
 

@@ -110,7 +110,7 @@ class SlowCopy:
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> list[SlowCopy]:
+def copies(monkeypatch: pytest.MonkeyPatch, on_a_device: None) -> list[SlowCopy]:
     monkeypatch.setattr(scale_bound_module, "HostCopy", SlowCopy)
     SlowCopy.sent = []
     return SlowCopy.sent

@@ -25,12 +25,16 @@ def divide(scaler: "GradScaler", optimizer: Optimizer, scale: Tensor, *, allow_f
 
     def divided() -> Flags:
         refusals.refuse_divided(optimizer, scaler._divided)
-        if (policy := sizing_policy(scaler._rule)) is not None:
-            state["sizes"] = measure_for(policy, unscale.gradients_of(optimizer), scale)
+        gradients, policy = unscale.gradients_of(optimizer), sizing_policy(scaler._rule)
+        if policy is not None:
+            state["sizes"] = measure_for(policy, gradients, scale)
         # torch takes the inverse in float64, which not every device has. In float32 it is correctly rounded too,
         # and exact for powers of two.
-        factor, no = scale.reciprocal(), torch.zeros((), dtype=torch.float32, device=scale.device)
-        flags = scaler._unscale_grads_(optimizer, factor, no, allow_fp16)
+        factor, no = scale.reciprocal(), torch.zeros_like(scale)
+        if scaler._unscales_otherwise:
+            flags = scaler._unscale_grads_(optimizer, factor, no, allow_fp16)
+        else:
+            flags = scaler._divide(optimizer, gradients, factor, no, allow_fp16)
         return unscale.still_finite(optimizer, flags, scale, scaler._bound)
 
     flags = scaler._ranks.agree(optimizer, state, scale, divided)

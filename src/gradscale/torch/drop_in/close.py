@@ -22,11 +22,13 @@ def close_steps(scaler: "GradScaler", scale: Tensor, tracker: Tensor, number: fl
         ScaleStuck: the run is stuck. The update is complete then.
     """
     states: States = dict(scaler._per_optimizer_states)
-    if number is None:
-        if not flags_of(states):
-            raise AssertionError("No inf checks were recorded prior to update.")
-        states = _reopened(scaler, scale, tracker) | states
     flags = flags_of(states)
+    if number is None:
+        if not flags:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        if reopened := _reopened(scaler, scale, tracker):
+            states = reopened | states
+            flags = flags_of(states)
     overflow = any_overflow(flags, scale.device)
     results = scaler._steps.pending(overflow, scale)
     _set_scale(scaler, scale, tracker, number, overflow, states)
@@ -70,16 +72,24 @@ def _set_scale(
 ) -> None:
     """Sets the scale to `number`, or as the rule says, and notes what the update started from."""
     rule_state = None if scaler._rule is None else scaler._rule.state
-    start = Start(scale.clone(), tracker.clone(), rule_state, states)
+    before = scale.clone(), tracker.clone()
     if number is None:
-        _follow_rule(scaler, scale, tracker, overflow, states)
+        _follow_rule(scaler, scale, tracker, overflow, states, before)
     else:
         scaler._bound.set(scale.fill_(number), number)
-    ended = start.ended(scale, tracker)
-    scaler._updated = Updated.after(states, ended, merges=number is None, previous=scaler._updated)
+    start = Start(*before, rule_state, states, (scale._version, tracker._version))
+    scaler._updated = Updated.after(states, start, merges=number is None, previous=scaler._updated)
 
 
-def _follow_rule(scaler: "GradScaler", scale: Tensor, tracker: Tensor, overflow: Tensor, states: States) -> None:
+def _follow_rule(
+    scaler: "GradScaler",
+    scale: Tensor,
+    tracker: Tensor,
+    overflow: Tensor,
+    states: States,
+    before: tuple[Tensor, Tensor],
+) -> None:
+    """Updates the scale and its tracker as the rule says. `before` has copies of both."""
     # Before the update, which changes the version that distinguishes writes by others.
     scaler._bound.revalidate(scale)
     rule, updated = scaler._rule, scaler._updated
@@ -88,5 +98,6 @@ def _follow_rule(scaler: "GradScaler", scale: Tensor, tracker: Tensor, overflow:
     else:
         made_with = scale if updated is None or updated.made_with is None else updated.made_with
         sizes = [state["sizes"] for state in states.values() if "sizes" in state]
-        update.by_policy(rule, scale, tracker, update.seen_by(sizes, overflow, made_with), scaler._bounds)
+        seen = update.seen_by(rule, sizes, overflow, made_with)
+        update.by_policy(rule, scale, tracker, seen, before, scaler._bounds)
     scaler._bound.lowered(scale, by=update.lowest_factor(rule, scaler._backoff_factor))

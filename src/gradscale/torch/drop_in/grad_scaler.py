@@ -199,13 +199,14 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         elif count := retry.retries_of(self, loss, retries, kwargs):
             self._retry(loss, count, kwargs)
         else:
-            self.scale(loss).backward(**kwargs)
+            self._leaves.complete = False
+            product = scaled(loss, self._scale_for, self._noted, multiplies=self._multiplies)
+            self._begin_backward()
+            product.backward(**kwargs)
 
     def _retry(self, loss: Tensor, retries: int, kwargs: dict[str, Any]) -> None:
         """Runs the backward pass of `loss`, again at a lower scale while it overflows."""
-        # As `_followed` and `_on_backward` for the loss of a single pass.
-        self._updated = None
-        self._divided.clear()
+        self._begin_backward()
         self._note_types(loss)
         self._steps.retries += retry.retried(self, loss, self._leaves.add(loss), retries, kwargs)
         self._steps.losses.add(loss)
@@ -221,23 +222,32 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(product):
             # Neither the loss nor a hook on it may leave the transformation.
             self._divided.clear()
-        elif product.requires_grad:
-            self._steps.losses.add(loss)
-            self._note_types(loss)
+        elif self._noted(product, loss).requires_grad:
             version = self._scale._version  # type: ignore[union-attr]
             product.register_hook(partial(self._on_backward, made_with, version))
         return product
 
-    def _note_types(self, loss: Tensor) -> None:
-        self._first_loss.note(loss, self._policy, "GradScaler")
+    def _noted(self, product: Tensor, loss: Tensor, *_: Tensor) -> Tensor:
+        """Returns `product`, with its loss noted if it has a backward pass."""
+        if product.requires_grad:
+            self._steps.losses.add(loss)
+            self._note_types(loss)
+        return product
 
-    def _on_backward(self, made_with: Tensor, version: int, grad: Tensor) -> Tensor | None:
-        # New gradients: parameters that optimizers share may be divided once more. Known only when the backward pass
-        # begins: its loss may have been scaled long before.
+    def _note_types(self, loss: Tensor) -> None:
+        if not self._first_loss.seen:
+            self._first_loss.note(loss, self._policy, "GradScaler")
+
+    def _begin_backward(self) -> None:
+        """Notes that there will be new gradients: parameters that optimizers share may be divided once more."""
         for state in refusals.replaced(self._divided, self._per_optimizer_states):
             state["replaced"] = True
         self._divided.clear()
         self._updated = None
+
+    def _on_backward(self, made_with: Tensor, version: int, grad: Tensor) -> Tensor | None:
+        # Known only when the backward pass begins: its loss may have been scaled long before.
+        self._begin_backward()
         scale = self._scale
         return None if scale is None or scale._version == version else rescaled(grad, made_with, scale)
 
@@ -266,7 +276,12 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        gradients = unscale.gradients_of(optimizer)
+        return self._divide(optimizer, unscale.gradients_of(optimizer), inv_scale, found_inf, allow_fp16)
+
+    def _divide(
+        self, optimizer: Optimizer, gradients: list[Tensor], inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Multiplies the gradients of `optimizer`, and returns per device whether one was not finite."""
         if not self._multiplies:
             return unscale.check_only(gradients, inv_scale)
         if not allow_fp16:

@@ -35,9 +35,9 @@ class Losses:
     def add(self, loss: Tensor) -> None:
         """Adds a loss, in float32 or wider, without its graph. Does not synchronize with the device."""
         held = local(loss.detach())
-        total = held if held.numel() == 1 else held.sum()
+        total = held.sum() if held.ndim else held
         before = self._sums.get(loss.device)
-        self._sums[loss.device] = total.reshape(()) if before is None else before + total.reshape(())
+        self._sums[loss.device] = total if before is None else before + total
 
     def finite(self, device: torch.device) -> Tensor:
         """Returns whether all of them were finite, as a 0-d bool on `device`. Does not synchronize."""

@@ -71,7 +71,7 @@ def refuse_clip_by(optimizer: Optimizer, asked: bool) -> None:
 
 def refuse_half(optimizer: Optimizer, gradients: Iterable[Tensor]) -> None:
     """Raises torch's error for FP16 gradients outside of a fused kernel, with a note that names the parameters."""
-    if not any(grad.dtype is torch.float16 for grad in gradients):
+    if torch.float16 not in {grad.dtype for grad in gradients}:
         return
     half = [each for each in parameters_of([optimizer]) if getattr(each.grad, "dtype", None) is torch.float16]
     error = ValueError("Attempting to unscale FP16 gradients.")

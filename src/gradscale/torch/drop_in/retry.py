@@ -85,13 +85,13 @@ def retries_of(scaler: Any, loss: Tensor, retries: int | None, kwargs: dict[str,
 
     `retries` is what the user asked for, and None the default; `kwargs` are those of `Tensor.backward`.
     """
+    if retries is None and (scaler._rule is None or scaler._first_step.over):
+        return 0
 
     def find_obstacle() -> str | None:
         return obstacle(loss, scaler._leaves, scaler._per_optimizer_states, scaler._ranks.group)
 
     if retries is None:
-        if scaler._rule is None:
-            return 0
         first, last = scaler._first_step, scaler._steps.last
         return first.retries(scaler._rule, loss, kwargs, last, lambda: find_obstacle() is None)
     if retries and (reason := find_obstacle()) is not None:
@@ -148,7 +148,7 @@ class DropInScale:
             scaler._growth_tracker.copy_(state)
         else:
             rule.state = state
-            scaler._growth_tracker.copy_(rule.tensor(state.clean_steps))
+            rule.write(state.clean_steps, scaler._growth_tracker)
         scaler._bound.lowered(scaler._scale, by=update.lowest_factor(rule, scaler._backoff_factor))
 
 

@@ -4,8 +4,7 @@ Lightning's manual optimization and Accelerate call `step` and `update` once for
 gradients of the second were made with the scale from before the first `update`, and both updates are those of one step.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +21,11 @@ States = dict[int, dict[str, Any]]
 """What is noted of each optimizer, by its id, as in torch's scaler."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+NONE_NOTED: States = {}
+"""Nothing is noted of any optimizer. Never written to."""
+
+
+class Start(NamedTuple):
     """What an `update` started from.
 
     Attributes:
@@ -38,11 +40,7 @@ class Start:
     tracker: Tensor
     rule_state: Any
     states: States
-    versions: tuple[int, int] = (-1, -1)
-
-    def ended(self, scale: Tensor, tracker: Tensor) -> "Start":
-        """Returns the same, for an update that has written to `scale` and `tracker`."""
-        return replace(self, versions=(scale._version, tracker._version))
+    versions: tuple[int, int]
 
     def restored(self, scale: Tensor, tracker: Tensor) -> bool:
         """Sets both tensors to what they were before the update, and returns whether: not if others wrote to them."""
@@ -53,8 +51,7 @@ class Start:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class Updated:
+class Updated(NamedTuple):
     """What the last `update` leaves for optimizers that are stepped on the same gradients after it.
 
     Attributes:
@@ -67,7 +64,7 @@ class Updated:
     made_with: Tensor | None = None
     start: Start | None = None
     stepped: frozenset[int] = frozenset()
-    unscaled: States = field(default_factory=dict)
+    unscaled: States = NONE_NOTED
 
     @staticmethod
     def after(states: States, start: Start, merges: bool, previous: "Updated | None") -> "Updated":
@@ -81,16 +78,19 @@ class Updated:
         """
         previous = Updated(start.scale) if previous is None else previous
         known = previous.made_with is not None or not states
-        stepped, unscaled = previous.stepped, previous.unscaled
-        at = {stage: {key: state for key, state in states.items() if state["stage"] is stage} for stage in OptState}
-        stepped |= at[OptState.STEPPED].keys()
-        divided = {key: state for key, state in at[OptState.UNSCALED].items() if state["found_inf_per_device"]}
-        unscaled = {key: state for key, state in (unscaled | divided).items() if key not in stepped}
+        stepped = previous.stepped.union([key for key, state in states.items() if state["stage"] is OptState.STEPPED])
+        divided = {key: state for key, state in states.items() if _is_divided(state)}
+        unscaled = {key: state for key, state in (previous.unscaled | divided).items() if key not in stepped}
         return Updated(previous.made_with if known else start.scale, start if merges else None, stepped, unscaled)
 
     def without_merge(self) -> "Updated":
         """Returns the same for gradients that are new, except those that are divided already."""
         return Updated(unscaled=self.unscaled)
+
+
+def _is_divided(state: dict[str, Any]) -> bool:
+    """Returns whether what was noted of an optimizer is that its gradients are divided, and not stepped on."""
+    return state["stage"] is OptState.UNSCALED and bool(state["found_inf_per_device"])
 
 
 def flags_of(states: States) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from gradscale.torch.step.host_copy import HostCopy
+from gradscale.torch.step.host_copy import HostCopy, host_value
 
 ASK_BELOW = 2.0**8
 """Bound below which a host copy of the scale is started: eight halvings before 1, so that it arrives in time."""
@@ -17,7 +17,7 @@ class ScaleBound:
     """
 
     # Used to skip a second read of the gradients, which only a scale below 1 needs. Reading the scale itself at every
-    # step would synchronize.
+    # step would synchronize, unless it is in host memory: there it is read, and the bound is not used.
 
     __slots__ = ("_bound", "_copy", "_factor", "_scale", "_version")
 
@@ -49,13 +49,16 @@ class ScaleBound:
 
     def may_be_below_one(self, scale: Tensor) -> bool:
         """Returns False only if `scale` is known to be 1 or more. Does not synchronize with the device."""
+        known = host_value(scale)
+        if known is not None:
+            return known < 1.0
         self.revalidate(scale)
         self._receive()
         return self._bound < 1.0
 
     def _ask(self, scale: Tensor) -> None:
         self._receive()
-        if self._copy is None:
+        if self._copy is None and host_value(scale) is None:
             self._copy, self._factor = HostCopy(scale), 1.0
 
     def _receive(self) -> None:

@@ -47,7 +47,7 @@ def step_folded(
     `divisor` is None if the gradients are divided already.
     """
     overflow = any_overflow(state["found_inf_per_device"].values(), scale.device)
-    returned = apply.step_folded(optimizer, divisor, overflow.float(), *args, **kwargs)
+    returned = apply.step_folded(optimizer, divisor, overflow, *args, **kwargs)
     measured, overflowed = state.get("measured"), host_value(overflow)
     if measured is None and overflowed:
         measured = measure_sizes(gradients_of(optimizer), scale.device)

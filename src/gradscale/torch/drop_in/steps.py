@@ -13,7 +13,6 @@ from gradscale.engine.texts import scaler_text
 from gradscale.torch.drop_in.counters import Counters
 from gradscale.torch.drop_in.losses import Losses
 from gradscale.torch.drop_in.stepped import Stepped
-from gradscale.torch.drop_in.update import seen_by
 from gradscale.torch.step.gradients import collect
 from gradscale.torch.step.host_copy import host_value, shown
 from gradscale.torch.step.remember import Memory
@@ -160,22 +159,23 @@ def _result(optimizer: Optimizer, state: dict[str, Any], scale: Tensor, stepped:
     _, overflow, measured, applied = stepped
     # A copy: `update` writes to the scale in place, and the result must keep that of its step.
     present = scale.clone()
-    seen = seen_by([state["sizes"]], overflow, present) if "sizes" in state else None
+    amax = state["sizes"][0].amax * present.reciprocal() if "sizes" in state else None
     # Finite gradients are applied whatever the loss was, as in torch: where they are known to be, it is not needed.
     applies = host_value(overflow) == 0
-    loss_finite = torch.ones_like(overflow) if applies else losses.finite(scale.device)
+    gate = ~overflow
+    loss_finite = gate if applies else losses.finite(scale.device)
     counted = measured.sizes if measured is not None and applied is False else None
-    traceless = applied and measured is None
-    traces = None if traceless else state.get("traces") or Traces(collect([optimizer]), counted)
+    traces = None if applied else state.get("traces") or Traces(collect([optimizer]), counted)
     return StepResult(
-        applied=~overflow,
+        applied=gate,
         scale=present,
         next_scale=present,
         loss_finite=loss_finite,
         grad_norm=state.get("grad_norm"),
-        amax=None if seen is None else seen.amax,
+        amax=amax if amax is None or applies else torch.where(overflow, torch.inf, amax),
         attempted=bool(state["found_inf_per_device"]),
         sizes=None if measured is None else measured.sizes,
         traces=traces,
+        gradient_count=state.get("count", 0),
         known=applied,
     )

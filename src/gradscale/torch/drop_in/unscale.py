@@ -3,17 +3,28 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from gradscale.engine.measurement import Measurement
+from gradscale.kernels.torch import devices_of
 from gradscale.policies.contract import Policy
 from gradscale.torch.drop_in.ranks import ScaledNorm
 from gradscale.torch.drop_in.scale_bound import ScaleBound
 from gradscale.torch.drop_in.update import measure_for
-from gradscale.torch.step.gradients import Gradients, collect, first_of_each, values_of
+from gradscale.torch.step.gradients import (
+    Gradients,
+    collect,
+    first_of_each,
+    hold_their_numbers,
+    parameters_of,
+    values_of,
+)
 from gradscale.torch.step.host_copy import host_value
 from gradscale.torch.step.measure import any_overflow, check, measure_sizes
+from gradscale.torch.step.numbers import Numbers
 from gradscale.torch.step.result import Traces
 
 Optimizer = torch.optim.Optimizer
@@ -29,16 +40,14 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 
 def gradients_and_sharing(optimizer: Optimizer) -> tuple[list[Tensor], bool]:
     """Returns the same, and whether one of the gradients is held twice: by two parameters, or by one listed twice."""
-    grads: list[Tensor] = []
-    found: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is not None:
-                found.append(_values(parameter, grad))
-                grads.append(parameter.grad)  # read again: coalescing and summing replace it
+    parameters = list(parameters_of([optimizer]))
+    values = grads = [grad for each in parameters if (grad := each.grad) is not None]
+    if not hold_their_numbers(grads):
+        values = [_values(each, grad) for each in parameters if (grad := each.grad) is not None]
+        # Read again: coalescing and summing replace it.
+        grads = [grad for each in parameters if (grad := each.grad) is not None]
     first = first_of_each(grads)
-    return (found, False) if len(first) == len(found) else ([found[index] for index in first], True)
+    return (values, False) if len(first) == len(values) else ([values[index] for index in first], True)
 
 
 def _values(parameter: Tensor, grad: Tensor) -> Tensor:
@@ -75,9 +84,8 @@ def check_scaled(
     overflow, measured = check(gradients, divisor, grows=grows, amax=policy is not None)
     if policy is not None:
         state["sizes"] = measure_for(policy, gradients, scale, measured)
-    state["measured"] = measured
-    devices = {grad.device for grad in gradients}
-    return {device: overflow.to(device, torch.float32) for device in devices}
+    state["measured"], state["count"] = measured, len(gradients)
+    return {device: overflow.to(device, torch.float32) for device in devices_of(gradients)}
 
 
 def check_only(gradients: Sequence[Tensor], like: Tensor) -> dict[torch.device, Tensor]:
@@ -86,7 +94,7 @@ def check_only(gradients: Sequence[Tensor], like: Tensor) -> dict[torch.device, 
     `like` is a float32 on the device of the scale.
     """
     overflow, _ = check(gradients, torch.ones_like(like), grows=False)
-    return {device: overflow.to(device, torch.float32) for device in {grad.device for grad in gradients}}
+    return {device: overflow.to(device, torch.float32) for device in devices_of(gradients)}
 
 
 def check_norm(
@@ -106,12 +114,22 @@ def check_norm(
         scale: the scale that made them.
     """
     values = gradients.values
-    measured = measure_sizes(values, divisor.device, norm=True, amax=policy is not None, half=grows)
+    measured = measure_sizes(values, divisor.device, norm=True, amax=policy is not None, half=grows, each=False)
     if policy is not None:
         found["sizes"] = measure_for(policy, values, scale, measured)
-    seen = measured.seen(divisor, torch.ones_like(divisor, dtype=torch.bool), torch)
-    found |= {"measured": measured, "norm": ScaledNorm(gradients, measured, divisor), "grad_norm": seen.norm}
-    return {device: (~seen.finite).to(device, torch.float32) for device in {value.device for value in values}}
+    numbers = Numbers(divisor.device)
+    finite, norm = _unscaled_norm(numbers.measurement(measured), numbers.leaf(divisor), numbers.xp)
+    found |= {"measured": measured, "norm": ScaledNorm(gradients, measured, divisor), "grad_norm": numbers.tensor(norm)}
+    overflow = ~numbers.tensor(finite)
+    return {device: overflow.to(device, torch.float32) for device in devices_of(values)}
+
+
+@np.errstate(all="ignore")
+def _unscaled_norm(measured: Measurement, divisor: Any, xp: Any) -> tuple[Any, Any]:
+    """Returns whether all gradients are finite, and their norm, unscaled: inf if they are not."""
+    # torch's scaler does not know whether the loss was finite, and neither of the two depends on it.
+    seen = measured._replace(amax=None).seen(divisor, True, xp)
+    return seen.finite, seen.norm
 
 
 def note_norm(state: dict[str, Any], found: dict[str, Any], flags: dict[torch.device, Tensor]) -> None:

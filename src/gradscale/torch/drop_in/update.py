@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.static import CheckOnly, Static
 from gradscale.torch.drop_in.settings import Bounds
 from gradscale.torch.step.decide import Rule
+from gradscale.torch.step.host_copy import host_value
 from gradscale.torch.step.measure import measure_sizes
 
 LARGEST_TRACKER = 2**31 - 1  # the tracker is an int32
@@ -31,24 +34,40 @@ def by_kernel(
     """Updates `scale` and `tracker` as `Dynamic` with hysteresis 1 does. Does not synchronize with the device."""
     # The kernel grows the scale only when the tracker equals the interval: one that is past it, after the interval was
     # lowered, would never meet it again.
-    tracker.clamp_(max=min(growth_interval - 1, LARGEST_TRACKER))
+    _bound(tracker, -LARGEST_TRACKER, min(growth_interval - 1, LARGEST_TRACKER))
     numbers = (growth_factor, backoff_factor, growth_interval)
     torch._amp_update_scale_(scale, tracker, overflow.float(), *numbers)  # type: ignore[attr-defined]
     # The kernel keeps the old scale where a larger one is not finite, and backs off down to 0.
-    scale.clamp_(bounds.min_scale, bounds.max_scale)
+    _bound(scale, bounds.min_scale, bounds.max_scale)
 
 
-def by_policy(rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, bounds: Bounds) -> None:
-    """Updates `rule`, and with it `scale` and `tracker`. Does not synchronize with the device."""
-    # Cloned, because they are written to below and a state is never changed.
-    rule.state = rule.after(present(rule, scale.clone(), tracker.clone()), rule.leaves(seen))
-    scale.copy_(rule.scale).clamp_(bounds.min_scale, bounds.max_scale)
-    tracker.copy_(rule.tensor(rule.state.clean_steps))
+def _bound(value: Tensor, low: float, high: float) -> None:
+    """Clamps `value` in place. In host memory it is read first: that takes a fraction of the time."""
+    known = host_value(value)
+    if known is None or not low <= known <= high:
+        value.clamp_(low, high)
+
+
+def by_policy(
+    rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, before: tuple[Tensor, Tensor], bounds: Bounds
+) -> None:
+    """Updates `rule`, and with it `scale` and `tracker`. Does not synchronize with the device.
+
+    `seen` is in leaves, and `before` has copies of the two tensors: a state is never changed.
+    """
+    rule.state = rule.after(present(rule, *before), seen)
+    rule.write(rule.state.scale, scale)
+    _bound(scale, bounds.min_scale, bounds.max_scale)
+    rule.write(rule.state.clean_steps, tracker)
 
 
 def present(rule: Rule, scale: Tensor, tracker: Tensor) -> ScaleState:
     """Returns the state of `rule` with torch's two tensors, which it keeps: other code may have set them since."""
-    return replace(rule.state, scale=rule.leaf(scale), clean_steps=rule.leaf(tracker))
+    state, held = rule.state, (rule.leaf(scale), rule.leaf(tracker))
+    # Compared only in host memory: on a device that would synchronize.
+    if rule.hosted and held == (state.scale, state.clean_steps):
+        return state
+    return replace(state, scale=held[0], clean_steps=held[1])
 
 
 def lowest_factor(rule: Rule | None, backoff_factor: float) -> float:
@@ -68,28 +87,33 @@ def measure_for(
 ) -> tuple[Measurement, Tensor | int]:
     """Returns what `policy` needs of one optimizer's scaled gradients, and their number of elements.
 
-    Part of it may be `known` already.
+    Part of it may be `known` already. Elements are 0 for a policy that needs no share of them.
     """
-    edge, elements = Plan.of(policy).edge, sum(grad.numel() for grad in gradients)
+    edge = Plan.of(policy).edge
+    elements = 0 if edge is None else sum([grad.numel() for grad in gradients])
     if known is None or known.amax is None:
-        return measure_sizes(gradients, scale.device, edge=edge), elements
-    share = None if edge is None else share_above(gradients, torch.full_like(scale, edge), scale.device)
-    return known._replace(upper_share=share), elements
+        return measure_sizes(gradients, scale.device, edge=edge, each=False), elements
+    if edge is None:
+        return known, elements
+    return known._replace(upper_share=share_above(gradients, torch.full_like(scale, edge), scale.device)), elements
 
 
-def seen_by(measured: Sequence[tuple[Measurement, Tensor | int]], overflow: Tensor, scale: Tensor) -> Seen:
-    """Returns what the policy sees of a step: all optimizers together, unscaled.
+@np.errstate(all="ignore")
+def seen_by(rule: Rule, measured: Sequence[tuple[Measurement, Tensor | int]], overflow: Tensor, scale: Tensor) -> Seen:
+    """Returns what the policy sees of a step, in leaves of `rule`: all optimizers together, unscaled.
 
     `measured` has what `measure_for` returned for each optimizer. torch's scaler does not
     check the loss, so that every overflow counts as the scale's.
     """
-    amax = share = torch.zeros_like(scale)
+    default = rule.default
+    amax, share = default.amax, default.upper_share
     if measured:
-        amax = torch.stack([found.amax for found, _ in measured if found.amax is not None]).amax()
+        amax = reduce(torch.maximum, [found.amax for found, _ in measured if found.amax is not None])
         counted = [found.upper_share * size for found, size in measured if found.upper_share is not None]
         if counted:
             # Numbers of this rank, or tensors that hold those of all ranks.
             elements = torch.zeros_like(scale) + sum(size for _, size in measured)
             share = torch.stack(counted).sum() / elements.clamp(min=1)
-    together = Measurement(None, torch.where(overflow, torch.inf, 0.0).to(scale), amax=amax, upper_share=share)
-    return together.seen(scale, torch.ones_like(overflow), torch)
+    # Whether all are finite is known, so that nothing is measured for it.
+    together = Measurement(None, default.norm, amax=rule.leaf(amax), upper_share=rule.leaf(share))
+    return together.seen(rule.leaf(scale), default.loss_finite, rule.xp, rule.leaf(overflow))

@@ -69,8 +69,7 @@ def collect(optimizers: Sequence[Optimizer]) -> Gradients:
     grads = [grad for grad in found if grad is not None]
     if len(grads) < len(found):
         parameters = [parameter for parameter, grad in zip(parameters, found, strict=True) if grad is not None]
-    # By exact type: a subclass, such as DTensor, may hold its numbers elsewhere.
-    if set(map(type, grads)) <= {Tensor} and not [grad for grad in grads if grad.layout is not torch.strided]:
+    if hold_their_numbers(grads):
         values = grads
     else:
         # Read again: coalescing replaces the gradient, and a parameter may be listed twice. Without autograd, which
@@ -81,6 +80,12 @@ def collect(optimizers: Sequence[Optimizer]) -> Gradients:
     gradients = Gradients(parameters, grads, values, optimizers)
     first = first_of_each(grads)
     return gradients if len(first) == len(grads) else replace(gradients, shared=True).at(first)
+
+
+def hold_their_numbers(grads: Sequence[Tensor]) -> bool:
+    """Returns whether all are plain dense tensors: sparse ones and DTensors hold their numbers in other tensors."""
+    # By exact type: a subclass may be one of them.
+    return set(map(type, grads)) <= {Tensor} and {grad.layout for grad in grads} <= {torch.strided}
 
 
 def count_elements(values: Sequence[Tensor], weights: Sequence[float] | None = None) -> float:

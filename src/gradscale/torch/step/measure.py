@@ -1,5 +1,6 @@
 """Stage one, measure: one read of the gradients finds whether they are finite, how large, and which are not."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from gradscale.kernels.torch import (
     DOT_FROM,
     all_on_cpu,
     largest,
+    largest_joined,
     norms,
     share_above,
     single,
@@ -17,7 +19,7 @@ from gradscale.kernels.torch import (
     tensor_groups,
 )
 from gradscale.torch.step import host_copy
-from gradscale.torch.step.host_copy import host_value, moved
+from gradscale.torch.step.host_copy import host_value, moved, read_now
 from gradscale.torch.step.plan import StepPlan
 
 HALF = (torch.float16, torch.complex32)
@@ -41,7 +43,7 @@ def measure(plan: StepPlan, weights: Sequence[float] | None = None) -> Measureme
     if not plan.sizes:
         return measure_if_overflowed(values, divisor, grows=plan.grows, half=plan.half)
     asked = {"norm": plan.norm, "amax": plan.amax, "half": plan.half}
-    return measure_sizes(values, divisor.device, edge=plan.edge, weights=weights, **asked)
+    return measure_sizes(values, divisor.device, edge=plan.edge, weights=weights, **asked, each=False)
 
 
 @torch.no_grad()
@@ -54,6 +56,7 @@ def measure_sizes(
     edge: float | None = None,
     weights: Sequence[float] | None = None,
     half: bool = False,
+    each: bool = True,
 ) -> Measurement:
     """Returns the sizes of `gradients` on `device`. Does not synchronize with the device.
 
@@ -69,14 +72,17 @@ def measure_sizes(
         weights: what the elements of each gradient count there; None if all count the same.
         half: read the largest magnitude of FP16 gradients too: one that is divided in FP16, by a scale below 1, may
             leave its range.
+        each: give the largest magnitude of each gradient. Without, small gradients in host memory are measured
+            together, and those of each are given only if one is not finite.
     """
-    sizes = norms(gradients, device) if norm else largest(gradients, device)
-    # The norm of the norms is the norm of all gradients. An empty vector has a norm, 0, and no maximum.
-    total = torch.linalg.vector_norm(sizes) if norm or not gradients else sizes.amax()
+    if norm:
+        sizes = norms(gradients, device)
+        total = torch.linalg.vector_norm(sizes)  # the norm of the norms is the norm of all gradients
+        peak = _largest(gradients, device, each=each)[1] if amax else None
+    else:
+        sizes, total = _largest(gradients, device, each=each)
+        peak = total
     halves = [grad for grad in gradients if grad.dtype in HALF] if half else []
-    peak = total if not norm else None
-    if norm and amax:
-        peak = largest(gradients, device).amax() if gradients else total
     return Measurement(
         sizes,
         total,
@@ -88,9 +94,19 @@ def measure_sizes(
     )
 
 
-def _single_total(gradients: Sequence[Tensor], sizes: Tensor) -> Tensor | None:
+def _largest(gradients: Sequence[Tensor], device: torch.device, *, each: bool = True) -> tuple[Tensor | None, Tensor]:
+    """Returns the largest magnitude in each gradient, or None as `measure_sizes` says, and that in all of them."""
+    if not each and host_copy.in_host_memory(device) and all_on_cpu(gradients):
+        joined = largest_joined(gradients)
+        if joined is not None and math.isfinite(read_now(joined)):
+            return None, joined
+    sizes = largest(gradients, device)
+    return sizes, sizes.amax() if gradients else sizes.sum()  # an empty vector has a sum, 0, and no maximum
+
+
+def _single_total(gradients: Sequence[Tensor], sizes: Tensor | None) -> Tensor | None:
     """Returns the largest size of gradients narrower than float64, in float32, if there are wider ones beside them."""
-    if sizes.dtype is not torch.float64:
+    if sizes is None or sizes.dtype is not torch.float64:
         return None
     # Not by an index, which would be copied to the device.
     found = [size for size, grad in zip(sizes.unbind(), gradients, strict=True) if grad.dtype not in DOUBLE]
@@ -120,7 +136,11 @@ def check(
         if not host_value(overflow):
             return overflow, None
         # The quick check also flags finite elements above 1.8e19, whose squares are inf: largest magnitudes decide.
-    measurement = measure_sizes(gradients, divisor.device, norm=not (on_cpu or amax), amax=False, half=grows and half)
+    norm, half = not (on_cpu or amax), grows and half
+    measurement = measure_sizes(gradients, divisor.device, norm=norm, amax=False, half=half, each=False)
+    if on_cpu and not grows:
+        # Divided by 1 or more, a finite gradient stays finite.
+        return torch.full_like(divisor, not math.isfinite(read_now(measurement.total)), dtype=torch.bool), measurement
     return ~measurement.finite(divisor, torch), measurement
 
 
@@ -160,10 +180,12 @@ def multiply_and_check(gradients: Sequence[Tensor], factor: Tensor, found_inf: T
 def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns one 0-d bool on `device`: whether any flag is set, to 1 or to any other number but 0."""
     # A bool, not a sum of the flags as in torch: fused kernels skip only for a `found_inf` of exactly 1.
-    found = [moved(flag, device).reshape(()) for flag in flags]
+    found = [moved(flag, device) for flag in flags]
     if len(found) == 1:
-        return found[0].ne(0)
-    return torch.stack(found).ne(0).any() if found else torch.zeros((), dtype=torch.bool, device=device)
+        return found[0].any()
+    if not found:
+        return torch.zeros((), dtype=torch.bool, device=device)
+    return torch.stack([flag.reshape(()) for flag in found]).any()
 
 
 def _without_sizes(overflow: Tensor) -> Measurement:
@@ -182,5 +204,5 @@ def _quick_check(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
 def _flagged(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
     """Returns whether a gradient is not finite, by torch's kernel: the fastest on the CPU for many small tensors."""
     # The kernel writes what it has read times 1, which is bit-exact, and does not raise the gradients' versions.
-    one = torch.ones((), dtype=torch.float32, device=divisor.device)
-    return any_overflow(multiply_and_check(gradients, one, torch.zeros_like(one)).values(), divisor.device)
+    flags = multiply_and_check(gradients, torch.ones_like(divisor), torch.zeros_like(divisor))
+    return any_overflow(flags.values(), divisor.device)

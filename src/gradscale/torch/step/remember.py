@@ -143,11 +143,14 @@ class Memory:
         if progress is not None:
             self._stuck_check.check(progress, result, lambda: self._weights.now(optimizers, result.parameter_names))
 
-    def _progress(self, result: StepResult, state: Counted) -> Progress:
-        """Returns where the run stands, from a state in host memory."""
+    def _progress(self, result: StepResult, state: Counted) -> Progress | None:
+        """Returns where the run stands, from a state in host memory; None if the step was applied."""
         loss_finite = bool(read_now(result.loss_finite))
         if loss_finite:
             self._last_finite_loss = int(state.applied) + int(state.skipped)
+        if not state.consecutive_skips:
+            self._stuck_check.forget()
+            return None
         return Progress.of(state, loss_finite, self._last_finite_loss or None)
 
     def _late_progress(self, result: StepResult, state: Counted) -> Progress | None:
