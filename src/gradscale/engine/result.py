@@ -46,7 +46,7 @@ class StepResult(OtherNames):
             or `norm=True` was given.
         amax: largest magnitude of any gradient, unscaled; inf after an overflow; None where it was not read.
         retries: how often the backward pass was run again.
-        attempted: whether there were gradients at all.
+        attempted: whether there were gradients at all, on this device or another that shares the scale.
         sizes: one number per gradient, inf or NaN where it holds one; None where nothing was checked.
         counts: elements of each gradient that are not finite; empty where they were not counted.
         names: what the gradients are called, in the order of `sizes`.

@@ -75,11 +75,11 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _total(chunks: Iterable[Tensor], tensor: Tensor) -> ExponentHistogram:
     layout = DOUBLE if tensor.dtype is torch.float64 else SINGLE
-    histograms = [_folded(_field_counts(bits, layout), bits, layout) for bits in chunks]
+    histograms = [folded(_field_counts(bits, layout), bits, layout) for bits in chunks]
     return reduce(ExponentHistogram.__add__, histograms or [ExponentHistogram(np.zeros(EXPONENTS.size, np.int64))])
 
 
-def _folded(fields: FloatArray, bits: Tensor, layout: Layout) -> ExponentHistogram:
+def folded(fields: FloatArray, bits: Tensor, layout: Layout) -> ExponentHistogram:
     """Returns the histogram of a chunk, by the counts of its fields."""
     total = np.zeros(EXPONENTS.size, np.int64)
     zeros = infs = 0

@@ -67,9 +67,9 @@ def _gradients(
         with torch.autocast(device, enabled=False):
             loss_fn(model, batch).backward()
     finally:
-        tallies = recorder.detach()
+        sample = recorder.detach()
     suffixes = {"output_grad": " (output)", "weight_grad": ""}
-    return {f"{name}{suffixes[kind]}": tally.histogram for (name, kind), tally in tallies.items()}
+    return {f"{tally.name}{suffixes[tally.kind]}": tally.histogram for tally in sample.tallies()}
 
 
 @contextmanager

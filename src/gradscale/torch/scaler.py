@@ -202,7 +202,9 @@ class LossScaler(OtherNames):
         if self.policy.needs:
             ended = self._stages.run(optimizers, clip_norm, clip_value, norm=norm, join=self._join_config)
             return self._kept(ended)
-        self._memory.last = self._stages.run_without_scaling(optimizers, clip_norm, clip_value, norm=norm)
+        self._memory.last = self._stages.run_without_scaling(
+            optimizers, clip_norm, clip_value, norm=norm, join=self._join_config
+        )
         self._note_step()
         return self._memory.last
 
@@ -409,6 +411,7 @@ class LossScaler(OtherNames):
         """
         saved = read_any(mapping, system)
         note_loaded_policy(self.policy, saved.policy)
+        self._agreement.compared = self._agreement.compared and not self.policy.needs
         self._rule.load(as_policy(saved.policy), saved.state, saved.amax_ratio)
         self._memory.forget()
         self._agreement.missed.forget()

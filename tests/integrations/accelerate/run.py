@@ -1,4 +1,4 @@
-"""A training run of a small network under Accelerate, in FP16 on the CPU."""
+"""A training run of a small network under Accelerate, on the CPU and in FP16 unless told otherwise."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,11 +41,18 @@ class Run:
     """
 
     def __init__(
-        self, place: Place, *, fused: bool = False, accumulate: int = 1, clip: float | None = 1.0, **kwargs: Any
+        self,
+        place: Place,
+        *,
+        fused: bool = False,
+        accumulate: int = 1,
+        clip: float | None = 1.0,
+        mixed_precision: str = "fp16",
+        **kwargs: Any,
     ) -> None:
         torch.manual_seed(0)
         self.accelerator = Accelerator(
-            cpu=True, mixed_precision="fp16", gradient_accumulation_steps=accumulate, **kwargs
+            cpu=True, mixed_precision=mixed_precision, gradient_accumulation_steps=accumulate, **kwargs
         )
         self.scaler = place(self.accelerator)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))

@@ -65,6 +65,24 @@ def test_state_that_was_saved_with_torchs_scaler_is_loaded(policy: str, tmp_path
     assert run.train(1).skips == [False] * 4
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_state_without_a_scaler_is_loaded_and_noted(
+    precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = Run(lambda accelerator: None, mixed_precision=precision).train(1)
+    before.accelerator.save_state(str(tmp_path))
+    run = Run(ours("check_only" if precision == "bf16" else "auto"), mixed_precision=precision)
+    run.accelerator.load_state(str(tmp_path))
+    assert all(map(torch.equal, before.parameters, run.parameters))
+    assert run.schedule_steps == before.schedule_steps == 4
+    assert "There is no scaler.pt in the checkpoint" in caplog.text
+    assert run.accelerator.scaler is run.scaler
+    assert run.train(1).skips == [False] * 4
+    (tmp_path / "optimizer.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"optimizer\.bin"):
+        run.accelerator.load_state(str(tmp_path))
+
+
 class Kept(GeneralTracker):
     """A tracker that keeps what is logged."""
 

@@ -1,11 +1,15 @@
 """Faults of Accelerate with torch's scaler that nothing reports, each beside the same run with `install`."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs
 from tests.integrations.accelerate.run import Place, Run, ours, torchs
 from torch import Tensor, nn
+
+from gradscale.torch import LossScaler
 
 
 def test_fp16_on_a_cpu_is_silently_float32_without_a_scaler() -> None:
@@ -110,3 +114,51 @@ def test_two_optimizers_are_exact_when_both_are_unscaled_for_clipping() -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
     assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("guarded", [False, True], ids=["silently not noticed", "behind the guard"])
+def test_skipped_step_of_a_loss_scaler_beside_accelerate(guarded: bool, tmp_path: Path) -> None:
+    """Accelerate does not know of a scaler that is not its own, and its schedule advances at a skipped step."""
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    model, optimizer, scheduler = accelerator.prepare(
+        model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    )
+    scaler = LossScaler(model, "torch:init_scale=1024.0")
+    accelerator.register_for_checkpointing(scaler)
+    schedule = scaler.guard(scheduler, on_skip="hold") if guarded else scheduler
+    for bad in (False, True):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(torch.ones(4, 2)).square().mean()
+        scaler.backward(loss)
+        if bad:
+            model.weight.grad[0, 0] = torch.inf
+        assert scaler.step(optimizer, clip_norm=1.0).skipped() is bad
+        assert not accelerator.optimizer_step_was_skipped
+        schedule.step()
+        optimizer.zero_grad()
+    assert scheduler.scheduler.last_epoch == (1 if guarded else 2)
+    saved = scaler.state_dict()
+    accelerator.save_state(str(tmp_path))
+    scaler.load_state_dict(LossScaler(model).state_dict())
+    accelerator.load_state(str(tmp_path))
+    assert scaler.state_dict() == saved
+
+
+def test_loss_scaler_beside_accelerate_refuses_steps_within_an_accumulated_batch() -> None:
+    """Where a prepared optimizer ignores `step` and `zero_grad`, gradients would be divided at every micro-batch."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    scaler = LossScaler(model, "torch:init_scale=1024.0")
+
+    def micro_batch() -> None:
+        with accelerator.accumulate(model):
+            scaler.backward(model(torch.ones(4, 2)).square().mean() / 2)
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+
+    micro_batch()
+    with pytest.raises(RuntimeError, match="Gradients from before the last step are still there"):
+        micro_batch()

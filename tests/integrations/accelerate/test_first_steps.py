@@ -50,3 +50,13 @@ def test_retries_can_be_asked_for() -> None:
         optimizer.step()
 
     assert lost_steps(model, optimizer, train_step, 3) == []
+
+
+@pytest.mark.parametrize(("policy", "retries", "expected"), [("auto", 0, [0]), ("torch", 20, [])])
+def test_retries_of_install_are_those_of_every_backward_pass(policy: str, retries: int, expected: list[int]) -> None:
+    assert lost(ours(policy, retries=retries), 3, fused=True, clip=True) == expected
+
+
+def test_retries_must_be_a_count() -> None:
+    with pytest.raises(ValueError, match=r"`retries` must not be negative\. Received: retries=-1"):
+        ours(retries=-1)(Accelerator(cpu=True, mixed_precision="fp16"))

@@ -113,8 +113,9 @@ def test_model_that_was_prepared_before_runs_in_fp16_too() -> None:
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerator_of_another_precision_is_refused(precision: str) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
-    with pytest.raises(ValueError, match=f"Received: mixed_precision='{precision}', which needs no loss scaling"):
-        install(accelerator)
+    for policy in (None, "auto", "none"):
+        with pytest.raises(ValueError, match=f"Received: mixed_precision='{precision}', which needs no loss scaling"):
+            install(accelerator, policy)
 
 
 def test_library_with_a_scaler_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
 """Real training runs in FP16 on the CPU, with the scaler that `install` puts into Accelerate."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.integrations.accelerate.run import Run, ours, torchs
 
-from gradscale import Dynamic
+from gradscale import CheckOnly, Dynamic
 
 either_optimizer = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
@@ -53,3 +55,27 @@ def test_no_scaling_still_computes_in_fp16() -> None:
     assert run.types == {torch.float16}
     assert run.skips == [False] * 8
     assert run.losses[-1] < run.losses[0]
+
+
+@either_optimizer
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(("precision", "computes_in"), [("bf16", torch.bfloat16), ("no", torch.float32)])
+def test_check_only_does_not_let_one_inf_end_a_run_without_scaling(
+    precision: str, computes_in: torch.dtype, clip: float | None, fused: bool
+) -> None:
+    how: dict[str, Any] = {"mixed_precision": precision, "fused": fused, "clip": clip}
+    without = Run(lambda accelerator: None, **how).train(1, bad_steps=[1])
+    assert not all(parameter.isfinite().all() for parameter in without.parameters), "Accelerate's own"
+    run = Run(ours(CheckOnly()), **how).train(1, bad_steps=[1])
+    assert run.types == {computes_in}
+    assert all(parameter.isfinite().all() for parameter in run.parameters)
+    assert run.skips == [False, True, False, False]
+    assert run.schedule_steps == 3
+    assert run.scaler.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_check_only_changes_nothing_where_all_is_finite(precision: str) -> None:
+    runs = [Run(place, mixed_precision=precision).train(2) for place in (lambda accelerator: None, ours("check_only"))]
+    assert all(map(torch.equal, runs[0].parameters, runs[1].parameters))
+    assert runs[0].norms == runs[1].norms

@@ -1,4 +1,4 @@
-"""`FabricMixedPrecision` in `lightning.Fabric`."""
+"""`FabricMixedPrecision`, and `MixedPrecision`, in `lightning.Fabric`."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from tests.torch.helpers import poison
 from tests.torch.short_runs import fine_tuned_model, large_loss
 from torch import Tensor, nn
 
-from gradscale.integrations.lightning import FabricMixedPrecision
+from gradscale import CheckOnly
+from gradscale.integrations.lightning import FabricMixedPrecision, MixedPrecision
 from gradscale.torch import GradScaler
 
 HOWS = [{"foreach": True}, {"fused": True}]
@@ -102,8 +103,23 @@ def test_short_run_loses_no_step(how: Any, steps: int) -> None:
     assert plugin.metrics()["gradscale/skipped"] == 0
 
 
+@pytest.mark.parametrize(("policy", "retries", "skipped"), [("auto", 0, 1), ("torch", None, 3), ("torch", 20, 0)])
+@pytest.mark.parametrize("make", [FabricMixedPrecision, MixedPrecision])
+def test_retries_can_be_switched_off_and_asked_for(make: Any, policy: str, retries: int | None, skipped: int) -> None:
+    plugin = make(policy, retries=retries)
+    fabric, own = L.Fabric(accelerator="cpu", plugins=[plugin]), fine_tuned_model()
+    model, optimizer = fabric.setup(own, torch.optim.SGD(own.parameters(), lr=1e-6))
+    for index in range(3):
+        optimizer.zero_grad()
+        fabric.backward(large_loss(model, index))
+        optimizer.step()
+    assert plugin.metrics()["gradscale/skipped"] == skipped
+
+
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("make", [FabricMixedPrecision, ours], ids=["auto", "torch's rule"])
+@pytest.mark.parametrize(
+    "make", [FabricMixedPrecision, MixedPrecision, ours], ids=["auto", "auto, the Trainer's plugin", "torch's rule"]
+)
 def test_resumed_run_is_bit_exact(make: Any, how: Any, tmp_path: Path) -> None:
     whole, first, second = (Run(make(), **how) for _ in range(3))
     for index in range(8):
@@ -254,3 +270,67 @@ def test_lbfgs_is_refused_as_by_lightning() -> None:
 def test_bound_must_be_positive() -> None:
     with pytest.raises(ValueError, match="`clip_norm` must be greater than 0"):
         FabricMixedPrecision(clip_norm=0.0)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("clip", [{}, {"max_norm": 0.125}], ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"device": "cpu"}], ids=str)
+def test_plugin_of_the_trainer_does_the_same(arguments: Any, clip: Any, how: Any) -> None:
+    run, expected = Run(MixedPrecision(**arguments), **how), Run(FabricMixedPrecision(), **how)
+    for index in range(6):
+        assert run.step(index, bad=index == 2, **clip) == expected.step(index, bad=index == 2, **clip)
+    assert run.numbers() == expected.numbers()
+    assert run.types == {torch.float16}
+    assert run.plugin.metrics() == expected.plugin.metrics()
+    assert run.plugin.metrics()["gradscale/skipped"] == 1
+
+
+def test_plugin_of_a_trainer_goes_on_in_a_fabric() -> None:
+    from tests.integrations.lightning.runs import Regression, fit
+
+    plugin = MixedPrecision(scaler=GradScaler("cpu", init_scale=2.0**10))
+    fit(Regression(), plugin)
+    run = Run(plugin)
+    assert run.step(0) > 0
+    assert run.types == {torch.float16}
+    assert plugin.metrics()["gradscale/applied"] == 5
+
+
+def test_arguments_of_lightnings_own_class_mean_the_same() -> None:
+    run = Run(FabricMixedPrecision("bf16-mixed", "cpu"))
+    run.step(0)
+    assert run.types == {torch.bfloat16}
+    assert FabricMixedPrecision("16-mixed", "cpu", scaler := GradScaler("cpu")).scaler is scaler
+    with pytest.raises(
+        ValueError, match=r"Passed `MixedPrecision\(precision='bf16'\)`. Precision must be '16-mixed' or"
+    ):
+        FabricMixedPrecision("bf16", "cpu")
+
+
+def test_bf16_with_check_only_skips_what_is_not_finite() -> None:
+    run = Run(FabricMixedPrecision(CheckOnly(), precision="bf16-mixed", clip_norm=1.0))
+    run.step(0)
+    before = run.numbers()
+    run.step(1, bad=True)
+    assert run.numbers() == before
+    assert run.types == {torch.bfloat16}
+    assert run.plugin.metrics()["gradscale/skipped"] == 1
+    assert run.plugin.scaler.last.culprits()
+
+
+def test_scaler_of_another_class_is_used_as_by_lightnings_plugin() -> None:
+    from lightning.fabric.plugins.precision import MixedPrecision as LightningMixedPrecision
+
+    scalers = [torch.amp.GradScaler("cpu", 2.0**10) for _ in range(2)]
+    with pytest.warns(UserWarning, match="what Lightning's own does"):
+        run = Run(FabricMixedPrecision(scaler=scalers[0]))
+    lightnings = Run(LightningMixedPrecision("16-mixed", "cpu", scalers[1]))
+    for index in range(3):
+        assert run.step(index, bad=index == 1, max_norm=1.0) == lightnings.step(index, bad=index == 1, max_norm=1.0)
+    assert run.numbers() == lightnings.numbers()
+    assert run.plugin.metrics() == {}
+    with (
+        pytest.warns(UserWarning, match="what Lightning's own does"),
+        pytest.raises(TypeError, match="`clip_norm` and"),
+    ):
+        FabricMixedPrecision(scaler=scalers[0], clip_norm=1.0)

@@ -10,7 +10,7 @@ from tests.torch.helpers import poison
 from torch import Tensor, nn
 
 from gradscale.integrations.lightning import FabricMixedPrecision, MixedPrecision
-from gradscale.torch import GradScaler, ShardedGradScaler
+from gradscale.torch import GradScaler, LossScaler, ShardedGradScaler
 
 
 def test_fp16_on_a_cpu_is_not_bf16() -> None:
@@ -107,6 +107,52 @@ def test_second_optimizer_of_a_backward_pass_is_not_unscaled_by_another_scale() 
     assert lightnings.weights[0] == [1.0, -1.0], "Lightning's own: twice the gradient, after a skip"
     fit(module, ours())
     assert module.weights == [[1.0, 0.0], [0.0, -1.0], [-1.0, -2.0], [-2.0, -3.0]]
+
+
+def test_second_optimizer_of_a_backward_pass_is_not_unscaled_by_another_scale_after_growth() -> None:
+    class Clean(TwoOptimizers):
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+            super().training_step(batch, index + 1)  # without the overflow
+
+    grows = {"init_scale": 8.0, "growth_interval": 1}
+    lightnings, module = Clean(), Clean()
+    fit(lightnings, LightningMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **grows)), batches=1)
+    assert lightnings.weights == [[0.0, 0.5]], "Lightning's own: half the gradient, after growth"
+    fit(module, MixedPrecision(scaler=GradScaler("cpu", **grows)), batches=1)
+    assert module.weights == [[0.0, 0.0]]
+
+
+class ByLossScaler(L.LightningModule):
+    """Steps by hand with a `LossScaler` of its own, without a precision plugin; the second step overflows."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net, self.fused = nn.Linear(8, 1), fused
+        self.scaler = LossScaler(self.net, "torch:init_scale=1024.0")
+        self.skips: list[bool] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        optimizer: Any = self.optimizers()
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = self.net(batch[0])
+        self.scaler.backward(nn.functional.mse_loss(out.float(), batch[1]))
+        if index == 1:
+            poison(self.net.weight)
+        self.skips.append(self.scaler.step(optimizer, clip_norm=1.0).skipped())
+        optimizer.zero_grad()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=2.0**-5, fused=self.fused)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_loss_scaler_in_manual_optimization_works(fused: bool) -> None:
+    module = ByLossScaler(fused)
+    fit(module, None, max_epochs=2)
+    assert module.skips == [False, True, False, False] * 2
+    assert all(map(torch.isfinite, map(torch.sum, module.parameters())))
+    assert module.scaler.metrics()["applied"] == 6
 
 
 class ClipsByHand(L.LightningModule):

@@ -11,9 +11,9 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from tests.integrations.lightning.runs import L, Regression, data, fit, ours, theirs, trainer_of, weights_of
 from tests.torch.short_runs import fine_tuned_model, large_loss
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradscale import NoScaling, Static
+from gradscale import CheckOnly, NoScaling, Static
 from gradscale.integrations.lightning import MixedPrecision
 from gradscale.torch import GradScaler
 
@@ -36,24 +36,43 @@ def test_training_in_fp16_learns_and_a_skipped_step_is_reported(kind: str, clip:
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
 
 
+class FineTuned(L.LightningModule):
+    """Its first gradients overflow at torch's first scale."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = fine_tuned_model(), kind
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return large_loss(self.net, index)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        how: dict[str, Any] = {self.kind: True}
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, **how)
+
+
 @pytest.mark.parametrize("steps", [3, 10, 50])
 @pytest.mark.parametrize("kind", KINDS)
 def test_short_run_loses_no_step(kind: str, steps: int) -> None:
-    class FineTuned(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = fine_tuned_model()
-
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            return large_loss(self.net, index)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            how: dict[str, Any] = {kind: True}
-            return torch.optim.AdamW(self.parameters(), lr=1e-4, **how)
-
-    trainer = fit(FineTuned(), MixedPrecision(), batches=steps)
+    trainer = fit(FineTuned(kind), MixedPrecision(), batches=steps)
     assert trainer.callback_metrics["gradscale/skipped"] == 0
     assert trainer.callback_metrics["gradscale/applied"] == steps
+
+
+@pytest.mark.parametrize(("policy", "retries", "skipped"), [("auto", 0, 1), ("torch", None, 3), ("torch", 20, 0)])
+def test_retries_can_be_switched_off_and_asked_for(policy: str, retries: int | None, skipped: int) -> None:
+    trainer = fit(FineTuned("fused"), MixedPrecision(policy, retries=retries), batches=3)
+    assert trainer.callback_metrics["gradscale/skipped"] == skipped
+
+
+def test_retries_are_refused_where_the_module_runs_its_own_backward_pass() -> None:
+    class OwnBackward(FineTuned):
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            loss.backward(*args, **kwargs)
+
+    with pytest.raises(MisconfigurationException, match="Received: retries=2 and a module with its own `backward`"):
+        fit(OwnBackward("fused"), MixedPrecision(retries=2), batches=1)
+    fit(OwnBackward("fused"), MixedPrecision(retries=0), batches=1)
 
 
 class Clipped(Regression):
@@ -308,6 +327,81 @@ def test_bf16_needs_no_scaler() -> None:
     assert not trainer.callback_metrics
 
 
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_arguments_of_lightnings_own_class_mean_the_same(precision: Any) -> None:
+    from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixedPrecision
+
+    module, lightnings = Regression(), Regression()
+    plugin = MixedPrecision(precision, "cpu")
+    fit(module, plugin)
+    fit(lightnings, LightningMixedPrecision(precision, "cpu"))
+    assert (plugin.precision, plugin.device) == (precision, "cpu")
+    assert module.types == lightnings.types
+    assert MixedPrecision("16-mixed", "cpu", scaler := GradScaler("cpu")).scaler is scaler
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_with_check_only_does_not_let_one_inf_end_the_run(kind: str) -> None:
+    plain, module = Regression(kind, bad=(1,)), Regression(kind, bad=(1,), interval="step")
+    fit(plain, MixedPrecision("bf16-mixed"))
+    assert not all(map(torch.isfinite, map(torch.sum, plain.parameters()))), "BF16 without a check"
+    plugin = MixedPrecision(CheckOnly(), precision="bf16-mixed")
+    trainer = fit(module, plugin)
+    assert module.types == {torch.bfloat16}
+    assert all(map(torch.isfinite, map(torch.sum, module.parameters())))
+    assert trainer.callback_metrics["gradscale/skipped"] == 1
+    assert module.rates == [2.0**-6, 2.0**-6, 2.0**-7, 2.0**-8]
+
+
+def test_bf16_with_check_only_trains_as_without_where_all_is_finite() -> None:
+    module, plain = Regression(), Regression()
+    fit(module, MixedPrecision("check_only", precision="bf16-mixed"), gradient_clip_val=0.125)
+    fit(plain, MixedPrecision("bf16-mixed"), gradient_clip_val=0.125)
+    assert weights_of(module) == pytest.approx(weights_of(plain), rel=1e-5)
+
+
+def test_scaler_of_another_class_is_used_as_by_lightnings_plugin_and_is_warned_of() -> None:
+    module, lightnings = Regression(bad=(1,), interval="step"), Regression(bad=(1,), interval="step")
+    with pytest.warns(UserWarning, match=r"torch\.amp\.grad_scaler\.GradScaler.*pass a `gradscale\.torch\.GradScaler`"):
+        plugin = MixedPrecision(scaler=torch.amp.GradScaler("cpu", 2.0**10, growth_interval=4))
+    trainer = fit(module, plugin, gradient_clip_val=0.125)
+    fit(lightnings, theirs(), gradient_clip_val=0.125)
+    assert weights_of(module) == weights_of(lightnings)
+    assert module.rates == lightnings.rates
+    assert not trainer.callback_metrics
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        fit(Regression("fused"), plugin, gradient_clip_val=0.125)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipping_that_a_derived_class_replaces_is_called(kind: str) -> None:
+    norms: list[float] = []
+
+    class Recorded(MixedPrecision):
+        def clip_grad_by_norm(self, optimizer: Any, clip_val: Any) -> None:
+            parameters = list(self.main_params(optimizer))
+            norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, clip_val)))
+
+    module, expected = Clipped(kind), Clipped(kind)
+    fit(module, Recorded(scaler=GradScaler("cpu", init_scale=2.0**10)), gradient_clip_val=0.125)
+    fit(expected, ours(), gradient_clip_val=0.125)
+    assert len(norms) == 4
+    assert max(norms) < 2.0**6, "unscaled"
+    assert weights_of(module) == pytest.approx(weights_of(expected), rel=1e-4)
+
+
+def test_function_that_stands_in_for_torchs_clipping_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        calls.append(float(norm := own(*args, **kwargs)))
+        return norm
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recorded)
+    fit(Regression("fused"), ours(), gradient_clip_val=0.125)
+    assert len(calls) == 4
+
+
 def test_policy_without_a_scale_still_clips() -> None:
     module, plain = Clipped("foreach"), Clipped("foreach")
     fit(module, MixedPrecision(NoScaling()), gradient_clip_val=0.125)
@@ -368,11 +462,23 @@ def test_device_is_that_of_the_strategy() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: MixedPrecision(scaler=torch.amp.GradScaler("cpu")), TypeError, "must be a `gradscale"),  # type: ignore[arg-type]
         (lambda: MixedPrecision(Static(8), scaler=GradScaler("cpu")), ValueError, "exclude each other"),
         (lambda: MixedPrecision(on_skip="wait"), ValueError, '`on_skip` must be "hold" or "advance"'),  # type: ignore[arg-type]
+        (lambda: MixedPrecision(retries=-1), ValueError, "`retries` must not be negative"),
         (lambda: MixedPrecision("no such policy"), ValueError, "no such policy"),
-        (lambda: MixedPrecision("16-mixed"), ValueError, "Pass `precision='16-mixed'`"),
+        (lambda: MixedPrecision("16-mixed", precision="bf16-mixed"), ValueError, "The precision is given twice"),
+        (lambda: MixedPrecision("32-true"), ValueError, r"Passed `MixedPrecision\(precision='32-true'\)`"),
+        (lambda: MixedPrecision(16), ValueError, r"Passed `MixedPrecision\(precision=16\)`"),  # type: ignore[arg-type]
+        (
+            lambda: MixedPrecision("bf16-mixed", scaler=GradScaler("cpu")),
+            MisconfigurationException,
+            "does not use a sc",
+        ),
+        (
+            lambda: MixedPrecision(Static(8), precision="bf16-mixed"),
+            ValueError,
+            r"needs no loss scaling.*CheckOnly\(\)",
+        ),
         (
             lambda: MixedPrecision(precision="bf16-mixed", scaler=GradScaler("cpu")),
             MisconfigurationException,
@@ -392,14 +498,6 @@ def test_lbfgs_is_refused_as_by_lightning() -> None:
 
     with pytest.raises(Exception, match="LBFGS optimizer are not compatible"):
         fit(Lbfgs(), ours())
-
-
-def test_plugin_of_the_trainer_is_refused_in_fabric() -> None:
-    fabric = L.Fabric(accelerator="cpu", plugins=[MixedPrecision()])
-    model = nn.Linear(2, 1)
-    module, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(TypeError, match=r"use `gradscale\.integrations\.lightning\.FabricMixedPrecision`"):
-        fabric.backward(module(torch.ones(1, 2)).sum())
 
 
 def test_weights_are_those_of_lightnings_plugin_where_it_is_right() -> None:

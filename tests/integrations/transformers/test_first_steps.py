@@ -13,8 +13,8 @@ def large_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> 
     return 300 * nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
 
 
-def trained(folder: Path, policy: str, steps: int, **kwargs: Any) -> Any:
-    trainer = trainer_of(folder, ours(policy), max_steps=steps, **kwargs)
+def trained(folder: Path, policy: str, steps: int, retries: int | None = None, **kwargs: Any) -> Any:
+    trainer = trainer_of(folder, ours(policy, retries=retries), max_steps=steps, **kwargs)
     trainer.compute_loss_func = large_loss
     trainer.train()
     return trainer
@@ -37,3 +37,9 @@ def test_early_steps_are_lost_under_torchs_rule(steps: int, tmp_path: Path) -> N
     trainer = trained(tmp_path, "torch", steps)
     assert trainer.accelerator.scaler.metrics()["skipped"] >= 3
     assert trainer.lr_scheduler.last_epoch < steps
+
+
+@pytest.mark.parametrize(("policy", "retries", "skipped"), [("auto", 0, 1), ("torch", 20, 0)])
+def test_retries_can_be_switched_off_and_asked_for(policy: str, retries: int, skipped: int, tmp_path: Path) -> None:
+    trainer = trained(tmp_path, policy, 3, retries)
+    assert trainer.accelerator.scaler.metrics()["skipped"] == skipped

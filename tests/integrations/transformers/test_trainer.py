@@ -137,3 +137,16 @@ def test_accelerator_that_is_built_again_has_a_scaler_too(tmp_path: Path) -> Non
     assert trainer.accelerator.scaler is not first
     trainer.train()
     assert trainer.accelerator.scaler.metrics()["applied"] == 1
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_check_only_does_not_let_one_inf_end_a_run_without_scaling(bf16: bool, tmp_path: Path) -> None:
+    finite = {}
+    for name, place in (("Transformers' own", lambda trainer: None), ("gradscale's", ours("check_only"))):
+        trainer = trainer_of(tmp_path, place, fp16=False, bf16=bf16, bad_steps=[1], max_steps=4)
+        trainer.train()
+        finite[name] = all(bool(parameter.isfinite().all()) for parameter in trainer.model.parameters())
+    assert finite == {"Transformers' own": False, "gradscale's": True}
+    rates = trainer.overflow.rates
+    assert rates[1] == rates[2] > rates[3]
+    assert trainer.state.log_history[-2]["gradscale/skipped"] == 1

@@ -14,7 +14,7 @@ from tests.torch.ranks.layouts import LAYOUTS, case
 from tests.torch.ranks.soak import Run
 from tests.torch.ranks.whole import digest_of, whole_state
 
-from gradscale import Dynamic
+from gradscale import Dynamic, Headroom, NoScaling
 from gradscale.torch import LossScaler, RankFailed
 from gradscale.torch.ranks import store
 
@@ -42,8 +42,16 @@ class Raised(NamedTuple):
     afterwards: str
 
 
-def _raises(*_: Any) -> None:
+def _raises(*_: Any, **__: Any) -> None:
     raise RuntimeError("out of memory")
+
+
+def _interrupts(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+HOOKS = {"break": _raises, "interrupt": _interrupts}
+"""What is called before an optimizer steps, by the event that it is for."""
 
 
 class Loop:
@@ -81,10 +89,11 @@ class Loop:
                 self.backward(float("nan") if event.startswith("bad loss") and self.rank == 0 else 1.0)
             elif not here:
                 continue
-            breaks = self.optimizer.register_step_pre_hook(_raises) if event.startswith("break") and here else None
+            hook = HOOKS.get(event.split()[0]) if here else None
+            breaks = None if hook is None else self.optimizer.register_step_pre_hook(hook)
             try:
                 found.append(self.step(clip_norm=-1.0 if "refuse" in event and here else 1.0))
-            except (ValueError, RuntimeError) as error:
+            except (ValueError, RuntimeError, KeyboardInterrupt) as error:
                 found.append(type(error).__name__ + ", applied" * getattr(error, "applied", False))
             if breaks is not None:
                 breaks.remove()
@@ -201,6 +210,82 @@ def test_ranks_with_other_arguments_all_raise(parted: Any) -> None:
         assert found.afterwards == "applied"
 
 
+def bad_argument_in(layout: str) -> Raised:
+    return has_a_bad_argument(Loop(layout))
+
+
+def test_a_rank_that_is_refused_sums_its_part_of_the_gradients_first(tmp_path: Path) -> None:
+    # Ranks of sequence parallel hold summands of gradients, and the others sum them before they come to the round.
+    other, refused = run_ranks(2, bad_argument_in, "SP on 2", folder=tmp_path)
+    assert (refused.kind, other.kind) == ("ValueError", "RankFailed")
+    assert f"Rank 1: ValueError: {refused.text}" in other.text
+    assert (other.afterwards, refused.afterwards) == ("applied", "applied")
+
+
+def cannot_measure() -> list[str]:
+    """Rank 1 fails where it puts together what it sends, then in a warning after the round, which is an error here."""
+    loop = Loop(None)
+    norms, stages, found = loop.scaler._agreement._norms, loop.scaler._stages, []
+    for owner, name in ((norms, "squares"), (stages, "_warn_of_half")):
+        if loop.rank == 1:
+            setattr(owner, name, _raises)
+        found += loop.statuses(["clean"])
+        if loop.rank == 1:
+            delattr(owner, name)
+    return found + loop.statuses(["clean"])
+
+
+def test_a_rank_that_fails_around_the_round_is_named_on_the_others(tmp_path: Path) -> None:
+    other, failed = run_ranks(2, cannot_measure, folder=tmp_path)
+    assert other == [FAILED, OK, MISSED]
+    assert failed == ["RuntimeError", "RuntimeError", MISSED]
+
+
+def without_scaling() -> list[str]:
+    """Returns what three loops get in which rank 1 differs, and the first of which has no scale on any rank."""
+    found: list[str] = []
+    policies = (NoScaling(), NoScaling()), (Dynamic(), NoScaling()), (NoScaling(), Headroom())
+    for ranks in policies:
+        for clips in ((1.0, -1.0), (1.0, 1.0), (None, None)):
+            loop = Loop(None)
+            loop.scaler = LossScaler(loop.model, ranks[loop.rank])
+            loop.backward()
+            try:
+                found.append(loop.step(clip_norm=clips[loop.rank]))
+            except (ValueError, RuntimeError) as error:
+                found.append(type(error).__name__)
+    return found
+
+
+def test_ranks_without_a_scale_do_not_wait_for_one_that_is_refused_or_has_a_scale(tmp_path: Path) -> None:
+    other, differs = run_ranks(2, without_scaling, folder=tmp_path)
+    same = [FAILED, OK, OK]
+    desync = [FAILED, "ScaleDesync", "ScaleDesync"]
+    assert other == [*same, *desync, *desync]
+    assert differs == [REFUSED, *same[1:], *[REFUSED, *desync[1:]] * 2]
+
+
+def loads_no_scaling() -> list[str]:
+    """Rank 1 loads a policy without a scale, and after the error so does rank 0."""
+    loop, found = Loop(None), []
+    loop.train(2)
+    for rank in (1, 0):
+        if loop.rank == rank:
+            loop.scaler.load_state_dict(LossScaler(policy=NoScaling()).state_dict())
+        loop.optimizer.zero_grad()
+        loop.backward()
+        try:
+            found.append(loop.step())
+        except RuntimeError as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def test_a_rank_that_loads_a_policy_without_a_scale_is_found_at_the_next_step(tmp_path: Path) -> None:
+    first, second = run_ranks(2, loads_no_scaling, folder=tmp_path)
+    assert first == second == ["ScaleDesync", "applied"]
+
+
 def has_no_batch() -> Raised:
     """Rank 1 steps without a backward pass."""
     loop = Loop(None)
@@ -313,6 +398,7 @@ REFUSALS: dict[str, tuple[list[str], list[str], list[str]]] = {
         [OK, REFUSED, "nonfinite_loss", OK],
     ),
     "by its optimizer": (["clean", "break 1", "clean"], [OK, OK, MISSED], [OK, "RuntimeError", MISSED]),
+    "by an interrupt": (["clean", "interrupt 1", "clean"], [OK, OK, MISSED], [OK, "KeyboardInterrupt", MISSED]),
 }
 
 

@@ -43,6 +43,27 @@ def change(large: str, edits: bool, threshold: float) -> float:
     return float(result.next_scale / result.scale)
 
 
+def largest() -> list[float]:
+    """Returns the largest magnitude that each of three steps reports: it is on rank 1."""
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD([sharded], lr=0.125)
+    scaler = LossScaler(policy=Histogram())
+    found: list[float] = []
+    for _ in range(3):
+        total: Any = (sharded * distribute_tensor(torch.tensor([SMALL, SMALL, SMALL, LARGE]), mesh, [Shard(0)])).sum()
+        scaler.backward(total.full_tensor())
+        found.append(float(scaler.step(optimizer).amax))  # type: ignore[arg-type]
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.cpu_only("gloo")
+def test_the_largest_magnitude_beside_the_share_is_that_of_all_ranks(tmp_path: Path) -> None:
+    for found in run_ranks(2, largest, folder=tmp_path):
+        assert found == [LARGE] * 3
+
+
 @pytest.mark.cpu_only("gloo")
 def test_half_of_the_elements_are_half_of_them_however_they_are_spread(tmp_path: Path) -> None:
     for found in run_ranks(2, changes, folder=tmp_path):

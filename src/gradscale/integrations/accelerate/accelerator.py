@@ -1,14 +1,19 @@
 """What an `Accelerator` does differently once a scaler of gradscale is installed."""
 
+import logging
 import math
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils.constants import SCALER_NAME
 from torch import Tensor
 
 from gradscale.integrations.accelerate.optimizer import ScaledOptimizer
 from gradscale.integrations.logged import logged
 from gradscale.torch import GradScaler
+
+logger = logging.getLogger(__name__)
 
 
 class ScaledAccelerator(Accelerator):
@@ -19,15 +24,16 @@ class ScaledAccelerator(Accelerator):
     """
 
     scaler: GradScaler
+    _retries: int | None = None
     _grad_norm: Tensor | None = None
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scales the loss and runs its backward pass, as `GradScaler.backward` does, whose `retries` it takes as well.
 
-        The loss is first divided by the number of micro-batches.
+        By default those of `install`. The loss is first divided by the number of micro-batches.
         """
         # Accelerate calls `scale(loss).backward()`, which cannot be run again if it overflows.
-        self.scaler.backward(loss / self.gradient_accumulation_steps, **kwargs)
+        self.scaler.backward(loss / self.gradient_accumulation_steps, **({"retries": self._retries} | kwargs))
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Returns the prepared optimizer, which reports skipped steps though it be fused."""
@@ -49,6 +55,22 @@ class ScaledAccelerator(Accelerator):
         # Not a DTensor, whose value takes all ranks: `log` may be called by one.
         self._grad_norm = norm.detach() if type(norm) is Tensor else None
         return norm
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Loads what `save_state` has saved; where it has no scaler, as of a run in BF16, the scaler stays as it is."""
+        try:
+            super().load_state(*args, **kwargs)
+        except FileNotFoundError as error:
+            if Path(error.filename or "").name != SCALER_NAME:
+                raise
+            logger.warning(
+                "There is no %s in the checkpoint: all else is loaded, and the scaler is as it was.", SCALER_NAME
+            )
+            scaler, self.scaler = self.scaler, None  # type: ignore[assignment]
+            try:
+                super().load_state(*args, **kwargs)
+            finally:
+                self.scaler = scaler
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Logs `values` and the metrics of the scaler to all trackers."""

@@ -3,11 +3,14 @@
 import torch
 from accelerate import Accelerator, DistributedType
 
+from gradscale.engine.retries import check_retries
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.integrations.accelerate.accelerator import ScaledAccelerator
 from gradscale.integrations.accelerate.settings import settings_of
 from gradscale.integrations.mixing import mix_in
+from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
+from gradscale.policies.static import CheckOnly
 from gradscale.torch import GradScaler, ShardedGradScaler
 
 OWNERS = {
@@ -22,6 +25,7 @@ def install(
     accelerator: Accelerator,
     policy: Policy | str | None = None,
     *,
+    retries: int | None = None,
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
     on_stuck: OnStuck = "warn",
 ) -> GradScaler:
@@ -41,31 +45,37 @@ def install(
     Args:
         accelerator: built with `mixed_precision="fp16"`. No optimizer is prepared with it yet.
         policy: the rule for the scale, or its name. By default the numbers of `GradScalerKwargs`, if the accelerator
-            was built with them, and else `"auto"`.
+            was built with them, and else `"auto"`. With `CheckOnly()`, which scales nothing and skips steps that are
+            not finite, the accelerator may be one for BF16 or float32.
+        retries: how often a backward pass that overflows is run again at a lower scale, at any step, without a second
+            forward pass; 0 for never. By default once or so until a first step was applied, under `"auto"`.
         max_consecutive_skips: as in `GradScaler`.
         on_stuck: as in `GradScaler`.
 
     Raises:
         TypeError: `accelerator` is not an `Accelerator`.
-        ValueError: it does not train in FP16, another library scales its losses, or `policy` and `GradScalerKwargs`
-            are two rules.
+        ValueError: it does not train in FP16 and `policy` scales, another library scales its losses, or `policy` and
+            `GradScalerKwargs` are two rules.
         RuntimeError: an optimizer is prepared already, or `install` was called before.
     """
-    _check(accelerator)
+    _check(accelerator, policy)
+    if retries is not None:
+        check_retries(retries)
     settings = settings_of(policy, accelerator.scaler_handler)
     scaler = _class_for(accelerator)(
         accelerator.device.type, **settings, max_consecutive_skips=max_consecutive_skips, on_stuck=on_stuck
     )
     accelerator.scaler = scaler
-    if not accelerator.native_amp:
+    if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
         accelerator.native_amp = True
         _autocast_prepared(accelerator)
     # Not a subclass for users to build: trainers on top of Accelerate build theirs themselves.
     mix_in(ScaledAccelerator, accelerator)
+    accelerator._retries = retries  # type: ignore[attr-defined]
     return scaler
 
 
-def _check(accelerator: Accelerator) -> None:
+def _check(accelerator: Accelerator, policy: Policy | str | None) -> None:
     """Raises unless the losses of `accelerator` can be scaled here, and all its optimizers will know."""
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
@@ -79,16 +89,23 @@ def _check(accelerator: Accelerator) -> None:
             "`install` scales losses of plain, DDP and FSDP training. "
             f"Received: an accelerator of {OWNERS[accelerator.distributed_type]}, which has a scaler of its own."
         )
-    if accelerator.mixed_precision != "fp16":
+    if accelerator.mixed_precision != "fp16" and not _only_checks(accelerator, policy):
         raise ValueError(
             '`install` needs an accelerator that trains in FP16: `Accelerator(mixed_precision="fp16")`. '
-            f"Received: mixed_precision={accelerator.mixed_precision!r}, which needs no loss scaling."
+            f"Received: mixed_precision={accelerator.mixed_precision!r}, which needs no loss scaling. To skip steps "
+            'whose gradients are inf or NaN in "bf16" or "no", pass `CheckOnly()`.'
         )
     if accelerator._optimizers:
         raise RuntimeError(
             "`install` must come before `accelerator.prepare`: an optimizer keeps the scaler it was prepared with. "
             f"Prepared already: {', '.join(type(each.optimizer).__name__ for each in accelerator._optimizers)}."
         )
+
+
+def _only_checks(accelerator: Accelerator, policy: Policy | str | None) -> bool:
+    """Returns whether nothing is scaled, in a precision whose range is that of float32."""
+    wide = accelerator.mixed_precision in ("bf16", "no")
+    return wide and policy is not None and isinstance(as_policy(policy), CheckOnly)
 
 
 def _class_for(accelerator: Accelerator) -> type[GradScaler]:

@@ -9,8 +9,16 @@ from lightning.fabric.plugins.precision import MixedPrecision as LightningMixedP
 from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor, nn
 
-from gradscale.integrations.lightning.fabric_checkpoints import carry_scalers
-from gradscale.integrations.lightning.scaler import AUTO, AnyPrecision, is_unscaled, scaler_of
+from gradscale.integrations.lightning.fabric_checkpoints import CarriesScaler, carry_scalers
+from gradscale.integrations.lightning.scaler import (
+    AUTO,
+    FP16,
+    AnyPrecision,
+    is_unscaled,
+    policy_and_precision,
+    retries_given,
+    scaler_of,
+)
 from gradscale.integrations.logged import logged
 from gradscale.policies.contract import Policy
 from gradscale.torch import GradScaler
@@ -22,44 +30,59 @@ WITHOUT_SCALING = GradScaler("cpu", enabled=False)
 """Steps optimizers of a run in BF16: it clips, and does nothing else."""
 
 
-class FabricMixedPrecision(LightningMixedPrecision):
-    """FP16 mixed precision for `lightning.Fabric`, with the scaler of gradscale. `Trainer` has `MixedPrecision`.
+class FabricMixedPrecision(LightningMixedPrecision, CarriesScaler):
+    """FP16 mixed precision for `lightning.Fabric`, with the scaler of gradscale.
 
-        plugin = FabricMixedPrecision()
+    What `MixedPrecision` is in a `Fabric`, with arguments for clipping.
+
+        plugin = FabricMixedPrecision(clip_norm=1.0)
         fabric = Fabric(plugins=[plugin])  # was: Fabric(precision="16-mixed")
 
     FP16 on a CPU is FP16. `fabric.clip_gradients` works with fused optimizers; `clip_norm` here clips in the step, with
     one read of the gradients. `fabric.save` and `fabric.load` take the scaler along.
 
     Args:
-        policy: the rule for the scale, or its name.
+        policy: the rule for the scale, or its name; or the `precision`, as in Lightning's own class.
         device: type of the device for `torch.autocast`; by default the CPU and the accelerator of the machine.
-        scaler: a `gradscale.torch.GradScaler`, for its other settings, instead of a `policy`.
+        scaler: a `gradscale.torch.GradScaler`, for its other settings, instead of a `policy`. One of another class is
+            used as Lightning's plugin does.
         clip_norm: bound on the norm of each optimizer's gradients, unscaled, at every step.
         clip_value: bound on the magnitude of every element, unscaled, at every step.
-        precision: `"16-mixed"`, or `"bf16-mixed"` for a run in BF16, without a scaler.
+        retries: how often a backward pass that overflows is run again at a lower scale, at any step, without a second
+            forward pass; 0 for never. By default once or so until a first step was applied, under `"auto"`.
+        precision: `"16-mixed"`, which is the default, or `"bf16-mixed"` for a run in BF16. That has a scaler with the
+            policy `CheckOnly()` alone, which skips steps that are not finite.
 
     Attributes:
-        scaler: the scaler; `scaler.last` is the result of the last step. None for BF16.
+        scaler: the scaler; `scaler.last` is the result of the last step. None for BF16 without a policy.
     """
 
     def __init__(
         self,
         policy: Policy | str = AUTO,
-        *,
         device: str | None = None,
-        scaler: GradScaler | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        precision: AnyPrecision = "16-mixed",
+        retries: int | None = None,
+        precision: AnyPrecision | None = None,
     ) -> None:
-        super().__init__(precision, device or "cpu", scaler_of(policy, scaler, precision, device))
-        self.scaler: GradScaler | None
+        policy, precision = policy_and_precision(policy, precision)
+        own = scaler_of(policy, scaler, precision, device)
+        super().__init__(precision, device or "cpu", own if precision == FP16 else scaler)
+        self.scaler: GradScaler | None = own
+        self._retries = retries_given(retries)
         # Fabric does not tell its plugins where the model is.
         self._devices = _devices() if device is None else (device,)
         clip = Clip(clip_norm, clip_value)  # checks them
         self._clip = {name: bound for name, bound in (("clip_norm", clip.norm), ("clip_value", clip.value)) if bound}
-        carry_scalers(FabricMixedPrecision)
+        if self._clip and self.scaler is not None and not isinstance(self.scaler, GradScaler):
+            raise TypeError(
+                "`clip_norm` and `clip_value` need a `gradscale.torch.GradScaler`, which clips in its step. "
+                f"Received: {type(self.scaler).__qualname__}. Pass one, or call `fabric.clip_gradients`."
+            )
+        carry_scalers()
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Returns a context in which operations run in FP16, or BF16."""
@@ -68,10 +91,10 @@ class FabricMixedPrecision(LightningMixedPrecision):
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Scales the loss and runs the backward pass: again at a lower scale if it overflows before the first step."""
-        if args or self.scaler is None:
+        if args or not isinstance(self.scaler, GradScaler):
             super().backward(tensor, model, *args, **kwargs)
         else:
-            self.scaler.backward(tensor, **kwargs)
+            self.scaler.backward(tensor, **(self._retries | kwargs))
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         """Clips and steps the optimizer on unscaled gradients, or skips the step."""
@@ -84,12 +107,16 @@ class FabricMixedPrecision(LightningMixedPrecision):
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscales the gradients before `fabric.clip_gradients`, unless they are."""
-        if self.scaler is not None and not is_unscaled(self.scaler, optimizer):
+        if not isinstance(self.scaler, GradScaler):
+            super().unscale_gradients(optimizer)
+        elif not is_unscaled(self.scaler, optimizer):
             self.scaler.unscale_(optimizer)
 
     def metrics(self) -> dict[str, float]:
         """Returns the scaler's metrics for `fabric.log_dict`. Never synchronizes."""
-        return {} if self.scaler is None or not self.scaler.is_enabled() else logged(self.scaler.metrics())
+        if not isinstance(self.scaler, GradScaler) or not self.scaler.is_enabled():
+            return {}
+        return logged(self.scaler.metrics())
 
 
 @contextmanager

@@ -10,9 +10,13 @@ KEY = "MixedPrecision"
 """Under which the scaler is saved: as in a checkpoint of `Trainer`."""
 
 
+class CarriesScaler:
+    """A precision plugin whose scaler `fabric.save` and `fabric.load` take along."""
+
+
 @cache
-def carry_scalers(kind: type) -> None:
-    """Makes every `Fabric` whose precision plugin is a `kind` save and load its scaler; others are as before.
+def carry_scalers() -> None:
+    """Makes every `Fabric` whose precision plugin is a `CarriesScaler` save and load its scaler; others are as before.
 
     Done once. Fabric gives its plugins no part in a checkpoint, and no way to reach it.
     """
@@ -22,7 +26,7 @@ def carry_scalers(kind: type) -> None:
     def save_with_scaler(self: Fabric, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         plugin = self.strategy.precision
         # Empty for BF16 and a scaler that is disabled: there is nothing to save, as in a checkpoint of `Trainer`.
-        if isinstance(plugin, kind) and not _holds(state, plugin) and (saved := plugin.state_dict()):
+        if isinstance(plugin, CarriesScaler) and not _holds(state, plugin) and (saved := plugin.state_dict()):
             state = state | {KEY: saved}
         save(self, path, state, *args, **kwargs)
 
@@ -31,7 +35,7 @@ def carry_scalers(kind: type) -> None:
         remainder = load(self, path, state, *args, **kwargs)
         plugin = self.strategy.precision
         # Without a `state` nothing is restored, and all of the checkpoint is returned.
-        if isinstance(plugin, kind) and state and KEY in remainder:
+        if isinstance(plugin, CarriesScaler) and state and KEY in remainder:
             plugin.load_state_dict(remainder.pop(KEY))
         return remainder
 

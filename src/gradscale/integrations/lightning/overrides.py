@@ -3,6 +3,10 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+
+TORCHS = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_)
 
 BEFORE_STEP = "on_before_optimizer_step"
 CLIPPING = "configure_gradient_clipping"
@@ -26,3 +30,15 @@ def reads_gradients(model: pl.LightningModule) -> bool:
 def clips_itself(model: pl.LightningModule) -> bool:
     """Returns whether the module clips in its own way, and may look at gradients that are clipped."""
     return overrides(model, CLIPPING, pl.LightningModule)
+
+
+def replaces_clipping(plugin: Precision) -> bool:
+    """Returns whether gradients are clipped by a function of the user's, which must then be called.
+
+    It may be a method of a class derived from the plugin, or stand in for torch's function, as one that records norms.
+    """
+    return (
+        overrides(plugin, "clip_grad_by_norm", Precision)
+        or overrides(plugin, "clip_grad_by_value", Precision)
+        or (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_) != TORCHS
+    )

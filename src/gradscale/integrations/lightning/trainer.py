@@ -1,6 +1,7 @@
-"""`MixedPrecision`: the precision plugin for `lightning.Trainer`."""
+"""`MixedPrecision`: the precision plugin for `lightning.Trainer`, which works in a `lightning.Fabric` too."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,8 +14,18 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 
-from gradscale.integrations.lightning.overrides import clips_itself, overrides, reads_gradients
-from gradscale.integrations.lightning.scaler import AUTO, AnyPrecision, is_unscaled, scaler_of
+from gradscale.integrations.lightning.fabric import FabricMixedPrecision
+from gradscale.integrations.lightning.fabric_checkpoints import CarriesScaler
+from gradscale.integrations.lightning.overrides import clips_itself, overrides, reads_gradients, replaces_clipping
+from gradscale.integrations.lightning.scaler import (
+    AUTO,
+    FP16,
+    AnyPrecision,
+    is_unscaled,
+    policy_and_precision,
+    retries_given,
+    scaler_of,
+)
 from gradscale.integrations.lightning.schedules import HeldSchedules, OnSkip, check_on_skip
 from gradscale.integrations.logged import PREFIX, logged
 from gradscale.policies.contract import Policy
@@ -29,25 +40,31 @@ HELD = "held_schedules"
 IN_PROGRESS_BAR = frozenset((f"{PREFIX}scale", f"{PREFIX}skipped"))
 
 
-class MixedPrecision(LightningMixedPrecision):
-    """FP16 mixed precision for `lightning.Trainer`, with the scaler of gradscale. `Fabric` has `FabricMixedPrecision`.
+class MixedPrecision(LightningMixedPrecision, CarriesScaler):
+    """FP16 mixed precision for `lightning.Trainer` and `lightning.Fabric`, with the scaler of gradscale.
 
         trainer = Trainer(plugins=[MixedPrecision()])  # was: Trainer(precision="16-mixed")
+        fabric = Fabric(plugins=[MixedPrecision()])  # was: Fabric(precision="16-mixed")
 
     FP16 on a CPU is FP16. Clipping works with fused optimizers too, in their own kernels. A skipped step holds
-    learning-rate schedules, and is shown in the progress bar, `trainer.callback_metrics` and the loggers.
+    learning-rate schedules, and is shown in the progress bar, `trainer.callback_metrics` and the loggers. In a `Fabric`
+    it is a `FabricMixedPrecision`, whose arguments for clipping it has not.
 
     Args:
-        policy: the rule for the scale, or its name.
+        policy: the rule for the scale, or its name; or the `precision`, as in Lightning's own class.
         device: type of the device for `torch.autocast`; by default that of the Trainer's strategy.
-        scaler: a `gradscale.torch.GradScaler`, for its other settings, instead of a `policy`.
+        scaler: a `gradscale.torch.GradScaler`, for its other settings, instead of a `policy`. One of another class is
+            used as Lightning's plugin does.
         on_skip: `"hold"` holds schedules with `interval="step"` once for every skipped step; `"advance"` advances them,
             as Lightning's plugin does.
         log: log the scaler's metrics.
-        precision: `"16-mixed"`, or `"bf16-mixed"` for a run in BF16, without a scaler.
+        retries: how often a backward pass that overflows is run again at a lower scale, at any step, without a second
+            forward pass; 0 for never. By default once or so until a first step was applied, under `"auto"`.
+        precision: `"16-mixed"`, which is the default, or `"bf16-mixed"` for a run in BF16. That has a scaler with the
+            policy `CheckOnly()` alone, which skips steps that are not finite.
 
     Attributes:
-        scaler: the scaler; `scaler.last` is the result of the last step. None for BF16.
+        scaler: the scaler; `scaler.last` is the result of the last step. None for BF16 without a policy.
     """
 
     # The class must keep its name: the Trainer saves the plugin's state under it, also that of Lightning's own class.
@@ -55,78 +72,136 @@ class MixedPrecision(LightningMixedPrecision):
     def __init__(
         self,
         policy: Policy | str = AUTO,
-        *,
         device: str | None = None,
-        scaler: GradScaler | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
         on_skip: OnSkip = "hold",
         log: bool = True,
-        precision: AnyPrecision = "16-mixed",
+        retries: int | None = None,
+        precision: AnyPrecision | None = None,
     ) -> None:
-        super().__init__(precision, device or "cpu", scaler_of(policy, scaler, precision, device))
-        self.scaler: GradScaler | None
+        policy, precision = policy_and_precision(policy, precision)
+        own = scaler_of(policy, scaler, precision, device)
+        super().__init__(precision, device or "cpu", own if precision == FP16 else scaler)
+        self.scaler: GradScaler | None = own
         self._device_given = device is not None
         self._on_skip = check_on_skip(on_skip)
         self._logs = log
+        self._retries = retries_given(retries)
         self._schedules = HeldSchedules(())
         self._clip: dict[str, float] = {}
         self._clips_in_step = False
+        self._in_trainer = False
+        # What this is until a Trainer connects it. Its precision without a scaler is never asked for one.
+        rule = "none" if precision == FP16 else AUTO
+        self._fabric = FabricMixedPrecision(rule, device, retries=retries, precision=precision)
+
+    @property
+    def _in_fabric(self) -> FabricMixedPrecision:
+        """The plugin for `Fabric`, with the scaler of this one, which a user may have replaced."""
+        self._fabric.scaler = self.scaler
+        return self._fabric
+
+    @property
+    def _own(self) -> GradScaler | None:
+        """The scaler, if it is one of gradscale: with any other the plugin does what Lightning's own does."""
+        return self.scaler if isinstance(self.scaler, GradScaler) else None
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Prepares a run: the Trainer's device, and the schedules."""
-        module = own_module(model)
+        module, scaler = own_module(model), self._own
         if isinstance(module, LightningModule):
+            self._in_trainer = True
             if not self._device_given:
                 self._use(module.trainer.strategy.root_device.type)
             self._schedules.detach()
             # In manual optimization the user advances them, and nothing would ask for the results.
-            holds = self._on_skip == "hold" and self.scaler is not None and module.automatic_optimization
+            holds = self._on_skip == "hold" and scaler is not None and module.automatic_optimization
             self._schedules = HeldSchedules(lr_schedulers if holds else ())
             self._schedules.attach(module)
-            if self.scaler is not None:
-                self.scaler._discard()  # a step that an error has ended, in a run before
+            if scaler is not None:
+                scaler._discard()  # a step that an error has ended, in a run before
         return super().connect(model, optimizers, lr_schedulers)
 
     def _use(self, device: str) -> None:
         self.device = device
-        if self.scaler is not None:
-            self.scaler._device = device
+        if (scaler := self._own) is not None:
+            scaler._device = device
 
     def teardown(self) -> None:
         """Ends a run."""
+        self._in_trainer = False
         self._schedules.detach()
         super().teardown()
 
+    def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """Returns a context in which operations run in FP16, or BF16."""
+        known = self._in_trainer or self._device_given
+        return super().forward_context() if known else self._in_fabric.forward_context()
+
+    def convert_input(self, data: Any) -> Any:
+        """Returns a batch as it is; in a `Fabric`, where models take FP16, in FP16."""
+        return super().convert_input(data) if self._in_trainer else self._in_fabric.convert_input(data)
+
+    def convert_output(self, data: Any) -> Any:
+        """Returns what a model returned as it is; in a `Fabric` in float32."""
+        return super().convert_output(data) if self._in_trainer else self._in_fabric.convert_output(data)
+
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Calls the hooks before the backward pass, with the loss as it is: `backward` scales it."""
-        if not isinstance(module, LightningModule) or module._trainer is None:
-            raise TypeError(
-                "`MixedPrecision` is a plugin for `lightning.Trainer`. Received: a backward pass without one. "
-                "For `lightning.Fabric` use `gradscale.integrations.lightning.FabricMixedPrecision`."
-            )
+        if not self._in_trainer:
+            return tensor
+        if self._own is None:
+            return super().pre_backward(tensor, module)
         return Precision.pre_backward(self, tensor, module)
 
-    def backward(  # type: ignore[override]
-        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> None:
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Scales the loss and runs the backward pass, by the module's own `backward` if it has one.
 
         Without, it is run again at a lower scale if it overflows before a step was applied.
         """
-        if self.scaler is None:
-            super().backward(tensor, model, optimizer, *args, **kwargs)
-        elif args or overrides(model, "backward", LightningModule):
-            super().backward(self.scaler.scale(tensor), model, optimizer, *args, **kwargs)
+        if not self._in_trainer:
+            self._in_fabric.backward(tensor, model, *args, **kwargs)
+            return
+        optimizer, *others = args
+        if (scaler := self._own) is None:
+            super().backward(tensor, model, optimizer, *others, **kwargs)
+        elif others or overrides(model, "backward", LightningModule):
+            self._check_no_retries()
+            super().backward(scaler.scale(tensor), model, optimizer, *others, **kwargs)
         else:
-            self.scaler.backward(tensor, **kwargs)
+            scaler.backward(tensor, **(self._retries | kwargs))
 
-    def optimizer_step(  # type: ignore[override]
-        self, optimizer: Optimizable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
+    def _check_no_retries(self) -> None:
+        if any(self._retries.values()):
+            raise MisconfigurationException(
+                "`retries` runs the backward pass itself, again if it overflows. Received: "
+                f"retries={self._retries['retries']!r} and a module with its own `backward`, or a backward pass with "
+                "arguments by position. Leave `retries` out, or the method."
+            )
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """Calls the hooks after the backward pass."""
+        return super().post_backward(tensor, module) if self._in_trainer else tensor
+
+    def optimizer_step(self, optimizer: Optimizable, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Runs the closure, clips and steps the optimizer on unscaled gradients, or skips the step."""
-        if self.scaler is None:
-            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        if not self._in_trainer:
+            return self._in_fabric.optimizer_step(optimizer, *args, **kwargs)
+        if self._own is None:
+            return super().optimizer_step(optimizer, *args, **kwargs)
+        return self._step(self._own, optimizer, *args, **kwargs)
+
+    def _step(
+        self,
+        scaler: GradScaler,
+        optimizer: Optimizable,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise MisconfigurationException("AMP and the LBFGS optimizer are not compatible.")
         returned = closure()
@@ -135,7 +210,7 @@ class MixedPrecision(LightningMixedPrecision):
         if steps and reads_gradients(model):
             self._unscale(optimizer)
         # Without a step nothing is clipped: gradients that were unscaled would have to be stepped on.
-        self._clip, self._clips_in_step = {}, not steps or not clips_itself(model)
+        self._clip, self._clips_in_step = {}, not steps or not (clips_itself(model) or replaces_clipping(self))
         try:
             self._after_closure(model, optimizer)
         finally:
@@ -143,17 +218,25 @@ class MixedPrecision(LightningMixedPrecision):
         if not steps:
             return returned
         clip = self._clip
-        output = self.scaler.step(optimizer, **clip, **kwargs)  # type: ignore[arg-type]
-        self.scaler.update()
-        self._schedules.add(self.scaler.last)
+        output = scaler.step(optimizer, **clip, **kwargs)  # type: ignore[arg-type]
+        scaler.update()
+        self._schedules.add(scaler.last)
         if self._logs:
-            self._log(model, self.scaler.last)
+            self._log(model, scaler)
         return output
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Unscales the gradients before `fabric.clip_gradients`."""
+        self._in_fabric.unscale_gradients(optimizer)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the scaler's metrics for `fabric.log_dict`; a Trainer logs them by itself. Never synchronizes."""
+        return self._in_fabric.metrics()
 
     def _unscale(self, optimizer: Any) -> None:
         """Unscales the gradients, unless they are."""
-        if self.scaler is not None and not is_unscaled(self.scaler, optimizer):
-            self.scaler.unscale_(optimizer)
+        if (scaler := self._own) is not None and not is_unscaled(scaler, optimizer):
+            scaler.unscale_(optimizer)
 
     def clip_gradients(
         self,
@@ -168,17 +251,20 @@ class MixedPrecision(LightningMixedPrecision):
             by_norm = gradient_clip_algorithm == GradClipAlgorithmType.NORM
             self._clip = {"clip_norm" if by_norm else "clip_value": float(clip_val)}
             return
+        if self.scaler is not None and self._own is None:
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+            return
         # In manual optimization called by the user, with the wrapper that the Trainer gives them.
         own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         self._unscale(own)
         # Not Lightning's own `MixedPrecision`, which refuses fused optimizers.
         Precision.clip_gradients(self, own, clip_val, gradient_clip_algorithm)
 
-    def _log(self, model: LightningModule, result: StepResult | None) -> None:
+    def _log(self, model: LightningModule, scaler: GradScaler) -> None:
         """Logs the scaler's metrics as `self.log` does, if it is time to. Does not synchronize with the device."""
         # Not at every step: a call of `self.log` costs as much as a small optimizer's step.
-        if self.scaler is not None and result is not None and _is_due(model.trainer, result):
-            for name, value in logged(self.scaler.metrics()).items():
+        if scaler.last is not None and _is_due(model.trainer, scaler.last):
+            for name, value in logged(scaler.metrics()).items():
                 model.log(name, value, prog_bar=name in IN_PROGRESS_BAR, on_step=True, on_epoch=False, batch_size=1)
 
     def state_dict(self) -> dict[str, Any]:

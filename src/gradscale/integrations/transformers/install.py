@@ -4,7 +4,9 @@ from transformers import Trainer
 
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.integrations.transformers.trainer import ScaledTrainer
+from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
+from gradscale.policies.static import multiplies
 from gradscale.torch import GradScaler
 
 
@@ -12,6 +14,7 @@ def install(
     trainer: Trainer,
     policy: Policy | str | None = None,
     *,
+    retries: int | None = None,
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
     on_stuck: OnStuck = "warn",
 ) -> GradScaler:
@@ -28,13 +31,16 @@ def install(
 
     Args:
         trainer: built with `fp16=True`, and not trained or evaluated yet.
-        policy: the rule for the scale, or its name; by default `"auto"`.
+        policy: the rule for the scale, or its name; by default `"auto"`. With `CheckOnly()`, which scales nothing and
+            skips steps that are not finite, the trainer may be one for BF16 or float32.
+        retries: how often a backward pass that overflows is run again at a lower scale, at any step, without a second
+            forward pass; 0 for never. By default once or so until a first step was applied, under `"auto"`.
         max_consecutive_skips: as in `GradScaler`.
         on_stuck: as in `GradScaler`.
 
     Raises:
         TypeError: `trainer` is not a `Trainer`.
-        ValueError: it does not train in FP16, or DeepSpeed or another library scales its losses.
+        ValueError: it does not train in FP16 and `policy` scales, or DeepSpeed or another library scales its losses.
         RuntimeError: it has trained already, or `install` was called before.
     """
     if not isinstance(trainer, Trainer):
@@ -42,10 +48,11 @@ def install(
             f"`install` takes a `transformers.Trainer`. Received: {type(trainer).__name__}. "
             "For an `Accelerator` use `gradscale.integrations.accelerate.install`."
         )
-    if not trainer.args.fp16:
+    if not trainer.args.fp16 and (policy is None or multiplies(as_policy(policy))):
         raise ValueError(
             "`install` needs a trainer that trains in FP16: `TrainingArguments(fp16=True)`. "
-            f"Received: fp16={trainer.args.fp16!r}, bf16={trainer.args.bf16!r}, which need no loss scaling."
+            f"Received: fp16={trainer.args.fp16!r}, bf16={trainer.args.bf16!r}, which need no loss scaling. To skip "
+            "steps whose gradients are inf or NaN, pass `CheckOnly()`."
         )
-    settings = {"policy": policy, "max_consecutive_skips": max_consecutive_skips, "on_stuck": on_stuck}
-    return ScaledTrainer.take_over(trainer, settings)
+    stuck = {"max_consecutive_skips": max_consecutive_skips, "on_stuck": on_stuck}
+    return ScaledTrainer.take_over(trainer, {"policy": policy, "retries": retries, **stuck})

@@ -85,7 +85,7 @@ class Ranks:
     def norm(self, optimizer: Optimizer, gradients: Gradients, measured: Measurement, device: torch.device) -> Tensor:
         """Returns the norm over all ranks, of gradients that need no scale. Does not synchronize with the device."""
         if self.share(optimizer):
-            return self._agreement.norm(gradients, measured, device)
+            return self._agreement.norm(gradients, measured, torch.ones((), device=device))
         return cast(Tensor, measured.norm)
 
     def _send(self, state: dict[str, Any], overflow: Tensor, scale: Tensor) -> Tensor:

@@ -68,11 +68,11 @@ def listed_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + more
 
 
-def refuse_distinct() -> NoReturn:
-    """Raises where a norm is needed, and plain gradients differ between ranks."""
+def refuse_distinct(received: str = "plain gradients that differ between ranks") -> NoReturn:
+    """Raises where a norm is needed, and what was `received` are gradients that are not the same on every rank."""
     raise RuntimeError(
-        "A norm over all gradients counts those once that are the same on every rank, and plain tensors are taken to "
-        "be. Received: plain gradients that differ between ranks. Name the ranks over which they are distinct, such as "
+        "A norm over all gradients counts those once that are the same on every rank. Plain tensors, and meshes of "
+        f"fewer ranks, are taken to be. Received: {received}. Name the ranks over which they are distinct, such as "
         "the stages of a pipeline: `LossScaler(model, distinct=group)`. Gradients of data-parallel ranks must be "
         'reduced before `step`, and ranks that train separate models take `LossScaler(model, group="alone")`.'
     )

@@ -58,7 +58,7 @@ class Faults:
 
 
 def refuse_distinct_meshes(rows: Sequence[Mapping[tuple[int, ...], float]]) -> None:
-    """Raises if meshes that are taken to hold the same do not.
+    """Raises if meshes that are taken to hold the same do not, or a rank is in none of them.
 
     `rows` has, for every rank, the sum of squares that it holds of each mesh that it is in.
     """
@@ -66,9 +66,26 @@ def refuse_distinct_meshes(rows: Sequence[Mapping[tuple[int, ...], float]]) -> N
     for row in rows:
         for members, squares in row.items():
             totals[members] = totals.get(members, 0.0) + squares
-    alike = [[total for members, total in totals.items() if len(members) == size] for size in set(map(len, totals))]
-    if any(max(sizes) - min(sizes) > SAME_GRADIENTS * max(sizes) for sizes in alike):
-        refuse_distinct()
+    for meshes in _alike(list(totals), len(rows)):
+        sizes = [totals[members] for members in meshes]
+        covered = len(meshes) * len(meshes[0]) == len(rows)
+        if not covered or max(sizes) - min(sizes) > SAME_GRADIENTS * max(sizes):
+            refuse_distinct("gradients on meshes that do not hold the same, or that some ranks are not in")
+
+
+def _alike(meshes: Sequence[tuple[int, ...]], ranks: int) -> list[list[tuple[int, ...]]]:
+    """Returns the meshes, each a tuple of ranks, in groups that are taken to hold the same.
+
+    Those of one dimension of a larger mesh: its rows, or its columns, which are of the same size in a square one. They
+    have the same steps between their ranks. If these are not all `ranks`, those of one size.
+    """
+    found: dict[Any, list[tuple[int, ...]]] = {}
+    for members in meshes:
+        found.setdefault(tuple(member - members[0] for member in members), []).append(members)
+    joined: dict[Any, list[tuple[int, ...]]] = {}
+    for steps, group in found.items():
+        joined.setdefault(steps if len(group) * len(steps) == ranks else len(steps), []).extend(group)
+    return list(joined.values())
 
 
 def gathered(value: Any, group: Any) -> list[Any]:

@@ -60,9 +60,9 @@ class Norms:
         sizes = cast(Tensor, measurement.sizes)
         if self._meshes_compared or not in_host_memory(sizes.device) or facts.bad:
             return
-        self._meshes_compared = True
         if facts.smaller_meshes:
             refuse_distinct_meshes(gathered(self._placements.by_smaller_mesh(gradients, sizes, group), group))
+        self._meshes_compared = True
 
 
 def seen_by_all(received: Received, divisor: Tensor) -> Seen:
@@ -74,7 +74,7 @@ def seen_by_all(received: Received, divisor: Tensor) -> Seen:
     return Seen(
         finite=finite,
         loss_finite=facts.bad_loss == 0,
-        amax=unknown if received.amax is None else torch.where(finite, received.amax, torch.inf),
+        amax=torch.where(finite, unknown if received.amax is None else received.amax, torch.inf),
         norm=torch.where(finite, norm, torch.inf),
         upper_share=(facts.above / facts.elements.clamp(min=1)).float(),
     )

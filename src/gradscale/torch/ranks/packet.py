@@ -18,6 +18,7 @@ class Facts:
         failed: 1 if the rank cannot take part in the step.
         failed_rank: the number of the rank if it cannot.
         missed: 1 if the rank has missed a step that others may have applied.
+        gradients: 1 if the rank has any.
         bad: 1 if a gradient is not finite.
         bad_loss: 1 if a loss is not finite.
         spread: squares of the gradients that are spread over ranks, summed, each divided by its copies.
@@ -37,6 +38,7 @@ class Facts:
     failed: Number = 0.0
     failed_rank: Number = 0.0
     missed: Number = 0.0
+    gradients: Number = 0.0
     bad: Number = 0.0
     bad_loss: Number = 0.0
     spread: Number = 0.0

@@ -1,6 +1,6 @@
 """Stage two, agree: the measurement, made the same on all ranks that share the scale."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -18,9 +18,10 @@ from gradscale.torch.accumulation.window import Window
 from gradscale.torch.ranks.culprits import culprits_of_all
 from gradscale.torch.ranks.errors import RankFailed
 from gradscale.torch.ranks.faults import Faults
+from gradscale.torch.ranks.groups import ALONE, check_distinct, check_group
 from gradscale.torch.ranks.join import check_joins
 from gradscale.torch.ranks.missed import Missed
-from gradscale.torch.ranks.norms import Norms, norm_of, seen_by_all
+from gradscale.torch.ranks.norms import Norms, seen_by_all
 from gradscale.torch.ranks.packet import Facts, Received, exchange, join_maximum
 from gradscale.torch.ranks.placements import Distinct, Placements
 from gradscale.torch.ranks.reduced import Reduced
@@ -31,9 +32,6 @@ from gradscale.torch.step.host_copy import in_host_memory
 from gradscale.torch.step.plan import StepPlan
 
 Optimizer = torch.optim.Optimizer
-
-ALONE = "alone"
-"""The group of a process that decides by itself."""
 
 COMPARE_EVERY = 64
 """Calls of `step` between two rounds that only compare the scales, where the gradients tell everything else."""
@@ -51,10 +49,12 @@ class Agreed(NamedTuple):
 
     Attributes:
         seen: the facts that the decision is made from, in leaves.
+        attempted: whether a rank has gradients. On an accelerator, where the host does not read it, taken to be so.
         clean: whether nothing keeps the step from being applied, where the host had to read it.
     """
 
     seen: Seen
+    attempted: bool = True
     clean: bool | None = None
 
 
@@ -68,6 +68,7 @@ class Agreement:
         group: a process group; None is every rank once `torch.distributed` is initialized, `"alone"` only this one.
         reduced: whether DDP has reduced the gradients.
         missed: steps that were applied on some ranks and not on others.
+        compared: whether the ranks know that none of them has a scale, under `NoScaling`.
     """
 
     def __init__(
@@ -81,10 +82,11 @@ class Agreement:
             distinct: the group over which plain tensors are distinct, or a mapping of modules or parameters to such.
             always: send a round at every step, also where the gradients tell everything.
         """
-        self.group = group
+        self.group = check_group(group)
         self.reduced = Reduced(modules)
         self.missed = Missed()
-        self._norms = Norms(Placements(modules, distinct))
+        self.compared = False
+        self._norms = Norms(Placements(modules, check_distinct(distinct)))
         self._always = always
         self._calls = 0
         self._faults: Faults | None = None
@@ -113,6 +115,21 @@ class Agreement:
         if faults is not None:
             self._raise_any(faults)
         check_joins(self.reduced.joining, join)
+
+    def begin_without_scaling(self, join: Any, *, norm: bool) -> bool:
+        """Begins a step under `NoScaling`, and returns whether it has a round.
+
+        It has one for a `norm`, inside `Join`, where ranks without batches follow, and at the first step of such a
+        policy, to find ranks that do have a scale. `join` is as in `begin`.
+        """
+        if self.ranks == 1:
+            return False
+        joining = self.reduced.joining
+        follows = joining and join is not None and join.enable
+        sends = norm or follows or not (self.compared or joining)
+        if sends:
+            self.begin(join)
+        return sends
 
     def fail(
         self, error: Exception, optimizers: Sequence[Optimizer], device: torch.device, window: Window | None = None
@@ -146,7 +163,7 @@ class Agreement:
         else:
             self._faults = faults
 
-    def miss(self, error: Exception) -> None:
+    def miss(self, error: BaseException) -> None:
         """Notes that this rank has failed in a step which others apply. They raise a `RankFailed` in the next round."""
         if self.ranks > 1:
             leave_reason(f"in a step that others have applied: {_text(error)}")
@@ -184,18 +201,19 @@ class Agreement:
         """
         own = _own(plan, measurement, rule)
         if self.ranks == 1:
-            return Agreed(own)
+            return Agreed(own, bool(plan.gradients))
         clean = None
         if self._told(plan.window) and self._quiet(plan.optimizers, plan.divisor.device):
             # The same on every rank, as the gradients are: all of them send the round, or none does.
             clean = bool(own.finite & own.loss_finite)
             if clean and self._calls % COMPARE_EVERY != 1:
-                return Agreed(own, clean)
+                return Agreed(own, bool(plan.gradients), clean)
             if not clean:
                 meet(self.group)
         received = self._round(plan, measurement, rule.tensors(own))
+        seen = rule.leaves(seen_by_all(received, plan.divisor))
         # What is not clean here is not clean anywhere; what is, may not be on another rank.
-        return Agreed(rule.leaves(seen_by_all(received, plan.divisor)), None if clean else clean)
+        return Agreed(seen, _any_gradients(received), None if clean else clean)
 
     @np.errstate(all="ignore")
     def follow(self, rule: Rule, device: torch.device) -> None:
@@ -207,9 +225,15 @@ class Agreement:
             received = received._replace(amax=join_maximum(device, self.group))
         self._raise_any(Faults(received.facts, scale, self.group))
         seen = rule.leaves(seen_by_all(received, scale))
-        norm = bool(received.facts.asks_norm)
+        attempted, norm = _any_gradients(received), bool(received.facts.asks_norm)
+        if not rule.policy.needs:  # applied whatever the gradients are
+            yes = rule.leaf(torch.ones_like(scale, dtype=torch.bool))
+            seen, attempted = replace(seen, finite=yes, loss_finite=yes), True
         follows_amax = norm and Plan.of(rule.policy).amax
-        decision = rule.decide(seen, scale, None, follows_amax=follows_amax, measured=sends_amax)
+        if attempted:
+            decision = rule.decide(seen, scale, None, follows_amax=follows_amax, measured=sends_amax)
+        else:
+            decision = rule.hold(seen)
         rule.commit(decision)
         if not decision.applied:
             self.culprits((), device)
@@ -226,18 +250,23 @@ class Agreement:
         """Returns the culprits of all ranks, the same on each. Every rank must call it. Synchronizes."""
         return culprits_of_all(own, device, self.group)
 
-    def norm(self, gradients: Gradients, measurement: Measurement, device: torch.device) -> Tensor:
-        """Returns the norm over the gradients of all ranks, where nothing else must be agreed. Every rank must call it.
+    def norm(self, gradients: Gradients, measurement: Measurement, scale: Tensor) -> Tensor:
+        """Returns the norm over the gradients of all ranks, which `scale` has not made. Every rank must call it.
 
-        Does not synchronize with the device.
+        Does not synchronize with the device. Raises as `agree`.
         """
         norm = cast(Tensor, measurement.norm)
         if self.ranks == 1:
             return norm
-        facts = exchange(self._norms.squares(gradients, measurement, norm, self.group), None, device, self.group).facts
-        if in_host_memory(device):
-            Faults(facts, torch.zeros_like(norm), self.group).raise_any()
-        return torch.where(facts.bad == 0, norm_of(facts), torch.inf)
+        own = Facts(bad=~torch.isfinite(norm))
+        _, seen = self.send_with_norm(own, None, scale, gradients, measurement, torch.ones_like(norm))
+        self.compared = True
+        return seen.norm
+
+    def compare(self, scale: Tensor) -> None:
+        """Raises if the ranks have different scales, or one of them cannot take part. Every rank must call it."""
+        self.send(Facts(), None, scale)
+        self.compared = True
 
     def _told(self, window: Window | None) -> bool:
         """Returns whether the gradients of the step tell every rank the same, and forgets it: asked once in a step."""
@@ -286,7 +315,8 @@ class Agreement:
 
     def _round(self, plan: StepPlan, measurement: Measurement, own: Seen) -> Received:
         """Returns what all ranks have seen of a step, or raises what one of them has found."""
-        received = self.send(self._facts(plan, measurement, own), _amax_of(plan, own), plan.window.scale)
+        facts = self._or_fail(lambda: self._facts(plan, measurement, own), plan.divisor.device)
+        received = self.send(facts, _amax_of(plan, own), plan.window.scale)
         if plan.norm:
             self._norms.compare_meshes(plan.gradients, measurement, received.facts, self.group)
         return received
@@ -305,7 +335,9 @@ class Agreement:
         `measurement` is that of the gradients of this rank, with their norms.
         """
         norm = cast(Tensor, measurement.norm) * (1.0 / divisor)
-        squares = self._norms.squares(gradients, measurement, norm, self.group, divisor)
+        squares = self._or_fail(
+            lambda: self._norms.squares(gradients, measurement, norm, self.group, divisor), scale.device
+        )
         known = replace(
             facts,
             spread=squares.spread,
@@ -318,6 +350,14 @@ class Agreement:
         received = self.send(known, amax, scale)
         self._norms.compare_meshes(gradients, measurement, received.facts, self.group)
         return received, seen_by_all(received, divisor)
+
+    def _or_fail(self, facts: Callable[[], Facts], device: torch.device) -> Facts:
+        """Returns what this rank sends, or raises, and tells the other ranks that it cannot take part in the step."""
+        try:
+            return facts()
+        except Exception as error:  # such as a parameter of which ranks outside of the group have shards
+            self.fail(error, (), device)
+            raise
 
     def _facts(self, plan: StepPlan, measurement: Measurement, own: Seen) -> Facts:
         """Returns what this rank sends of gradients and losses.
@@ -335,6 +375,7 @@ class Agreement:
             sums,
             failed_rank=failure.failed_rank,
             missed=failure.missed,
+            gradients=float(len(gradients) > 0),
             bad=1.0 - finite,
             # A rank that has missed a step has made its gradients NaN to say so: they are not an overflow.
             bad_loss=1.0 if self.missed else 1.0 - own.loss_finite.double(),
@@ -345,7 +386,7 @@ class Agreement:
         )
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -363,6 +404,12 @@ def _own(plan: StepPlan, measurement: Measurement, rule: Rule) -> Seen:
     return replace(seen, amax=amax, upper_share=rule.leaf(window.unscaled.share))
 
 
+def _any_gradients(received: Received) -> bool:
+    """Returns whether a rank has gradients; True where reading it would synchronize."""
+    gradients = received.facts.gradients
+    return not in_host_memory(gradients.device) or bool(gradients)
+
+
 def _amax_of(plan: StepPlan, own: Seen) -> Tensor | None:
     """Returns the largest magnitude on this rank, if it was read: 0 where it is not known."""
-    return torch.where(own.finite, own.amax, 0.0) if plan.amax or plan.edited else None
+    return torch.where(own.finite, own.amax, 0.0) if plan.finds_amax else None

@@ -25,6 +25,7 @@ class Decision(NamedTuple):
         seen: the facts it was made from, in leaves.
         amax_ratio: the ratio of amax to norm for the next steps, a leaf.
         known: whether the step is applied, where the host has read it.
+        attempted: whether there were gradients to decide on.
     """
 
     state: Any
@@ -33,6 +34,7 @@ class Decision(NamedTuple):
     seen: Seen
     amax_ratio: Any
     known: bool | None = None
+    attempted: bool = True
 
 
 class Rule(Numbers):
@@ -121,7 +123,7 @@ class Rule(Numbers):
     def hold(self, seen: Seen) -> Decision:
         """Returns the decision of a step without gradients, which is neither applied nor counted."""
         no = torch.zeros((), dtype=torch.bool, device=self.device)
-        return Decision(self.state, no, torch.ones_like(self.scale), seen, self.amax_ratio)
+        return Decision(self.state, no, torch.ones_like(self.scale), seen, self.amax_ratio, attempted=False)
 
     @np.errstate(all="ignore")
     def lowered(self, state: ScaleState) -> ScaleState:

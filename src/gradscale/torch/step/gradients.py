@@ -121,13 +121,20 @@ def keeps_masters(optimizer: Optimizer) -> bool:
     return getattr(type(optimizer), "keeps_masters", False)
 
 
+def sum_parts(parameters: Iterable[Tensor]) -> None:
+    """Sums the gradients that ranks hold in summands, as `collect` does: a collective for each of them."""
+    for parameter in parameters:
+        if parameter.grad is not None and _is_partial(parameter.grad):
+            values_of(parameter, parameter.grad)
+
+
 def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
     """Returns the dense tensor that holds the numbers of `parameter.grad` here.
 
     A sparse gradient is coalesced in place, and one that ranks hold in summands is summed, placed as its parameter.
     """
     if grad.layout is torch.strided:
-        if any(placement.is_partial() for placement in getattr(grad, "placements", ())):
+        if _is_partial(grad):
             # Each rank has a summand, as sequence parallel leaves them: no size and no bound is right before the sum.
             grad = parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         # The local shard shares its memory with the DTensor, so what is written to it reaches the gradient. Lists that
@@ -139,6 +146,11 @@ def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
         # Duplicate entries would be checked one by one, and their sum could overflow unseen.
         grad = parameter.grad = grad.coalesce()
     return grad._values()
+
+
+def _is_partial(grad: Tensor) -> bool:
+    """Returns whether ranks hold summands of a gradient."""
+    return any(placement.is_partial() for placement in getattr(grad, "placements", ()))
 
 
 def numbers_of(grad: Tensor) -> Tensor:
@@ -162,6 +174,11 @@ class Names:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yields the parameters of the modules."""
+        for module in self.modules:
+            yield from module.parameters()
 
     def of(self, parameters: Iterable[Tensor | None], optimizers: Iterable[Optimizer]) -> list[str]:
         """Returns the names of parameters of `optimizers`; with several modules, the module's index comes first.

@@ -78,7 +78,7 @@ def measure_sizes(
     if norm:
         sizes = norms(gradients, device)
         total = torch.linalg.vector_norm(sizes)  # the norm of the norms is the norm of all gradients
-        peak = _largest(gradients, device, each=each)[1] if amax or not gradients else None
+        peak = _largest(gradients, device, each=each)[1] if amax else None
     else:
         sizes, total = _largest(gradients, device, each=each)
         peak = total

@@ -1,10 +1,12 @@
 """A step without a scale, for `NoScaling`: what `optimizer.step()` does, and clipping."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradscale.engine.measurement import Measurement
 from gradscale.kernels.torch import CPU
 from gradscale.policies.contract import Seen
 from gradscale.torch.step.agree import Agreement
@@ -17,27 +19,50 @@ from gradscale.torch.step.result import StepResult, Traces
 Optimizer = torch.optim.Optimizer
 
 
+class Unscaled(NamedTuple):
+    """Gradients of losses that were not scaled.
+
+    Attributes:
+        gradients: those that are read or bounded.
+        measured: their norm, 0 where it is not asked for.
+    """
+
+    gradients: Gradients
+    measured: Measurement
+
+    def agreed(self, agreement: Agreement, scale: Tensor, *, norm: bool) -> "Unscaled":
+        """Returns them with the norm over all ranks: one round, in which the scales are compared, too."""
+        if not norm:
+            agreement.compare(scale)
+            return self
+        return self._replace(measured=self.measured._replace(norm=agreement.norm(*self, scale)))
+
+
+def read_unscaled(rule: Rule, optimizers: Sequence[Optimizer], *, norm: bool, bounds: bool) -> Unscaled:
+    """Returns the gradients that a step needs, for a `norm` or for `bounds` on elements, and their norm on this rank.
+
+    Does not synchronize with the device.
+    """
+    gradients = collect(optimizers if norm or bounds else ())
+    # An optimizer may have no parameters yet: groups can be added later.
+    device = rule.settle(next((parameter.device for parameter in parameters_of(optimizers)), CPU))
+    return Unscaled(gradients, measure_sizes(gradients.values if norm else (), device, norm=True, amax=False))
+
+
 def step_without_scaling(
     rule: Rule,
-    agreement: Agreement,
     optimizers: Sequence[Optimizer],
+    unscaled: Unscaled,
     names: Names,
     clip_norm: float | None,
     clip_value: float | None,
     *,
     norm: bool,
 ) -> StepResult:
-    """Updates the optimizers and counts the step. Nothing is checked; gradients are read only for a norm or a bound.
-
-    `clip_norm` needs `norm`, which takes one round with the other ranks. Does not synchronize with the device.
-    """
-    gradients = collect(optimizers if norm or clip_value is not None else ())
-    # An optimizer may have no parameters yet: groups can be added later.
-    device = rule.settle(next((parameter.device for parameter in parameters_of(optimizers)), CPU))
-    measured = measure_sizes(gradients.values if norm else (), device, norm=True, amax=False)
-    if norm:
-        measured = measured._replace(norm=agreement.norm(gradients, measured, device))
-    yes, scale = torch.ones((), dtype=torch.bool, device=device), rule.scale
+    """Updates the optimizers and counts the step. Nothing is checked. Does not synchronize with the device."""
+    gradients, measured = unscaled
+    scale = rule.scale
+    yes = torch.ones((), dtype=torch.bool, device=scale.device)
     seen = Seen(finite=rule.leaf(yes), loss_finite=rule.leaf(yes), norm=rule.leaf(measured.norm))
     decision = rule.decide(seen, scale, clip_norm)
     _apply(optimizers, gradients, None if clip_norm is None else decision.factor, clip_value)

@@ -66,6 +66,11 @@ class StepPlan:
         return self.norm or self.amax or self.edge is not None
 
     @property
+    def finds_amax(self) -> bool:
+        """Whether the largest magnitude is known after the step: read beside a norm, or as the size itself."""
+        return self.amax or self.edited or (self.sizes and not self.norm)
+
+    @property
     def edited(self) -> bool:
         """Whether `unscaled` has divided the gradients, for edits by the user."""
         return self.divisor is not self.window.scale

@@ -66,16 +66,16 @@ def result_of(
     all_finite = total is not None and math.isfinite(total)
     # Counted now, as gradients may be cleared before anyone asks; not in a step that may have been applied.
     known_skip = updated is False or total is not None
-    has_amax = plan.edited or measurement.amax is not None
+    has_amax = plan.finds_amax or measurement.amax is not None
     return StepResult(
         applied=decision.applied,
         scale=plan.window.scale,
         next_scale=rule.scale,
         loss_finite=rule.tensor(seen.loss_finite),
-        grad_norm=rule.tensor(seen.norm) if plan.norm and plan.gradients else None,
-        amax=rule.tensor(seen.amax) if has_amax and plan.gradients else None,
+        grad_norm=rule.tensor(seen.norm) if plan.norm and decision.attempted else None,
+        amax=rule.tensor(seen.amax) if has_amax and decision.attempted else None,
         retries=plan.window.retries,
-        attempted=bool(plan.gradients),
+        attempted=decision.attempted,
         sizes=None if all_finite else measurement.sizes,
         traces=None if all_finite else Traces(plan.gradients, measurement.sizes if known_skip else None),
         parameter_names=names,

@@ -16,10 +16,10 @@ from gradscale.torch.ranks.pipeline import Pipeline
 from gradscale.torch.step.agree import Agreement
 from gradscale.torch.step.apply import apply, multiply
 from gradscale.torch.step.decide import Decision, Rule
-from gradscale.torch.step.gradients import Names, collect
+from gradscale.torch.step.gradients import Names, collect, parameters_of, sum_parts
 from gradscale.torch.step.host_copy import host_value
 from gradscale.torch.step.measure import measure, measure_sizes
-from gradscale.torch.step.no_scaling import step_without_scaling
+from gradscale.torch.step.no_scaling import read_unscaled, step_without_scaling
 from gradscale.torch.step.plan import StepPlan, plan_step
 from gradscale.torch.step.remember import Memory, result_of
 from gradscale.torch.step.result import StepResult
@@ -62,8 +62,7 @@ class Stages:
     @property
     def device(self) -> torch.device:
         """The device of the scale; before the first loss, that of the first parameter."""
-        parameters = (each for module in self._names.modules for each in module.parameters())
-        return self._rule.device or next((each.device for each in parameters), CPU)
+        return self._rule.device or next((each.device for each in self._names.parameters()), CPU)
 
     def ready(self, optimizers: Sequence[Optimizer]) -> Window:
         """Returns the window whose gradients are used, or raises if the order of calls is wrong."""
@@ -87,29 +86,55 @@ class Stages:
             plan = self._planned(optimizers, clip_norm, clip_value, norm=norm)
             measurement = self._measured(plan)
         except Exception as error:
-            self._agreement.fail(error, optimizers, self.device, window)
-            if self._agreement.missed:  # others have applied this step: it is over
-                self._windows.close()
+            self._fail(error, optimizers, window)
             raise
         return self._finished(plan, measurement, samples)
 
+    def _fail(self, error: Exception, optimizers: Sequence[Optimizer], window: Window | None = None) -> None:
+        """Tells the other ranks that this one cannot take part in the step. `window` was open when it began."""
+        if self._agreement.ranks == 1:
+            return
+        held = [each for each in optimizers if isinstance(each, Optimizer)]
+        # The others sum theirs before they come to the round.
+        sum_parts(parameters_of(held) if held else self._names.parameters())
+        self._agreement.fail(error, held, self.device, window)
+        if self._agreement.missed:  # others have applied this step: it is over
+            self._windows.close()
+
     def run_without_scaling(
-        self, optimizers: Sequence[Optimizer], clip_norm: float | None, clip_value: float | None, *, norm: bool
+        self,
+        optimizers: Sequence[Optimizer],
+        clip_norm: float | None,
+        clip_value: float | None,
+        *,
+        norm: bool,
+        join: Any = None,
     ) -> StepResult:
-        """Returns the result of a step under `NoScaling`, which only clips and applies."""
-        check_step(optimizers, clip_norm, clip_value)
-        wants_norm = norm or clip_norm is not None
-        return step_without_scaling(
-            self._rule, self._agreement, optimizers, self._names, clip_norm, clip_value, norm=wants_norm
-        )
+        """Returns the result of a step under `NoScaling`, which only clips and applies. `join` is as in `run`."""
+        norm = norm or clip_norm is not None
+        sends = self._agreement.begin_without_scaling(join, norm=norm)
+        try:
+            check_step(optimizers, clip_norm, clip_value)
+            unscaled = read_unscaled(self._rule, optimizers, norm=norm, bounds=clip_value is not None)
+        except Exception as error:
+            if sends:
+                self._fail(error, optimizers)
+            raise
+        if sends:
+            unscaled = unscaled.agreed(self._agreement, self._rule.scale, norm=norm)
+        return step_without_scaling(self._rule, optimizers, unscaled, self._names, clip_norm, clip_value, norm=norm)
 
     def run_in_closure(self, owner: Optimizer, device: torch.device) -> Ended:
         """Runs all stages but one: the gradients are unscaled, and `owner`, which holds them, is not stepped."""
         self._agreement.begin(window=self._windows.open)
         window = self._windows.get(device)
         samples = self._memory.samples
-        plan = plan_step(self._rule, [owner], window, norm=True, sample=samples, fold=False)
-        measurement = self._measured(plan)
+        try:
+            plan = plan_step(self._rule, [owner], window, norm=True, sample=samples, fold=False)
+            measurement = self._measured(plan)
+        except Exception as error:
+            self._fail(error, [owner], window)
+            raise
         decision = self._decided(plan, measurement)
         self._warn_of_half(plan, samples)
         if not plan.keeps:
@@ -151,8 +176,7 @@ class Stages:
         """Runs the stages after the measurement. With `samples`, FP16 parameters are looked for."""
         try:
             decision = self._decided(plan, measurement)
-            self._warn_of_half(plan, samples)
-            updated = self._applied(plan, decision)
+            updated = self._applied(plan, decision, samples)
         except BaseException:
             self._windows.close(plan.optimizers)  # as in `_measured`
             raise
@@ -164,8 +188,8 @@ class Stages:
 
     def _decided(self, plan: StepPlan, measurement: Measurement) -> Decision:
         """Returns the decision, the same on every rank: stages two and three."""
-        seen, known = self._agreement.agree(plan, measurement, self._rule)
-        if not plan.gradients and self._agreement.ranks == 1:
+        seen, attempted, known = self._agreement.agree(plan, measurement, self._rule)
+        if not attempted:
             return self._rule.hold(seen)
         decision = self._rule.decide(
             seen, plan.divisor, plan.clip_norm, follows_amax=plan.estimates_amax, measured=plan.amax
@@ -176,12 +200,13 @@ class Stages:
         if samples and not self._warned_of_half:
             self._warned_of_half = warn_of_half(plan.gradients, self._names)
 
-    def _applied(self, plan: StepPlan, decision: Decision) -> bool | None:
+    def _applied(self, plan: StepPlan, decision: Decision, samples: bool) -> bool | None:
         """Returns whether the optimizers were updated, if the host knows: stage four."""
         try:
+            self._warn_of_half(plan, samples)
             self._memory.begin(plan.optimizers, plan.divisor.device)
             return apply(plan, decision.applied, decision.factor, decision.known)
-        except Exception as error:
+        except BaseException as error:  # also one that was interrupted: the others have applied the step
             self._agreement.miss(error)
             raise
 

@@ -1,7 +1,8 @@
 """Hooks that count every tensor of a model by its powers of two, forward and backward, while they are attached."""
 
 import re
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gradscale.kernels.torch_pieces import Pieces
 from gradscale.torch.cast import tensors_in
-from gradscale.torch.watch.tally import Key, Kind, Tally, tally_of
+from gradscale.torch.watch.counter import Counter
+from gradscale.torch.watch.sample import Key, Kind, Sample
 from gradscale.torch.wrappers import own_module, own_name
 
 MODEL = "(model)"
@@ -52,38 +55,47 @@ class Recorder:
         self._model = own_module(model)
         self._layers = re.compile(layers)
         self._scale_of = scale_of
-        self._kinds = kinds
+        self._kinds = frozenset(kinds)
+        self._forward_kinds = self._kinds - {"weight_grad"}
         self._handles: list[RemovableHandle] = []
-        self._tallies: dict[Key, Tally] = {}
-        self._counted: Any = None
+        self._own_names: dict[str, str] = {}
+        self._pieces = Pieces()
+        self._begin()
 
     def attach(self) -> None:
         """Registers hooks on every chosen module and parameter."""
-        # Imported here: it loads a large part of torch.
-        from torch.utils.weak import WeakIdKeyDictionary
-
-        self._counted = WeakIdKeyDictionary()
-        self._tallies = {}
+        self._begin()
         for name, module in self._chosen():
-            if {"weight", "input", "output", "output_grad"} & set(self._kinds):
+            if self._forward_kinds:
                 self._handles.append(
                     module.register_forward_hook(LeftOut(partial(self._forward, name)), with_kwargs=True)
                 )
-            for parameter_name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and "weight_grad" in self._kinds:
-                    record = partial(self._weight_grad, _joined(name, parameter_name))
+            for parameter_name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad and "weight_grad" in self._kinds:
+                    record = partial(self._weight_grad, (_joined(name, parameter_name), "weight_grad"))
                     self._handles.append(parameter.register_post_accumulate_grad_hook(record))
 
-    def detach(self) -> dict[Key, Tally]:
-        """Removes every hook, and returns what was recorded since `attach`, by the name and the kind of the tensor."""
+    def detach(self) -> Sample:
+        """Removes every hook, and returns what was recorded since `attach`."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._counted = [], None
-        return self._tallies
+        self._handles = []
+        sample = Sample(self._slots, self._counter.counted())
+        self._begin()
+        return sample
+
+    def _begin(self) -> None:
+        """Forgets what was recorded."""
+        self._counter = Counter(self._pieces)
+        self._slots: dict[Key, list[int]] = {}
+        # By the identity of a tensor: a weak reference to it, its version, the scale, and where it was counted.
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, float, int]] = {}
 
     def _chosen(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self._model.named_modules():
-            own = own_name(name, self._model)
+            own = self._own_names.get(name)
+            if own is None:
+                own = self._own_names[name] = own_name(name, self._model)
             if self._layers.search(own):
                 yield own, module
 
@@ -94,37 +106,42 @@ class Recorder:
         if not torch.is_grad_enabled():
             return
         shown = name or MODEL
-        for parameter_name, parameter in module.named_parameters(recurse=False):
-            if (key := (_joined(name, parameter_name), "weight")) not in self._tallies:
-                self._add(key, parameter)
-        self._add((shown, "input"), (args, kwargs))
-        self._add((shown, "output"), output)
+        if "weight" in self._kinds:
+            for parameter_name, parameter in module._parameters.items():
+                key: Key = (_joined(name, parameter_name), "weight")
+                if parameter is not None and key not in self._slots:
+                    self._add(key, parameter)
+        if "input" in self._kinds:
+            for value in (*args, *kwargs.values()):
+                self._add((shown, "input"), value)
+        if "output" in self._kinds:
+            self._add((shown, "output"), output)
         if "output_grad" in self._kinds:
             for tensor in _floating(output):
                 if tensor.requires_grad:
-                    self._handles.append(tensor.register_hook(partial(self._output_grad, shown)))
+                    self._handles.append(tensor.register_hook(partial(self._output_grad, (shown, "output_grad"))))
 
-    def _output_grad(self, name: str, grad: Tensor) -> None:
-        self._add((name, "output_grad"), grad, self._scale_of())
+    def _output_grad(self, key: Key, grad: Tensor) -> None:
+        self._add(key, grad, self._scale_of())
 
-    def _weight_grad(self, name: str, parameter: Tensor) -> None:
+    def _weight_grad(self, key: Key, parameter: Tensor) -> None:
         if parameter.grad is not None:
             # Replaced, not added: `.grad` is the sum of all backward passes of the step so far.
-            self._tallies[name, "weight_grad"] = tally_of(parameter.grad, self._scale_of())
+            self._slots[key] = [self._counter.add(parameter.grad, self._scale_of())]
 
     def _add(self, key: Key, values: Any, scale: float = 1.0) -> None:
         """Adds the tensors in `values`. One that is the output of a module and the input of others is counted once."""
-        if key[1] not in self._kinds:
-            return
         for tensor in _floating(values):
-            known = self._counted.get(tensor)
-            if known is None or known[0] != tensor._version or known[1].scale != scale:
-                known = self._counted[tensor] = tensor._version, tally_of(tensor, scale)
-            tally = self._tallies.get(key)
-            self._tallies[key] = known[1] if tally is None else tally + known[1]
+            known = self._known.get(id(tensor))
+            if known is None or known[0]() is not tensor or known[1:3] != (tensor._version, scale):
+                known = weakref.ref(tensor), tensor._version, scale, self._counter.add(tensor, scale)
+                self._known[id(tensor)] = known
+            self._slots.setdefault(key, []).append(known[3])
 
 
-def _floating(values: Any) -> Iterator[Tensor]:
+def _floating(values: Any) -> Iterable[Tensor]:
+    if isinstance(values, Tensor):  # most outputs and all gradients
+        return (values,) if values.is_floating_point() or values.is_complex() else ()
     return (tensor for tensor in tensors_in(values) if tensor.is_floating_point() or tensor.is_complex())
 
 

@@ -5,13 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-import numpy as np
-
 from gradscale._table import text_table
-from gradscale.formats import FloatArray, Format
-from gradscale.histogram.counts import EXPONENTS, ExponentHistogram
+from gradscale.formats import Format
 from gradscale.histogram.losses import Losses, losses
-from gradscale.torch.watch.tally import Key, Kind, Tally
+from gradscale.torch.watch.sample import Kind, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,62 +55,26 @@ class WatchRow:
         return flat
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """What was recorded at one step, in little memory: only the bins from the lowest to the highest in use.
-
-    Attributes:
-        facts: keys, amax, types, scales and numbers outside of the bins, as they are in a `Tally`.
-        first: the first bin in use.
-        counts: the bins in use, a row for each tally.
-    """
-
-    facts: Sequence[tuple[Any, ...]]
-    first: int
-    counts: FloatArray
-
-    @classmethod
-    def of(cls, tallies: Mapping[Key, Tally]) -> "Sample":
-        counts = np.stack([NOTHING, *(tally.histogram.counts for tally in tallies.values())])
-        used = np.flatnonzero(counts.any(axis=0))
-        first, end = (int(used[0]), int(used[-1]) + 1) if used.size else (0, 0)
-        facts = [
-            (key, each.amax, each.dtype, each.scale, each.histogram.zeros, each.histogram.infs, each.histogram.nans)
-            for key, each in tallies.items()
-        ]
-        return cls(facts, first, counts[1:, first:end].copy())
-
-    def rows(self, step: int, formats: Sequence[Format]) -> Iterator[WatchRow]:
-        """Yields a row for each tensor."""
-        for (key, amax, dtype, scale, *outside), own in zip(self.facts, self.counts, strict=True):
-            counts = NOTHING.copy()
-            counts[self.first : self.first + len(own)] = own
-            yield _row(step, key, Tally(ExponentHistogram(counts, *outside), amax, dtype, scale), formats)
-
-
-NOTHING = np.zeros(EXPONENTS.size, np.int64)
-"""Bins without an element."""
-
-
-def _row(step: int, key: Key, tally: Tally, formats: Sequence[Format]) -> WatchRow:
-    histogram = tally.histogram
-    zeros, infs, nans = (int(number) for number in (histogram.zeros, histogram.infs, histogram.nans))
-    elements = histogram.nonzero + zeros + infs + nans
-    return WatchRow(
-        step=step,
-        name=key[0],
-        kind=key[1],
-        dtype=str(tally.dtype).removeprefix("torch."),
-        scale=tally.scale,
-        elements=elements,
-        amax=tally.amax,
-        smallest=2.0**histogram.lowest if histogram.nonzero else math.nan,
-        range_bits=histogram.highest - histogram.lowest + 1 if histogram.nonzero else 0,
-        zeros=zeros / max(1, elements),
-        infs=infs,
-        nans=nans,
-        formats={format.name: losses(histogram, format, tally.scale) for format in formats},
-    )
+def rows_of(sample: Sample, step: int, formats: Sequence[Format]) -> Iterator[WatchRow]:
+    """Yields a row for each tensor of a sample."""
+    for name, kind, histogram, amax, dtype, scale in sample.tallies():
+        zeros, infs, nans = (int(number) for number in (histogram.zeros, histogram.infs, histogram.nans))
+        elements = histogram.nonzero + zeros + infs + nans
+        yield WatchRow(
+            step=step,
+            name=name,
+            kind=kind,
+            dtype=str(dtype).removeprefix("torch."),
+            scale=scale,
+            elements=elements,
+            amax=amax,
+            smallest=2.0**histogram.lowest if histogram.nonzero else math.nan,
+            range_bits=histogram.highest - histogram.lowest + 1 if histogram.nonzero else 0,
+            zeros=zeros / max(1, elements),
+            infs=infs,
+            nans=nans,
+            formats={format.name: losses(histogram, format, scale) for format in formats},
+        )
 
 
 def rows_table(rows: Iterable[WatchRow], format: Format) -> str:

@@ -10,8 +10,8 @@ from torch import nn
 from gradscale.formats import FP8_E4M3, FP8_E5M2, FP16, Format, get_format
 from gradscale.torch.scaler import LossScaler
 from gradscale.torch.watch.recorder import Recorder
-from gradscale.torch.watch.rows import Sample, WatchRow, rows_table
-from gradscale.torch.watch.tally import Kind
+from gradscale.torch.watch.rows import WatchRow, rows_of, rows_table
+from gradscale.torch.watch.sample import Kind, Sample
 
 KINDS: tuple[Kind, ...] = ("weight", "input", "output", "output_grad", "weight_grad")
 
@@ -79,6 +79,7 @@ class Watch:
         self._formats = [get_format(format) for format in formats]
         self._recorder = Recorder(model, layers, self._scale, KINDS)
         self._samples: dict[int, Sample] = {}
+        self._scale_read: tuple[Any, float] = None, 1.0
         self.step_index = 0
         self._closed = False
         if isinstance(scaler, LossScaler):
@@ -114,7 +115,7 @@ class Watch:
 
     def rows(self) -> list[WatchRow]:
         """Returns a row for each sampled step and tensor, in order. Computes them from the histograms at each call."""
-        return [row for step, sample in self._samples.items() for row in sample.rows(step, self._formats)]
+        return [row for step, sample in self._samples.items() for row in rows_of(sample, step, self._formats)]
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Returns the rows as flat dicts of plain values, for a data frame, a CSV file or a logger."""
@@ -139,14 +140,18 @@ class Watch:
     def _advance(self) -> None:
         """Ends a step: removes the hooks of a sampled one, and registers those of the next if that is sampled."""
         if self._sampled() and not self._closed:
-            self._samples[self.step_index] = Sample.of(self._recorder.detach())
+            self._samples[self.step_index] = self._recorder.detach()
         self.step_index += 1
         self._attach_if_sampled()
 
     def _scale(self) -> float:
-        if self._scaler is None:
-            return 1.0
-        return float(self._scaler.loss_scale if isinstance(self._scaler, LossScaler) else self._scaler.get_scale())
+        if not isinstance(self._scaler, LossScaler):
+            return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        # The scale of a window is replaced, never changed. Once it was read, other gradients need not synchronize.
+        scale = self._scaler.loss_scale
+        if scale is not self._scale_read[0]:
+            self._scale_read = scale, float(scale)
+        return self._scale_read[1]
 
 
 def _check(model: nn.Module, layers: str, every: int, steps: Ranges | None) -> None:
