@@ -91,6 +91,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         self._schedules = HeldSchedules(())
         self._clip: dict[str, float] = {}
         self._clips_in_step = False
+        self._clip_replaced = False
         self._in_trainer = False
         # What this is until a Trainer connects it. Its precision without a scaler is never asked for one.
         rule = "none" if precision == FP16 else AUTO
@@ -114,6 +115,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         module, scaler = own_module(model), self._own
         if isinstance(module, LightningModule):
             self._in_trainer = True
+            self._clip_replaced = replaces_clipping(self)  # once for a run: it takes a microsecond
             if not self._device_given:
                 self._use(module.trainer.strategy.root_device.type)
             self._schedules.detach()
@@ -190,9 +192,9 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         """Runs the closure, clips and steps the optimizer on unscaled gradients, or skips the step."""
         if not self._in_trainer:
             return self._in_fabric.optimizer_step(optimizer, *args, **kwargs)
-        if self._own is None:
+        if (scaler := self._own) is None:
             return super().optimizer_step(optimizer, *args, **kwargs)
-        return self._step(self._own, optimizer, *args, **kwargs)
+        return self._step(scaler, optimizer, *args, **kwargs)
 
     def _step(
         self,
@@ -210,7 +212,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         if steps and reads_gradients(model):
             self._unscale(optimizer)
         # Without a step nothing is clipped: gradients that were unscaled would have to be stepped on.
-        self._clip, self._clips_in_step = {}, not steps or not (clips_itself(model) or replaces_clipping(self))
+        self._clip, self._clips_in_step = {}, not steps or not (self._clip_replaced or clips_itself(model))
         try:
             self._after_closure(model, optimizer)
         finally:
