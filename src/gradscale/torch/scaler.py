@@ -16,6 +16,7 @@ from gradscale.engine.saved_text import KEY, write_text
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.engine.texts import policy_text, scaler_text
 from gradscale.peers.specs import as_policy
+from gradscale.policies.checks import check_count
 from gradscale.policies.contract import Policy
 from gradscale.torch.accumulation.backward import Backward
 from gradscale.torch.accumulation.buffers import BufferGuard
@@ -26,6 +27,7 @@ from gradscale.torch.accumulation.guard import Guard, OnSkip
 from gradscale.torch.accumulation.penalty import unscaled_grad
 from gradscale.torch.accumulation.window import Windows, map_losses
 from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow
+from gradscale.torch.probing.automatic import AutomaticProbe
 from gradscale.torch.probing.report import ProbeReport
 from gradscale.torch.probing.run import FRAMES, probe
 from gradscale.torch.ranks.log import note_loaded_policy
@@ -99,6 +101,7 @@ class LossScaler(OtherNames):
         self._backward = Backward(self._modules, self._rule, self._windows, self._agreement)
         self._stages = Stages(self._rule, self._names, self._agreement, self._memory, self._windows)
         self._after_step: list[Callable[[], None]] = []
+        self._last_probe: ProbeReport | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy or a pickle: everything but past steps, and what is called after each step.
@@ -131,6 +134,11 @@ class LossScaler(OtherNames):
     def last(self) -> StepResult | None:
         """The result of the last step; None before the first."""
         return self._memory.last
+
+    @property
+    def last_probe(self) -> ProbeReport | None:
+        """The report of the last probe, whether by `probe` or by `probe_after`; None before the first."""
+        return self._last_probe
 
     @_disable_dynamo
     def scale(self, outputs: Any) -> Any:
@@ -384,6 +392,70 @@ class LossScaler(OtherNames):
         if scale is None:
             skipped = self.last is not None and self.last.attempted and self.last.skipped()
             scale = float(self.last.scale if self.last is not None and skipped else self.loss_scale)
+        self._last_probe = self._probed(step, other, scale, frames)
+        return self._last_probe
+
+    def probe_after(
+        self,
+        skips: int,
+        step: Callable[[], Tensor],
+        *,
+        other: Callable[[], Tensor] | None = None,
+        frames: int = FRAMES,
+        on_report: Callable[[ProbeReport], object] = lambda report: None,
+    ) -> None:
+        """Probes by itself whenever `skips` steps in a row have been skipped. Call it once, before training.
+
+            scaler.probe_after(3, lambda: loss_fn(model(x), y))
+            for x, y in loader:
+                ...
+                scaler.step(optimizer)
+
+        `step` is called in the middle of `scaler.step`, and finds the batch in the variables of the loop. The report is
+        logged, at most every ten minutes if it says the same, and is in `last_probe`. Training goes on as if there had
+        been no probe, also if `step` raises: that is logged, and there are no more automatic probes.
+
+        Without such a row of skipped steps nothing is run, and nothing synchronizes with the device. There, steps that
+        a fused optimizer skips are known up to 31 steps late, and the batch of that later step is probed. Each row of
+        skipped steps is probed once, and all probes together take about 1% of the time at most, the first aside. Ranks
+        that share the scale must all call it. Not inside of torch's `Join`, nor for stages of a pipeline, which have no
+        loss.
+
+        Args:
+            skips: skipped steps in a row.
+            step: runs the forward pass on the present batch, with its autocast, and returns the loss: neither scaled
+                nor differentiated.
+            other: the same with another batch, to tell a bad batch from a bad model.
+            frames: how many operations the report keeps.
+            on_report: called with each report. What it raises ends training.
+
+        Raises:
+            ValueError: the scaler was built without the model, or `skips` is not positive.
+        """
+        check_count("skips", skips)
+        if not self._modules:
+            raise ValueError("`probe_after` needs the model, whose state it restores. Build it as `LossScaler(model)`.")
+
+        def run(step: Callable[[], Tensor], scale: float) -> ProbeReport:
+            return self._probed(step, other, scale, frames)
+
+        def keep(report: ProbeReport) -> None:
+            self._last_probe = report
+            on_report(report)
+
+        automatic = AutomaticProbe(skips, step, run, self._agreement.any_rank, keep)
+
+        def note(skipped: int, result: StepResult) -> None:
+            # Inside of `Join`, ranks without batches take part in steps alone.
+            if not getattr(self._join_config, "enable", False):
+                automatic.note(skipped, result)
+
+        self._memory.on_skips = note
+        self._memory.together = lambda: self._agreement.ranks > 1
+
+    def _probed(
+        self, step: Callable[[], Tensor], other: Callable[[], Tensor] | None, scale: float, frames: int
+    ) -> ProbeReport:
         return probe(
             step,
             *self._modules,

@@ -2,11 +2,15 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
 
 from gradscale.torch.accumulation.retry import Stash
+
+probing: ContextVar[bool] = ContextVar("probing", default=False)
+"""Whether a probe runs, whose forward passes are not part of training."""
 
 
 @contextmanager
@@ -21,9 +25,11 @@ def restored(modules: Sequence[nn.Module]) -> Generator[None]:
     copies = [(each, each.detach().clone()) for each in buffers]
     with _same_random_numbers(modules):
         stash = Stash(parameters)
+        token = probing.set(True)
         try:
             yield
         finally:
+            probing.reset(token)
             stash.restore()
             for buffer, copy in copies:
                 # Through `data`, which does not raise the version: a graph that was made before stays valid.

@@ -75,7 +75,7 @@ class Probe:
                 loss = check_loss(self._step())
                 scaled = (loss.float() if loss.dtype.itemsize < 4 else loss) * scale
             value = float(local(loss.detach()))
-            if self._any(not math.isfinite(value)):
+            if self.any_rank(not math.isfinite(value)):
                 return Run(value, (), None if mode is None else mode.origins.of(loss))
             leaves = leaves_of(scaled)
             with without_gradients(leaves):
@@ -92,12 +92,12 @@ class Probe:
         It is a bisection: what is finite at a scale is taken to be finite at all lower ones.
         """
         lowest = max(0, math.floor(math.log2(scale / USELESS_SCALE)))
-        if not lowest or self._any(not self.run(scale / 2**lowest).finite):
+        if not lowest or self.any_rank(not self.run(scale / 2**lowest).finite):
             return None
         too_few, enough = 0, lowest
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
-            if self._any(not self.run(scale / 2**middle).finite):
+            if self.any_rank(not self.run(scale / 2**middle).finite):
                 too_few = middle
             else:
                 enough = middle
@@ -107,7 +107,7 @@ class Probe:
         """Returns the origin, as a parameter where what seems to be an input was gathered from the ranks."""
         parameters = [each for module in self._modules for each in module.parameters() if is_number_tensor(each)]
         broken = [each for each in parameters if not TensorFacts.of(each).finite]
-        if not self._any(bool(broken)) or origin is None or origin.outside is None or origin.parameter:
+        if not self.any_rank(bool(broken)) or origin is None or origin.outside is None or origin.parameter:
             return origin
         # FSDP gathers its weights from memory of its own.
         name = self._names.of(broken[:1], ())[0] if broken else "a parameter of another rank"
@@ -133,8 +133,10 @@ class Probe:
         origin = None if mode is None else mode.origins.first(grad for grad in bad if grad is not None)
         return Run(loss, culprits, origin)
 
-    def _any(self, flag: bool) -> bool:
-        return self._any_rank(torch.tensor([flag]))[0]
+    def any_rank(self, flag: bool) -> bool:
+        """Returns whether a flag is set on any of the ranks that probe together."""
+        device = next((each.device for module in self._modules for each in module.parameters()), None)
+        return self._any_rank(torch.tensor([flag], device=device))[0]
 
 
 def probe(
@@ -178,9 +180,11 @@ def probe(
             return runs.run(at, mode), mode
 
     first, mode = looked_at(scale)
-    halvings = runs.halvings(scale) if first.culprits else None
+    # Ranks run the same steps, though the gradients of one alone may have overflowed.
+    overflowed = runs.any_rank(bool(first.culprits))
+    halvings = runs.halvings(scale) if overflowed else None
     origin = first.origin
-    if first.culprits and halvings is None:
+    if overflowed and halvings is None:
         # At the scale of training something may overflow first that a lower one cures: what is left is the cause.
         origin = looked_at(USELESS_SCALE)[0].origin or origin
     origin = runs.named(origin)

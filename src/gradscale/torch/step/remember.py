@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -89,10 +89,16 @@ class Memory:
 
     Attributes:
         last: the result of the last step.
+        on_skips: called with the number of steps skipped in a row, where the host knows it, before the check for a
+            stuck run.
+        together: returns whether ranks must learn of it at the same step. On a device they may synchronize for it then,
+            with work that was queued many steps before.
     """
 
     def __init__(self, max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS, on_stuck: OnStuck = "raise") -> None:
         self._stuck_check = StuckCheck(max_consecutive_skips, on_stuck)
+        self.on_skips: Callable[[int, StepResult], None] = lambda skips, result: None
+        self.together: Callable[[], bool] = lambda: False
         self.forget()
 
     def __reduce__(self) -> tuple[type["Memory"], tuple[Any, ...]]:
@@ -105,6 +111,7 @@ class Memory:
         self.last: StepResult | None = None
         self._amax: Tensor | None = None
         self._steps = 0
+        self._known_skips: int | None = 0
         self._weights = WeightSizes()
         self._last_finite_loss: Any = 0
         self._counters: tuple[int, HostCopy] | None = None
@@ -139,9 +146,22 @@ class Memory:
             return
         self._steps += 1
         self._optimizers = list(map(weakref.ref, optimizers))
-        progress = self._late_progress(result, state) if _on_device(state) else self._progress(result, state)
+        if _on_device(state):
+            progress = self._late_progress(result, state)
+            skips = self._late_skips(result, progress)
+        else:
+            progress, skips = self._progress(result, state), int(state.consecutive_skips)
+        if skips is not None:
+            self.on_skips(skips, result)
         if progress is not None:
             self._stuck_check.check(progress, result, lambda: self._weights.now(optimizers, result.parameter_names))
+
+    def _late_skips(self, result: StepResult, progress: Progress | None) -> int | None:
+        """Returns how many steps in a row were skipped, if the host knows: it may be of a few steps ago."""
+        # For an optimizer that is not fused, the host reads at every step whether it is applied.
+        unknown = result.known is None or (not result.known and self._known_skips is None)
+        self._known_skips = None if unknown else 0 if result.known else (self._known_skips or 0) + 1
+        return self._known_skips if progress is None else progress.consecutive_skips
 
     def _progress(self, result: StepResult, state: Counted) -> Progress | None:
         """Returns where the run stands, from a state in host memory; None if the step was applied."""
@@ -161,12 +181,16 @@ class Memory:
         if self._counters is None and self._steps % SAMPLE_EVERY == 0:
             counts = (state.applied, state.skipped, state.consecutive_skips, state.stuck)
             self._counters = self._steps, HostCopy(*counts, result.loss_finite, self._last_finite_loss)
-        if self._counters is None or not self._counters[1].arrived:
+        if self._counters is None or not self._arrived(*self._counters):
             return None
         (copied_at, copy), self._counters = self._counters, None
         applied, skipped, skips, stuck, loss_finite, last_finite_loss = map(int, copy.read())
         since = None if not last_finite_loss else applied + skipped - (copied_at - last_finite_loss)
         return Progress(applied, skipped, skips, bool(stuck), bool(loss_finite), since)
+
+    def _arrived(self, copied_at: int, copy: HostCopy) -> bool:
+        """Returns whether a copy that was started at a step is to be read now."""
+        return self._steps - copied_at >= SAMPLE_EVERY - 1 if self.together() else copy.arrived
 
     def health(self, state: Counted, *, scaling: bool, in_bf16: bool) -> Health:
         """Returns how the run is doing, and logs it on rank 0 if it has changed. Synchronizes with the device."""

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradscale.kernels.torch_pieces import Pieces
 from gradscale.torch.cast import tensors_in
+from gradscale.torch.probing.restore import probing
 from gradscale.torch.watch.counter import Counter
 from gradscale.torch.watch.sample import Key, Kind, Sample
 from gradscale.torch.wrappers import own_module, own_name
@@ -102,8 +103,8 @@ class Recorder:
     def _forward(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        # Without gradients it is no training: validation, or the first pass of a checkpointed module.
-        if not torch.is_grad_enabled():
+        # Without gradients it is no training: validation, or the first pass of a checkpointed module. Nor is a probe.
+        if not torch.is_grad_enabled() or probing.get():
             return
         shown = name or MODEL
         if "weight" in self._kinds:
