@@ -286,6 +286,29 @@ def test_a_rank_that_loads_a_policy_without_a_scale_is_found_at_the_next_step(tm
     assert first == second == ["ScaleDesync", "applied"]
 
 
+def retries_alone(clip_norm: float | None) -> Raised:
+    """Rank 1 asks for retries, and rank 0 does not."""
+    loop = Loop(None)
+    loop.train(1)
+    inputs, targets = batch_of(0)
+    loss = EXACT.loss(loop.model(inputs), targets)
+
+    def step() -> None:
+        loop.scaler.backward(loss, retries=2 * loop.rank)
+        loop.step(clip_norm=clip_norm)
+
+    return loop.raised(step)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_rank_that_retries_alone_and_those_that_do_not_all_raise(clip_norm: float | None, tmp_path: Path) -> None:
+    for found in run_ranks(2, retries_alone, clip_norm, folder=tmp_path):
+        assert found.kind == "RuntimeError"
+        assert "`backward` with `retries`, `grad` or `probe` on 1 of 2 ranks" in found.text
+        assert found.untouched
+        assert found.afterwards == "applied"
+
+
 def has_no_batch() -> Raised:
     """Rank 1 steps without a backward pass."""
     loop = Loop(None)

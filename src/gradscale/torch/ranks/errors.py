@@ -78,6 +78,14 @@ def refuse_distinct(received: str = "plain gradients that differ between ranks")
     )
 
 
+def refuse_other_calls(asked: int, ranks: int) -> NoReturn:
+    """Raises if ranks are in a step, and others, `asked` of them, in a call that asks for flags outside of one."""
+    raise RuntimeError(
+        "Ranks that decide together must make the same calls. Received: `backward` with `retries`, `grad` or `probe` "
+        f"on {asked} of {ranks} ranks, and `step` on the others. Pass the same `retries` to `backward` on every rank."
+    )
+
+
 def check_arguments(ranks: int, *, amax: int, norm: int) -> None:
     """Raises if only some of the ranks have read the largest magnitude, or a norm."""
     for what, asked in (("a largest magnitude", amax), ("`clip_norm` or `norm`", norm)):

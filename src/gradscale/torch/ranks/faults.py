@@ -6,7 +6,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from gradscale.torch.ranks.errors import RankFailed, ScaleDesync, check_arguments, refuse_distinct
+from gradscale.torch.ranks.errors import (
+    RankFailed,
+    ScaleDesync,
+    check_arguments,
+    refuse_distinct,
+    refuse_other_calls,
+)
 from gradscale.torch.ranks.packet import Facts
 from gradscale.torch.ranks.store import reasons
 from gradscale.torch.step.host_copy import HostCopy
@@ -31,13 +37,15 @@ class Faults:
         # What all of them have missed at once, nobody has applied.
         missed = (facts.missed > 0) & (facts.missed < ranks)
         failed = (facts.failed > 0) & (facts.failed < ranks)
+        elsewhere = (facts.asks_flags > 0) & (facts.asks_flags < ranks)
         parted = _differ(facts.scale, facts.scale_squared, ranks, SAME_SCALE)
         distinct = _differ(facts.same, facts.same_squared, facts.holders, SAME_GRADIENTS)
-        self.any = failed.double() + missed + parted + distinct
+        self.any = failed.double() + missed + elsewhere + parted + distinct
         self._copy = HostCopy(
             failed * facts.failed,
             missed * facts.missed,
             facts.failed_rank,
+            elsewhere * facts.asks_flags,
             parted,
             distinct,
             facts.sends_amax,
@@ -47,9 +55,11 @@ class Faults:
 
     def raise_any(self) -> None:
         """Raises the first fault, if there is one. Waits for the numbers of the round, not for work queued since."""
-        failed, missed, ranks, parted, distinct, sent_amax, asked_norm, follow = map(round, self._copy.read())
+        failed, missed, ranks, asked, parted, distinct, sent_amax, asked_norm, follow = map(round, self._copy.read())
         if failed or missed:
             raise RankFailed(reasons(failed + missed, ranks, self._group), applied=missed > 0)
+        if asked:
+            refuse_other_calls(asked, dist.get_world_size(self._group))
         if parted:
             raise ScaleDesync(dict(gathered((dist.get_rank(), float(self._scale)), self._group)))
         if distinct:

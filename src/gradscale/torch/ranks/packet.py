@@ -18,6 +18,7 @@ class Facts:
         failed: 1 if the rank cannot take part in the step.
         failed_rank: the number of the rank if it cannot.
         missed: 1 if the rank has missed a step that others may have applied.
+        asks_flags: 1 if the rank is not in a step: it asks for flags of all ranks, in `FLAGS`.
         gradients: 1 if the rank has any.
         bad: 1 if a gradient is not finite.
         bad_loss: 1 if a loss is not finite.
@@ -38,6 +39,7 @@ class Facts:
     failed: Number = 0.0
     failed_rank: Number = 0.0
     missed: Number = 0.0
+    asks_flags: Number = 0.0
     gradients: Number = 0.0
     bad: Number = 0.0
     bad_loss: Number = 0.0
@@ -57,6 +59,15 @@ class Facts:
 
 NAMES = [field.name for field in fields(Facts)]
 """The numbers in the order in which they are sent."""
+
+
+FLAGS = ("bad", "bad_loss", "above")
+"""Those that have flags in their place where a rank asks for flags: none that ranks in a step raise an error for."""
+
+
+def with_flags(flags: Tensor) -> Facts:
+    """Returns what a rank sends that asks which of `flags`, a vector of bools, are set on any rank: 3 at most."""
+    return Facts(asks_flags=1.0, **dict(zip(FLAGS, flags.unbind(), strict=False)))
 
 
 class Received(NamedTuple):

@@ -22,7 +22,7 @@ from gradscale.torch.ranks.groups import ALONE, check_distinct, check_group
 from gradscale.torch.ranks.join import check_joins
 from gradscale.torch.ranks.missed import Missed
 from gradscale.torch.ranks.norms import Norms, seen_by_all
-from gradscale.torch.ranks.packet import Facts, Received, exchange, join_maximum
+from gradscale.torch.ranks.packet import FLAGS, Facts, Received, exchange, join_maximum, with_flags
 from gradscale.torch.ranks.placements import Distinct, Placements
 from gradscale.torch.ranks.reduced import Reduced
 from gradscale.torch.ranks.store import leave_reason, meet
@@ -239,12 +239,18 @@ class Agreement:
             self.culprits((), device)
 
     def any_rank(self, flags: Tensor) -> list[bool]:
-        """Returns which of `flags`, a vector of bools, are set on any rank. Synchronizes with the device once."""
+        """Returns which of `flags`, a vector of up to 3 bools, are set on any rank. Synchronizes with the device.
+
+        Raises as `agree`, and if other ranks are in a step.
+        """
         if self.ranks == 1:
             return flags.tolist()  # type: ignore[return-value]
-        packed = flags.float()
-        dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.group)
-        return (packed != 0).tolist()  # type: ignore[return-value]
+        # In the form of a step's round: a rank that is in a step by now finds what is wrong, and so does this one.
+        facts = exchange(with_flags(flags), None, flags.device, self.group).facts
+        if facts.sends_amax:
+            join_maximum(flags.device, self.group)
+        self._raise_any(Faults(facts, torch.zeros_like(facts.scale), self.group))
+        return [bool(getattr(facts, name)) for name in FLAGS[: len(flags)]]
 
     def culprits(self, own: Sequence[Culprit], device: torch.device) -> list[Culprit]:
         """Returns the culprits of all ranks, the same on each. Every rank must call it. Synchronizes."""
