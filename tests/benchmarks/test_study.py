@@ -299,26 +299,27 @@ def test_no_run_is_started_after_the_end() -> None:
 
 INTERRUPTED = """
 import time
-from functools import partial
+from pathlib import Path
 from benchmarks.study.training import Case
 from benchmarks.study.workers import run_all
 
-def slow(seconds, case):
+def waiting(case):
     print("started", case.seed, flush=True)
-    time.sleep(seconds)
+    while not Path(__file__).with_name("go").exists():
+        time.sleep(0.01)
     return {"seed": case.seed}
 
 if __name__ == "__main__":
     cases = [Case("GAN", "auto", "fp16", False, seed, 1) for seed in range(9)]
-    rows = [row["seed"] for _, row in run_all(cases, 2, float("inf"), partial(slow, SECONDS))]
+    rows = [row["seed"] for _, row in run_all(cases, 2, float("inf"), waiting)]
     print("rows", sorted(rows), flush=True)
 """
 
 
-def interrupted(folder: Path, seconds: float, times: int) -> str:
-    """Returns what a program prints that is sent Ctrl-C `times` times once two runs are in progress."""
+def interrupted(folder: Path, times: int) -> str:
+    """Returns what a program prints that is sent Ctrl-C `times` times while two runs are in progress."""
     script = folder / "program.py"
-    script.write_text(INTERRUPTED.replace("SECONDS", str(seconds)))
+    script.write_text(INTERRUPTED)
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root), str(root / "src")])
     program = subprocess.Popen(
@@ -336,19 +337,20 @@ def interrupted(folder: Path, seconds: float, times: int) -> str:
         os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to the workers, too
         while "Ctrl-C again" not in (line := program.stderr.readline()) and "KeyboardInterrupt" not in line:
             assert line
+    (folder / "go").touch()
     return printed + program.communicate(timeout=60)[0]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends signals to a group of processes")
 def test_ctrl_c_keeps_the_rows_of_the_runs_in_progress_and_starts_no_other(tmp_path: Path) -> None:
-    printed = interrupted(tmp_path, 2, times=1)
+    printed = interrupted(tmp_path, times=1)
     assert printed.splitlines()[-1] == "rows [0, 1]"
     assert "started 2" not in printed
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends signals to a group of processes")
 def test_a_second_ctrl_c_gives_the_runs_in_progress_up(tmp_path: Path) -> None:
-    assert "rows" not in interrupted(tmp_path, 600, times=2)
+    assert "rows" not in interrupted(tmp_path, times=2)
 
 
 def test_the_commit_has_a_plus_if_the_code_was_changed(tmp_path: Path) -> None:
