@@ -298,6 +298,7 @@ def test_no_run_is_started_after_the_end() -> None:
 
 
 INTERRUPTED = """
+import signal
 import time
 from pathlib import Path
 from benchmarks.study.training import Case
@@ -310,6 +311,8 @@ def waiting(case):
     return {"seed": case.seed}
 
 if __name__ == "__main__":
+    # A shell that starts its programs in the background makes them ignore Ctrl-C, and those that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     cases = [Case("GAN", "auto", "fp16", False, seed, 1) for seed in range(9)]
     rows = [row["seed"] for _, row in run_all(cases, 2, float("inf"), waiting)]
     print("rows", sorted(rows), flush=True)
