@@ -211,6 +211,17 @@ def test_the_ceiling_stays_within_two_lessons_of_the_limit_unless_every_other_st
     assert again_and_again.ceiling == FP16.smallest_subnormal
 
 
+def test_a_first_lesson_may_start_far_below_what_the_gradients_allow() -> None:
+    # A loss in FP16 overflows at 2**16, whatever its gradients are: 2**-14 alone allows 2**27.
+    assert scales(Headroom(), OVERFLOW, clean(2.0**-14)) == [-4, 8]
+
+
+def test_the_ceiling_of_a_narrow_format_stays_within_half_of_its_range() -> None:
+    policy = Headroom(FP8_E4M3, recovery=0, leak=0)
+    state = after(policy, clean(1.0), clean(1.0), *[OVERFLOW, clean(1.0), clean(1.0)] * 9)
+    assert state.ceiling == policy.start().ceiling / 2**9
+
+
 def test_a_spike_does_not_move_the_level_and_so_leaves_what_overflows_taught() -> None:
     policy = Headroom(recovery=0)
     learned = after(policy, clean(1.0), OVERFLOW, clean(1.0))

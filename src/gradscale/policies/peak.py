@@ -239,8 +239,10 @@ def _learned(state: PeakState, observed: Observation, settings: PeakSettings, xp
         xp.where(plausible, smaller(failed, allowed, xp), allowed) * LESSON, LOWEST_SCALE, xp
     )
     # Batches that overflow at any scale, now and then, must not drive the gradients out of the format: what two
-    # lessons did not prevent, a third would not either.
-    lowest = xp.where(again, settings.policy.format.smallest_subnormal, settings.limit * LESSON**2)
+    # lessons did not prevent, a third would not either. The first may start far below what the rule allows.
+    deepest = settings.limit / farthest
+    bound = xp.where(state.ceiling < settings.limit, larger(settings.limit * LESSON**2, deepest, xp), deepest)
+    lowest = xp.where(again, settings.policy.format.smallest_subnormal, bound)
     ceiling = xp.where(learns, smaller(larger(lowered, lowest, xp), state.ceiling, xp), state.ceiling)
     slower = larger(state.recovery_factor * 0.5, SLOWEST_RECOVERY, xp)
     return ceiling, xp.where(learns, slower, state.recovery_factor)
