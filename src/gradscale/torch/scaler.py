@@ -142,6 +142,7 @@ class LossScaler(OtherNames):
         """
         if not self.policy.needs:
             return outputs
+        self._stages.refuse_scale()
         return map_losses(self._backward.scaled, outputs)
 
     @_disable_dynamo
@@ -166,6 +167,7 @@ class LossScaler(OtherNames):
             **kwargs: passed on to `Tensor.backward`.
         """
         if count := self._backward.retries(loss, retries, kwargs, self.last):
+            self._stages.refuse_scale()
             self._backward.run(loss, count, kwargs)
         else:
             self.scale(loss).backward(**kwargs)
@@ -297,7 +299,7 @@ class LossScaler(OtherNames):
             self._backward.note(loss)
             return pipeline.scaled(loss) if self.policy.needs else loss
 
-        return wrapped(loss_fn, scaled)
+        return wrapped(loss_fn, scaled, pipeline)
 
     def protect_buffers(self, *modules: nn.Module) -> None:
         """Restores the buffers of `modules`, by default of the model, whenever a step is skipped.
