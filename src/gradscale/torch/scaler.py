@@ -327,7 +327,12 @@ class LossScaler(OtherNames):
         from gradscale.torch.ranks.join import FollowingRank
 
         del kwargs
-        return FollowingRank(lambda: self._agreement.follow(self._rule, self.join_device))
+        return FollowingRank(self._follow)
+
+    def _follow(self) -> None:
+        """Follows a step of other ranks, without batches left."""
+        if self._agreement.follow(self._rule, self.join_device) and self.policy.needs:
+            self._memory.count()
 
     @property
     def join_device(self) -> torch.device:
