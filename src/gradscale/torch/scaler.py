@@ -150,6 +150,7 @@ class LossScaler(OtherNames):
         """
         if not self.policy.needs:
             return outputs
+        self._stages.refuse_scale()
         return map_losses(self._backward.scaled, outputs)
 
     @_disable_dynamo
@@ -174,6 +175,7 @@ class LossScaler(OtherNames):
             **kwargs: passed on to `Tensor.backward`.
         """
         if count := self._backward.retries(loss, retries, kwargs, self.last):
+            self._stages.refuse_scale()
             self._backward.run(loss, count, kwargs)
         else:
             self.scale(loss).backward(**kwargs)
@@ -305,7 +307,7 @@ class LossScaler(OtherNames):
             self._backward.note(loss)
             return pipeline.scaled(loss) if self.policy.needs else loss
 
-        return wrapped(loss_fn, scaled)
+        return wrapped(loss_fn, scaled, pipeline)
 
     def protect_buffers(self, *modules: nn.Module) -> None:
         """Restores the buffers of `modules`, by default of the model, whenever a step is skipped.
@@ -333,7 +335,12 @@ class LossScaler(OtherNames):
         from gradscale.torch.ranks.join import FollowingRank
 
         del kwargs
-        return FollowingRank(lambda: self._agreement.follow(self._rule, self.join_device))
+        return FollowingRank(self._follow)
+
+    def _follow(self) -> None:
+        """Follows a step of other ranks, without batches left."""
+        if self._agreement.follow(self._rule, self.join_device) and self.policy.needs:
+            self._memory.count()
 
     @property
     def join_device(self) -> torch.device:

@@ -23,12 +23,15 @@ BAD_BATCH = 5
 
 
 def train(policy: Policy, clip_norm: float | None) -> list[Any]:
-    """Returns state and weights after two epochs in which rank 1 has four batches more than rank 0."""
+    """Returns state and weights after epochs in which rank 1 has four batches more than rank 0.
+
+    Those are more steps than there are between two that read the largest gradient for the metrics.
+    """
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = LossScaler(model, policy)
-    for _ in range(2):
+    for _ in range(4):
         with Join([model, scaler]):  # type: ignore[list-item]
             for index in range(3 + 4 * dist.get_rank()):
                 optimizer.zero_grad()

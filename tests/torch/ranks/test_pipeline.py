@@ -222,6 +222,27 @@ def test_one_that_is_never_differentiated_is_not_counted() -> None:
     assert last.scaler.step(last.optimizer).applied
 
 
+def test_a_loss_function_is_wrapped_once() -> None:
+    scaler = LossScaler(policy=Dynamic())
+    once = scaler.wrap_loss(nn.MSELoss())
+    for other in (scaler, LossScaler(policy=Dynamic())):
+        with pytest.raises(ValueError, match="scaled twice"):
+            other.wrap_loss(once)
+
+
+@pytest.mark.parametrize("policy", [Dynamic(), Headroom()])  # the second retries the first backward pass
+@pytest.mark.parametrize("call", ["scale", "backward"])
+def test_a_loss_function_may_not_scale_the_loss_itself(call: str, policy: Policy) -> None:
+    last = Last(policy)
+    loss_fn = last.scaler.wrap_loss(lambda output, target: getattr(last.scaler, call)(mse(output, target)))
+    x, y = batch()
+    with pytest.raises(RuntimeError, match="scaled twice"):
+        loss_fn(last.model(x), y)
+    last.loss().backward()
+    last.scaler.backward(mse(last.model(x), y))  # a loss of the stage's own
+    assert last.scaler.step(last.optimizer).applied
+
+
 def test_without_a_scale_the_loss_function_is_as_it_was() -> None:
     last = Last(NoScaling())
     last.loss().backward()

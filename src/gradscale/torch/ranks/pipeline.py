@@ -28,9 +28,26 @@ class Pipeline:
 
     def __init__(self, windows: Windows, modules: Sequence[nn.Module]) -> None:
         self._windows = windows
+        self._in_loss_fn = False
         self._has_loss = False
         for module in modules:
             module.register_forward_hook(_Outputs(self))
+
+    def call(self, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns what `loss_fn` returns for these arguments."""
+        self._in_loss_fn = True
+        try:
+            return loss_fn(*args, **kwargs)
+        finally:
+            self._in_loss_fn = False
+
+    def refuse_scale(self) -> None:
+        """Raises if the loss function that is called now scales the loss itself."""
+        if self._in_loss_fn:
+            raise RuntimeError(
+                "`wrap_loss` scales the gradients of the loss that the loss function returns. Received: `scale` or "
+                "`backward`, called in the loss function, so that they would be scaled twice. Return the loss itself."
+            )
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Returns the loss as it is, with a hook that multiplies its gradient by the scale."""
@@ -95,17 +112,27 @@ class Pipeline:
         self._windows.get(parameters[0].device).begin_backward()
 
 
-def wrapped(loss_fn: Callable[..., Any], scaled: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """Returns `loss_fn` with `scaled` called on every loss that it returns."""
-
+def wrapped(loss_fn: Callable[..., Any], scaled: Callable[[Tensor], Tensor], pipeline: Pipeline) -> Callable[..., Any]:
+    """Returns `loss_fn` with `scaled` called on every loss that it returns. Raises if it is wrapped already."""
+    if getattr(loss_fn, _WRAPPED, False):
+        raise ValueError(
+            "`wrap_loss` takes a loss function as it is. Received: one that `wrap_loss` has returned, whose gradients "
+            "would be scaled twice. Wrap it once."
+        )
     # Not compiled: hooks are Python, and belong to the tensor that the schedule gets.
     mapped = _disable_dynamo(partial(map_losses, scaled))
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return mapped(loss_fn(*args, **kwargs))
+        return mapped(pipeline.call(loss_fn, *args, **kwargs))
 
     # The name and the signature; a module, as `nn.MSELoss()` is, has no name to copy, and its attributes are its own.
-    return functools.wraps(loss_fn, updated=())(call)
+    functools.update_wrapper(call, loss_fn, updated=())
+    setattr(call, _WRAPPED, True)
+    return call
+
+
+_WRAPPED = "_gradscale_wrapped"
+"""The attribute of a loss function that is wrapped."""
 
 
 class _Outputs:

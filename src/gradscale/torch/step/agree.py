@@ -216,8 +216,12 @@ class Agreement:
         return Agreed(seen, _any_gradients(received), None if clean else clean)
 
     @np.errstate(all="ignore")
-    def follow(self, rule: Rule, device: torch.device) -> None:
-        """Takes part in a step of other ranks, on a rank that has no batches left, and updates its scale as they do."""
+    def follow(self, rule: Rule, device: torch.device) -> bool:
+        """Takes part in a step of other ranks, on a rank that has no batches left, and updates its scale as they do.
+
+        Returns whether there were gradients.
+        """
+        self._calls += 1
         device, scale = rule.settle(device), rule.scale
         facts = Facts(scale=scale, scale_squared=scale.double().square(), follows=1.0)
         received = exchange(facts, None, device, self.group)
@@ -237,6 +241,7 @@ class Agreement:
         rule.commit(decision)
         if not decision.applied:
             self.culprits((), device)
+        return attempted
 
     def any_rank(self, flags: Tensor) -> list[bool]:
         """Returns which of `flags`, a vector of up to 3 bools, are set on any rank. Synchronizes with the device.

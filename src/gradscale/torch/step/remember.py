@@ -126,6 +126,10 @@ class Memory:
         """Whether the next step reads its largest gradient for the metrics."""
         return self._steps % SAMPLE_EVERY == 0
 
+    def count(self) -> None:
+        """Counts a step that only other ranks have taken, so that all of them sample the same steps."""
+        self._steps += 1
+
     def begin(self, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         """Measures the weights before the first step. Does not synchronize with the device."""
         self._weights.begin(optimizers, device)

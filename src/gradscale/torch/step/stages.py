@@ -64,6 +64,11 @@ class Stages:
         """The device of the scale; before the first loss, that of the first parameter."""
         return self._rule.device or next((each.device for each in self._names.parameters()), CPU)
 
+    def refuse_scale(self) -> None:
+        """Raises inside the loss function of a pipeline, which is scaled where it is called."""
+        if self.pipeline is not None:
+            self.pipeline.refuse_scale()
+
     def ready(self, optimizers: Sequence[Optimizer]) -> Window:
         """Returns the window whose gradients are used, or raises if the order of calls is wrong."""
         if self.pipeline is not None:
