@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -205,7 +206,7 @@ def test_something_else_is_logged_at_once(at_once: None, caplog: pytest.LogCaptu
 
 def test_probes_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
-    monkeypatch.setattr(automatic.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     loop = Loop(two_blocks(), Static(1024.0))
 
     def slow(step: Any, scale: float, *, run: Any) -> ProbeReport:

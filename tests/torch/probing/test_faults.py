@@ -10,7 +10,7 @@ from tests.torch.probing.models import Attention, Block, Stack, fp16_step, rows
 from torch import Tensor, nn
 
 from gradscale import Condition, Dynamic, Headroom, Health, Policy, Static
-from gradscale.torch import LossScaler, Verdict
+from gradscale.torch import LossScaler, ProbeReport, Verdict
 
 
 def train(
@@ -30,6 +30,15 @@ def two_blocks() -> Stack:
     return Stack(Block(), Block())
 
 
+def check_place(report: ProbeReport, phase: str, module: str | None, line: str) -> None:
+    """Compares pass, module and line of the operation that a report names with the right ones."""
+    assert report.operation is not None
+    assert report.operation.source is not None
+    assert (report.operation.phase, report.operation.module) == (phase, module)
+    # On the simulated device autocast is Python of the tests, and has the innermost line.
+    assert line == report.operation.source.text or "/sim/" in report.operation.source.file
+
+
 def test_a_nan_in_one_weight() -> None:
     model = two_blocks()
     with torch.no_grad():
@@ -39,6 +48,7 @@ def test_a_nan_in_one_weight() -> None:
     assert "parts.1.fc2.weight were inf or NaN before the first step" in health.advice
     report = scaler.probe(fp16_step(model))
     assert (report.verdict, report.tensor) == (Verdict.BROKEN_WEIGHTS, "parts.1.fc2.weight")
+    check_place(report, "forward", "parts.1.fc2", "h = self.fc2(torch.tanh(self.fc1(x)))")
 
 
 def test_an_inf_in_the_input() -> None:
@@ -51,6 +61,7 @@ def test_an_inf_in_the_input() -> None:
     report = scaler.probe(fp16_step(model, x), other=fp16_step(model))
     assert report.verdict is Verdict.BROKEN_DATA
     assert report.tensor == "an input, float32 of shape [8, 4]"
+    check_place(report, "forward", "embed", "x = self.embed(x)")
 
 
 def test_an_fp16_softmax_that_overflows_in_one_layer() -> None:
@@ -59,7 +70,10 @@ def test_an_fp16_softmax_that_overflows_in_one_layer() -> None:
     assert health.condition is Condition.FORWARD_OVERFLOW
     report = scaler.probe(fp16_step(model))
     assert report.operation is not None
-    assert (report.verdict, report.operation.module) == (Verdict.FORWARD_OVERFLOW, "parts.1")
+    assert (report.verdict, report.operation.name) == (Verdict.FORWARD_OVERFLOW, "mm")
+    scores = "scores = self.query(x * self.gain) @ self.key(x * self.gain).transpose(-1, -2)"
+    check_place(report, "forward", "parts.1", scores)
+    assert report.operation.inputs_finite
     assert "no loss scale can help" in report.advice
     assert "`parts.1` in float32" in report.advice
 
@@ -70,11 +84,9 @@ def test_a_residual_add_between_modules_that_overflows() -> None:
     nn.init.constant_(model.parts[1].fc2.bias, 40000.0)  # type: ignore[arg-type]
     report = LossScaler(model).probe(fp16_step(model))
     assert report.operation is not None
-    assert (report.verdict, report.operation.name, report.operation.module) == (
-        Verdict.FORWARD_OVERFLOW,
-        "add",
-        "parts.1",
-    )
+    assert (report.verdict, report.operation.name) == (Verdict.FORWARD_OVERFLOW, "add")
+    check_place(report, "forward", "parts.1", "return x + h  # the residual add")
+    assert report.operation.inputs_finite
 
 
 def test_a_learning_rate_that_is_far_too_high() -> None:
@@ -85,6 +97,7 @@ def test_a_learning_rate_that_is_far_too_high() -> None:
     report = scaler.probe(fp16_step(model))
     assert report.verdict is Verdict.BROKEN_WEIGHTS
     assert "the learning rate is too high" in report.advice
+    assert any(f"in {name}, is" in report.advice for name, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize("scale", [1.0, 65536.0])
@@ -131,15 +144,29 @@ def test_a_batchnorm_with_a_constant_channel() -> None:
     before = [each.clone() for each in model.buffers()]
     report = LossScaler(model).probe(lambda: model(rows()).square().mean())
     assert report.operation is not None
-    assert (report.verdict, report.operation.module, report.operation.module_type) == (
-        Verdict.UNDEFINED,
-        "norm",
-        "BatchNorm1d",
-    )
+    assert (report.verdict, report.operation.name) == (Verdict.UNDEFINED, "native_batch_norm")
+    assert report.operation.module_type == "BatchNorm1d"
+    check_place(report, "forward", "norm", "return self.head(self.norm(constant))")
     assert "epsilon" in report.advice
     assert all(map(torch.equal, model.buffers(), before))
     sound = Normed(eps=1e-5)
     assert LossScaler(sound, Static(1.0)).probe(lambda: sound(rows()).square().mean()).verdict is Verdict.FINITE
+
+
+def test_a_batchnorm_with_a_constant_channel_and_the_usual_epsilon() -> None:
+    """Its gradient is 316 times as large as that of its output, 1 / sqrt(1e-5), and overflows first."""
+    first = nn.Linear(4, 4)
+    nn.init.zeros_(first.weight[2])
+    model = nn.Sequential(first, nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    def step() -> Tensor:
+        with autocast():
+            return model(rows()).float().square().mean()
+
+    report = LossScaler(model, Static(2.0**15)).probe(step)
+    assert report.operation is not None
+    assert (report.verdict, report.operation.name) == (Verdict.SCALE_TOO_HIGH, "native_batch_norm_backward")
+    check_place(report, "backward", "1", "return model(rows()).float().square().mean()")
 
 
 def test_stale_gradients() -> None:
@@ -159,6 +186,8 @@ def test_a_scale_that_is_forced_too_high() -> None:
     assert health.condition is Condition.STUCK
     report = scaler.probe(fp16_step(model))
     assert report.verdict is Verdict.SCALE_TOO_HIGH
+    # The loss is float32, and its gradient overflows where it is cast to the FP16 of the model's output.
+    check_place(report, "backward", None, "return output.float().square().mean() * weight")
     assert report.halvings is not None
     fits = 2.0 ** (40 - report.halvings)
     assert train(model, fp16_step(model), Static(fits))[1].condition is Condition.OK
