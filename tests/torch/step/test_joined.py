@@ -73,17 +73,17 @@ def test_others_are_not_joined(given: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_both_scalers_name_the_one_that_is_not_finite(fused: bool) -> None:
-    for kind in (LossScaler, GradScaler):
-        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-        scaler: Any = kind(model, Headroom()) if kind is LossScaler else kind("cpu", policy=Headroom())
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scalers: list[Any] = [LossScaler(model, Headroom()), GradScaler("cpu", policy=Headroom())]
+    for scaler in scalers:
         for poisoned in (False, True):
             optimizer.zero_grad()
             scaler.backward(model(torch.ones(4, 2)).mean(), retries=0)
             if poisoned:
                 model[1].weight.grad[0, 1] = -INF  # type: ignore[index]
             result = scaler.step(optimizer)
-            if kind is GradScaler:
+            if isinstance(scaler, GradScaler):
                 scaler.update()
                 result = scaler.last
             assert [culprit.count for culprit in result.culprits()] == [1] * poisoned
