@@ -82,7 +82,7 @@ def test_both_scalers_name_the_one_that_is_not_finite(fused: bool) -> None:
             scaler.backward(model(torch.ones(4, 2)).mean(), retries=0)
             if poisoned:
                 model[1].weight.grad[0, 1] = -INF  # type: ignore[index]
-            result = scaler.step(optimizer)
+            result: Any = scaler.step(optimizer)
             if isinstance(scaler, GradScaler):
                 scaler.update()
                 result = scaler.last
