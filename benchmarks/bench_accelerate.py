@@ -7,8 +7,8 @@ Machine:  printed with the results; two CPU threads.
 Command:  python benchmarks/bench_accelerate.py [--quick]
 Caveats:  FP16 autocast on a CPU is many times slower than float32, since few processors multiply FP16 matrices: what a
           scaler adds is a smaller share of the step than on an accelerator. `Dynamic` is torch's own rule, and `auto`
-          reads the sizes of gradients as well. A turn of a Trainer is a call of `train` with several steps, and what
-          `train` does before the first of them is part of it, on both sides. No GPU was measured.
+          reads the sizes of gradients as well. A turn of a Trainer is one step of a running `train`, from its
+          beginning to that of the next. No GPU was measured.
 """
 
 import tempfile
@@ -22,16 +22,17 @@ from accelerate import Accelerator
 from alone import run_alone
 from cases import CLIP, adamw_fused, timed
 from rows import Row, compared
-from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments
+from stepwise import Pause, Stepwise
+from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from gradscale.bench.turns import Side
 from gradscale.integrations.accelerate import install
 from gradscale.integrations.transformers import install as install_in_trainer
 
 GOAL = 1.02
-TORCHS = "torch's GradScaler"
+TORCHS, AGAIN = "torch's GradScaler", "torch's GradScaler, again"
 POLICIES = {"Dynamic": "dynamic", "auto": "auto"}
-WORDS, LENGTH, SEQUENCES, TRAINER_STEPS = 64, 32, 4, 16
+WORDS, LENGTH, SEQUENCES, FOR_EVER = 64, 32, 4, 1_000_000
 
 Place = Callable[[Any], Any]
 """Puts a scaler into an accelerator or a trainer."""
@@ -59,7 +60,7 @@ def place_torchs(accelerator: Accelerator) -> None:
 def accelerate_sides() -> dict[str, Side]:
     """Returns the loops of Accelerate, each on a model of its own."""
     ours = {name: _loop(partial(install, policy=policy)) for name, policy in POLICIES.items()}
-    return {TORCHS: _loop(place_torchs)} | ours
+    return {TORCHS: _loop(place_torchs)} | ours | {AGAIN: _loop(place_torchs)}
 
 
 def _loop(place: Place) -> Side:
@@ -80,18 +81,33 @@ def _loop(place: Place) -> Side:
     return Side(run)
 
 
+class Paused(TrainerCallback):
+    """Waits at the beginning of each step."""
+
+    def __init__(self, pause: Pause) -> None:
+        self._pause = pause
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._pause()
+
+
 def trainer_sides(folder: str) -> dict[str, Side]:
     """Returns the trainers of Transformers, each with a model of its own."""
-    ours = {name: _trainer(folder, partial(install_in_trainer, policy=policy)) for name, policy in POLICIES.items()}
-    return {TORCHS: _trainer(folder, lambda trainer: place_torchs(trainer.accelerator))} | ours
+    places: dict[str, Place] = {TORCHS: _place_in_trainer, AGAIN: _place_in_trainer}
+    places |= {name: partial(install_in_trainer, policy=policy) for name, policy in POLICIES.items()}
+    return {name: Stepwise(partial(_train, folder, place)).side for name, place in places.items()}
 
 
-def _trainer(folder: str, place: Place) -> Side:
+def _place_in_trainer(trainer: Trainer) -> None:
+    place_torchs(trainer.accelerator)
+
+
+def _train(folder: str, place: Place, pause: Pause) -> None:
     arguments = TrainingArguments(
         folder,
         fp16=True,
         use_cpu=True,
-        max_steps=TRAINER_STEPS,
+        max_steps=FOR_EVER,
         per_device_train_batch_size=SEQUENCES,
         max_grad_norm=CLIP,
         logging_strategy="no",
@@ -99,26 +115,26 @@ def _trainer(folder: str, place: Place) -> Side:
         report_to=[],
         disable_tqdm=True,
     )
-    data: Any = [{"input_ids": ids, "labels": ids} for ids in sequences(64)]
-    trainer = Trainer(gpt2(), arguments, train_dataset=data)
+    data: Any = [{"input_ids": ids, "labels": ids} for ids in sequences(1024)]
+    trainer = Trainer(gpt2(), arguments, train_dataset=data, callbacks=[Paused(pause)])
     trainer.remove_callback(PrinterCallback)
     place(trainer)
-    return Side(trainer.train)
+    trainer.train()
 
 
 def rows(quick: bool) -> list[Row]:
     """Returns a row for each policy, in Accelerate and in Transformers."""
     with tempfile.TemporaryDirectory() as folder:
-        found = [*_compared("Accelerate", accelerate_sides, 8 if quick else 96, quick)]
-        found += _compared("Trainer", partial(trainer_sides, folder), 3 if quick else 12, quick)
+        found = [*_compared("Accelerate", accelerate_sides, quick)]
+        found += _compared("Trainer", partial(trainer_sides, folder), quick)
     return found
 
 
-def _compared(name: str, sides: Callable[[], dict[str, Side]], repeats: int, quick: bool) -> list[Row]:
-    seconds = timed(sides, repeats, quick)
+def _compared(name: str, sides: Callable[[], dict[str, Side]], quick: bool) -> list[Row]:
+    seconds = timed(sides, 8 if quick else 400, quick)
     return [
-        compared(f"{name}: training step, GPT-2, fused, clip, {policy}", TORCHS, seconds[policy], seconds[TORCHS], GOAL)
-        for policy in POLICIES
+        compared(f"{name}: training step, GPT-2, fused, clip, {side}", TORCHS, seconds[side], seconds[TORCHS], goal)
+        for side, goal in [*dict.fromkeys(POLICIES, GOAL).items(), (AGAIN, None)]
     ]
 
 

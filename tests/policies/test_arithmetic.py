@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscale.policies.arithmetic import bounded, exp2_linear, larger, log2_linear, pow2_floor, root, smaller, two_to
+from gradscale.policies.scalars import SCALARS
 
 
 @given(st.floats(2.0**-126, 2.0**126, width=32))
@@ -29,6 +30,14 @@ def test_pow2_floor_stops_at_the_smallest_normal_number(x: float) -> None:
 
 def test_pow2_floor_reaches_its_upper_end_without_overflow() -> None:
     assert pow2_floor(np.nextafter(np.float32(2.0**127), np.float32(0)), np) == 2.0**126
+
+
+@given(st.floats(width=32))
+def test_pow2_floor_of_scalars_is_that_of_arrays(x: float) -> None:
+    with np.errstate(all="ignore"):
+        expected, found = (pow2_floor(np.float32(x), xp) for xp in (np, SCALARS))
+    assert np.array_equal(found, expected, equal_nan=True)
+    assert type(found) is np.float32
 
 
 def test_larger_and_smaller_pass_over_a_nan_that_comes_first() -> None:

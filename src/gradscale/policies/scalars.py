@@ -16,6 +16,9 @@ EXACT = bool((np.float32(1) * 1.0).dtype == np.float32)
 """Whether rules may be run on scalars: whether a float32 stays one."""
 
 
+LOWEST_POWER, HIGHEST_POWER = 2.0**-126, 2.0**126
+"""The ends of the search in `arithmetic.pow2_floor`."""
+
 PLAIN = frozenset((float, int, bool))
 """Types of Python numbers."""
 
@@ -52,6 +55,14 @@ class Scalars:
     def isfinite(x: Array, /) -> Array:
         """Returns whether `x` is neither infinite nor NaN."""
         return np.bool_(math.isfinite(x))
+
+    @staticmethod
+    def pow2_floor(x: Array, /) -> Array:
+        """Returns what `arithmetic.pow2_floor` finds by a search."""
+        if not math.isfinite(x):
+            return x * 0
+        _, exponent = math.frexp(min(max(x, LOWEST_POWER), HIGHEST_POWER))
+        return type(x)(math.ldexp(0.5, exponent))
 
     @staticmethod
     def asarray(x: Array, /, dtype: Any = None) -> Array:

@@ -12,6 +12,8 @@ from tests.integrations.accelerate.run import Run, ours, torchs
 from torch import nn
 
 from gradscale import Dynamic
+from gradscale.bench.traffic import Traffic
+from gradscale.torch import GradScaler
 
 
 def one_step(clip: Any) -> tuple[Any, list[float]]:
@@ -30,6 +32,38 @@ def test_norm_that_clipping_returns_is_of_unscaled_gradients() -> None:
     norm, grad = one_step(lambda accelerator, parameters: accelerator.clip_grad_norm_(parameters, 2.5))
     assert float(norm) == 5.0
     assert grad == pytest.approx([1.5, 2.0], rel=1e-6)
+
+
+def test_clipping_unscales_and_clips_in_one_pass() -> None:
+    written = {}
+    for place in (ours(), torchs()):
+        accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+        place(accelerator)
+        model = nn.Linear(2, 1, bias=False)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        accelerator.backward((model.weight * torch.tensor([[3.0, 4.0]])).sum())
+        with Traffic([model.weight.grad]) as traffic:
+            accelerator.clip_grad_norm_(model.parameters(), 2.5)
+        written[type(accelerator.scaler)] = (traffic.passes_read, traffic.passes_written)
+    assert written == {GradScaler: (2, 1), torch.amp.GradScaler: (3, 2)}
+
+
+@pytest.mark.parametrize("bound", [float("inf"), 0.0])
+def test_bounds_that_are_no_numbers_above_zero_do_what_they_do_in_torch(bound: float) -> None:
+    norm, grad = one_step(lambda accelerator, parameters: accelerator.clip_grad_norm_(parameters, bound))
+    assert float(norm) == 5.0
+    assert grad == ([3.0, 4.0] if bound else [0.0, 0.0])
+
+
+def test_norm_of_a_part_of_the_parameters_is_theirs() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    ours()(accelerator)
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))])
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.backward(3.0 * model[0].sum() + 4.0 * model[1].sum())
+    assert accelerator.clip_grad_norm_([model[0]], 1.5) == 3.0
+    optimizer.step()
+    assert [each.item() for each in model] == pytest.approx([-1.5, -4.0], rel=1e-6)
 
 
 def test_clipping_by_value_clips_unscaled_gradients() -> None:

@@ -1,5 +1,6 @@
 """Real training runs in FP16 on the CPU, with the scaler that `install` puts into Accelerate."""
 
+import math
 from typing import Any
 
 import pytest
@@ -30,7 +31,9 @@ def test_weights_are_those_of_a_run_with_torchs_scaler_that_skips_the_same_steps
         run.scheduler.scheduler.gamma = 1.0
         run.train(2, bad_steps=[5])
     assert all(map(torch.equal, runs[0].parameters, runs[1].parameters))
-    assert str(runs[0].norms) == str(runs[1].norms), "as text, since one is NaN"
+    # Where a gradient is NaN, so is Accelerate's norm; ours is inf, as in every result.
+    norms = [[norm if math.isfinite(norm) else math.inf for norm in run.norms] for run in runs]
+    assert norms[0] == norms[1]
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

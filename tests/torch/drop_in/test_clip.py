@@ -9,6 +9,7 @@ from tests.torch.helpers import INF, poison
 from torch import Tensor, nn
 
 from gradscale import Dynamic, Headroom
+from gradscale.bench.traffic import Traffic
 from gradscale.torch import GradScaler, LossScaler, MasterWeights
 
 HOWS = [{"foreach": True}, {"fused": True}]
@@ -212,16 +213,162 @@ def test_sparse_gradients_are_summed_before_their_norm() -> None:
 
 @pytest.mark.parametrize("how", HOWS)
 def test_policy_that_follows_the_largest_gradient_sees_it_before_the_clip(how: Any) -> None:
-    def trained(**clip: float) -> tuple[dict[str, Any], float]:
+    def trained(**clip: float) -> tuple[Any, float]:
         owner = parameter(1.0, (2,))
         scaler, optimizer = ready(OURS("cpu", policy=Headroom())), torch.optim.SGD([owner], lr=0.0, **how)
         for _ in range(3):
             give((owner, torch.tensor([0.5, 0.25]) * scaler.get_scale()))
             scaler.step(optimizer, **clip)
             scaler.update()
-        return scaler.state_dict(), float(last_of(scaler).amax)  # type: ignore[arg-type]
+        return scaler._rule.state, float(last_of(scaler).amax)  # type: ignore[arg-type]
 
     assert trained(clip_norm=2.0**-6) == trained()
+
+
+def follow(scaler: GradScaler, factors: list[float], **clip: float) -> list[float]:
+    """Returns the scales after steps whose gradients are 3 and 4 times a factor."""
+    owner = parameter(1.0, (2,))
+    optimizer, scales = torch.optim.SGD([owner], lr=0.0, fused=True), []
+    for factor in factors:
+        optimizer.zero_grad()
+        scaler.scale((owner * torch.tensor([3.0, 4.0]) * factor).sum()).backward()
+        scaler.step(optimizer, **clip)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+FALLING = [2.0 ** -min(step, 20) for step in range(40)]
+"""The ratio of the largest to the norm is 4 / 5 in all of these steps."""
+
+
+def test_largest_gradient_that_a_norm_gives_moves_the_scale_as_the_measured_one_does() -> None:
+    measured, estimated = (ready(OURS("cpu", policy=Headroom(leak=0.5))) for _ in range(2))
+    scales = follow(measured, FALLING)
+    assert follow(estimated, FALLING, clip_norm=1.0) == scales
+    assert len(set(scales)) > 5
+
+
+@pytest.mark.parametrize("step", [5, 16, 17, 31, 32])
+def test_gradients_are_read_once_for_a_clip_but_at_the_first_16_steps_and_every_16th(step: int) -> None:
+    owner = parameter(1.0, (2,))
+    scaler, optimizer = ready(OURS("cpu", policy=Headroom())), torch.optim.SGD([owner], lr=0.0, fused=True)
+    for _ in range(step):
+        give((owner, scaler.get_scale()))
+        scaler.step(optimizer, clip_norm=1.0)
+        scaler.update()
+    give((owner, scaler.get_scale()))
+    with Traffic([grad_of(owner)]) as traffic:
+        scaler.step(optimizer, clip_norm=1.0)
+    reads_both = step < 16 or step % 16 == 0
+    assert ("aminmax" in traffic.by_operator) is reads_both
+    assert traffic.passes_read == 2 + reads_both  # the norm, and the optimizer's own
+
+
+@pytest.mark.parametrize("saved_after", [10, 16, 23])
+def test_run_that_estimates_the_largest_gradient_is_resumed_bit_exactly(saved_after: int) -> None:
+    whole = ready(OURS("cpu", policy=Headroom(leak=0.5)))
+    follow(whole, FALLING[:saved_after], clip_norm=1.0)
+    resumed = ready(OURS("cpu", policy="auto"))
+    resumed.load_state_dict(whole.state_dict())
+    rest = [2.0 ** -((step * 7) % 19) for step in range(30)]
+    assert follow(resumed, rest, clip_norm=1.0) == follow(whole, rest, clip_norm=1.0)
+    assert resumed.state_dict() == whole.state_dict()
+
+
+def test_largest_gradient_of_a_step_is_that_of_all_its_optimizers_clipped_or_not() -> None:
+    clipped, plain = parameter(1.0, (2,)), parameter(1.0, (2,))
+    optimizers = [torch.optim.SGD([each], lr=0.0) for each in (clipped, plain)]
+    scaler = ready(OURS("cpu", policy=Headroom()))
+    for factor in [1.0] * 20 + [2.0**6]:
+        scale = scaler.get_scale()
+        give((clipped, scale), (plain, factor * scale))
+        scaler.step(optimizers[0], clip_norm=1.0)
+        scaler.step(optimizers[1])
+        scaler.update()
+    alone = ready(OURS("cpu", policy=Headroom()))
+    assert scaler.get_scale() == follow(alone, [0.25] * 20 + [2.0**4])[-1]
+
+
+@pytest.mark.parametrize("each", [True, False], ids=["an update each", "one update"])
+def test_optimizers_of_one_backward_pass_measure_and_estimate_at_the_same_steps(each: bool) -> None:
+    pair = [parameter(1.0, (2,)), parameter(1.0, (2,))]
+    optimizers = [torch.optim.SGD([owner], lr=0.0) for owner in pair]
+    scaler = ready(OURS("cpu", policy=Headroom()))
+    reads = []
+    for _ in range(40):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(sum(owner.sum() for owner in pair)).backward()  # type: ignore[arg-type]
+        with Traffic([grad_of(owner) for owner in pair]) as traffic:
+            for optimizer in optimizers:
+                scaler.step(optimizer, clip_norm=1.0)
+                if each:
+                    scaler.update()
+            if not each:
+                scaler.update()
+        reads.append(traffic.by_operator["aminmax"].read / traffic.gradient_bytes)
+    assert reads == [1.0 if step < 16 or step % 16 == 0 else 0.0 for step in range(40)]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_unscale_clips_by_the_norm_it_returns(how: Any) -> None:
+    owner = parameter(0.0, (2,))
+    scaler, optimizer = ready(OURS("cpu", init_scale=8.0)), torch.optim.SGD([owner], lr=1.0, **how)
+    give((owner, torch.tensor([24.0, 32.0])))
+    assert scaler.unscale_and_clip_(optimizer, 2.5) == 5.0
+    assert grad_of(owner).tolist() == pytest.approx([1.5, 2.0], rel=1e-6)
+    scaler.step(optimizer)
+    scaler.update()
+    assert owner.tolist() == pytest.approx([-1.5, -2.0], rel=1e-6)
+    assert last_of(scaler).grad_norm == 5.0
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_unscale_with_a_clip_skips_an_overflow_and_names_it(how: Any) -> None:
+    model = linear_pair()
+    scaler, optimizer = OURS("cpu", init_scale=8.0), torch.optim.SGD(model.parameters(), lr=1.0, **how)
+    before = [each.detach().clone() for each in model.parameters()]
+    scaler.scale(model(torch.ones(1, 8)).sum()).backward()
+    grad_of(model[1].weight)[0, 0] = INF
+    assert scaler.unscale_and_clip_(optimizer, 1.0) == INF
+    scaler.step(optimizer)
+    scaler.update()
+    assert last_of(scaler).skipped()
+    assert [culprit.kind for culprit in last_of(scaler).culprits()] == ["inf"]
+    assert scaler.get_scale() == 4.0
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_unscale_with_a_clip_follows_the_largest_gradient_before_it() -> None:
+    def scale_after(unscale: Any) -> float:
+        owner = parameter(1.0, (2,))
+        scaler, optimizer = ready(OURS("cpu", policy=Headroom())), torch.optim.SGD([owner], lr=0.0)
+        give((owner, 2.0**10 * scaler.get_scale()))
+        unscale(scaler, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    clipped = scale_after(lambda scaler, optimizer: scaler.unscale_and_clip_(optimizer, 2.0**-6))
+    assert clipped == scale_after(lambda scaler, optimizer: scaler.unscale_(optimizer))
+
+
+def test_unscale_of_a_disabled_scaler_clips() -> None:
+    owner = parameter(0.0, (2,))
+    scaler, optimizer = OURS("cpu", enabled=False), torch.optim.SGD([owner], lr=1.0)
+    give((owner, torch.tensor([3.0, 4.0])))
+    assert scaler.unscale_and_clip_(optimizer, 2.5) == 5.0
+    assert grad_of(owner).tolist() == pytest.approx([1.5, 2.0], rel=1e-6)
+
+
+def test_unscale_refuses_a_bound_that_is_not_positive_and_divides_nothing() -> None:
+    owner = parameter(0.0, (2,))
+    scaler, optimizer = ready(OURS("cpu", init_scale=8.0)), torch.optim.SGD([owner], lr=1.0)
+    give((owner, 8.0))
+    with pytest.raises(ValueError, match="`clip_norm` must be greater than 0"):
+        scaler.unscale_and_clip_(optimizer, 0.0)
+    assert grad_of(owner).tolist() == [8.0, 8.0]
 
 
 def test_each_optimizer_of_a_backward_pass_is_clipped_by_its_own_norm() -> None:

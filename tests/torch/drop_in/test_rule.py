@@ -135,9 +135,9 @@ def test_gradients_of_several_optimizers_are_seen_as_one() -> None:
 
     rule = Rule(Histogram(), device=torch.tensor(2.0).device)
     both = [sizes(8.0, 0.0, 30), sizes(4.0, 1.0, 10)]
-    seen = seen_by(rule, both, torch.tensor(False), torch.tensor(2.0))
+    seen, _ = seen_by(rule, both, torch.tensor(False), torch.tensor(2.0))
     assert (seen.finite.item(), seen.amax.item(), seen.upper_share.item()) == (True, 4.0, 0.25)
-    bad = seen_by(rule, [*both, sizes(torch.nan, 1.0, 1)], torch.tensor(True), torch.tensor(2.0))
+    bad, _ = seen_by(rule, [*both, sizes(torch.nan, 1.0, 1)], torch.tensor(True), torch.tensor(2.0))
     assert (bad.finite.item(), bad.loss_finite.item(), bad.amax.item()) == (False, True, torch.inf)
 
 

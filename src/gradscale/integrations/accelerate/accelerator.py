@@ -5,15 +5,21 @@ import math
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils.constants import SCALER_NAME
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gradscale.integrations.accelerate.optimizer import ScaledOptimizer
 from gradscale.integrations.logged import logged
 from gradscale.torch import GradScaler
 
 logger = logging.getLogger(__name__)
+
+SPREAD = frozenset({DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA})
+"""Where gradients are clipped in ways of their own."""
 
 
 class ScaledAccelerator(Accelerator):
@@ -51,10 +57,29 @@ class ScaledAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: Any = 2) -> Any:
         """Unscales and clips, and returns the norm of the unscaled gradients, which is kept for `log`."""
-        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        parameters = list(parameters)
+        if norm_type == 2 and (optimizer := self._clips_by(parameters, max_norm)) is not None:
+            # By one factor, where Accelerate unscales first, then reads the norm, then multiplies again.
+            norm: Any = self.scaler.unscale_and_clip_(optimizer, max_norm)
+        else:
+            norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         # Not a DTensor, whose value takes all ranks: `log` may be called by one.
         self._grad_norm = norm.detach() if type(norm) is Tensor else None
         return norm
+
+    def _clips_by(self, parameters: list[Tensor], max_norm: float) -> Optimizer | None:
+        """Returns the only optimizer, if its gradients are those of `parameters`, plain ones, and the scaler's."""
+        if self.distributed_type in SPREAD or not self.native_amp or self.mixed_precision != "fp16":
+            return None
+        if len(self._optimizers) != 1 or not 0 < max_norm < math.inf:
+            return None
+        optimizer = self._optimizers[0]
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        held = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        asked = [each for each in parameters if each.grad is not None]
+        plain = all(type(each.grad) is Tensor and each.grad.layout is torch.strided for each in asked)
+        return optimizer if plain and set(map(id, held)) == set(map(id, asked)) else None
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Loads what `save_state` has saved; where it has no scaler, as of a run in BF16, the scaler stays as it is."""

@@ -9,7 +9,7 @@ from torch.amp.grad_scaler import OptState
 from gradscale.torch.drop_in import refusals, unscale
 from gradscale.torch.drop_in.clip import Clip
 from gradscale.torch.drop_in.ranks import Flags
-from gradscale.torch.drop_in.update import measure_for, sizing_policy
+from gradscale.torch.drop_in.update import measure_for, reads_amax_beside_norm, sizing_policy
 from gradscale.torch.step.apply import takes_gate
 from gradscale.torch.step.gradients import Gradients, collect
 
@@ -81,7 +81,9 @@ def measure_to_clip(
         grows = own is not None or (scaled and scaler._bound.may_be_below_one(scale))
         policy = sizing_policy(scaler._rule) if scaled else None
         total = divisor if own is None else divisor * own
-        return unscale.check_norm(gradients, found, total, grows=grows, policy=policy, scale=scale)
+        merges = scaler._updated is not None and scaler._updated.start is not None
+        amax = scaled and reads_amax_beside_norm(scaler._rule, merges=merges)
+        return unscale.check_norm(gradients, found, total, grows=grows, policy=policy, amax=amax, scale=scale)
 
     flags = scaler._ranks.agree(optimizer, found, scale, measured)
     if scaled:

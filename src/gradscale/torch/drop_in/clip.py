@@ -69,14 +69,24 @@ def step_unscaled(optimizer: Optimizer, clip: Clip, ranks: Ranks, *args: Any, **
 
     For a scaler that is disabled. A norm that is not finite makes gradients NaN, as in `clip_grad_norm_`.
     """
-    if not clip.asked:
-        return optimizer.step(*args, **kwargs)
-    refusals.refuse_closure(*args, **kwargs)
-    gradients, factor = collect([optimizer]), None
-    no = torch.zeros((), dtype=torch.bool, device=next(parameters_of([optimizer])).device)
-    if clip.norm is not None:
-        measured = measure_sizes(gradients.values, no.device, norm=True, amax=False)
-        norm = ranks.norm(optimizer, gradients, measured, no.device)
-        factor = clip.factor(torch.ones_like(norm), norm)
-    clip.edit(gradients, factor, no)
+    if clip.asked:
+        refusals.refuse_closure(*args, **kwargs)
+        if clip.norm is None:
+            clip.edit(collect([optimizer]), None, _no(optimizer))
+        else:
+            clip_norm_of_unscaled(optimizer, clip, ranks)
     return optimizer.step(*args, **kwargs)
+
+
+def clip_norm_of_unscaled(optimizer: Optimizer, clip: Clip, ranks: Ranks) -> Tensor:
+    """Clips gradients that were never scaled, and returns their norm before it, which is bounded."""
+    gradients, no = collect([optimizer]), _no(optimizer)
+    measured = measure_sizes(gradients.values, no.device, norm=True, amax=False)
+    norm = ranks.norm(optimizer, gradients, measured, no.device)
+    clip.edit(gradients, clip.factor(torch.ones_like(norm), norm), no)
+    return norm
+
+
+def _no(optimizer: Optimizer) -> Tensor:
+    """Returns a flag that is not set, where the parameters of `optimizer` are."""
+    return torch.zeros((), dtype=torch.bool, device=next(parameters_of([optimizer])).device)

@@ -61,8 +61,8 @@ def _reopened(scaler: "GradScaler", scale: Tensor, tracker: Tensor) -> States:
     start = None if scaler._updated is None else scaler._updated.start
     if start is None or not start.restored(scale, tracker):
         return {}
-    if scaler._rule is not None:
-        scaler._rule.state = start.rule_state
+    if scaler._rule is not None and start.rule is not None:
+        scaler._rule.go_back(start.rule)
     scaler._steps.reopen()
     return start.states
 
@@ -71,13 +71,13 @@ def _set_scale(
     scaler: "GradScaler", scale: Tensor, tracker: Tensor, number: float | None, overflow: Tensor, states: States
 ) -> None:
     """Sets the scale to `number`, or as the rule says, and notes what the update started from."""
-    rule_state = None if scaler._rule is None else scaler._rule.state
+    rule = None if scaler._rule is None else scaler._rule.position
     before = scale.clone(), tracker.clone()
     if number is None:
         _follow_rule(scaler, scale, tracker, overflow, states, before)
     else:
         scaler._bound.set(scale.fill_(number), number)
-    start = Start(*before, rule_state, states, (scale._version, tracker._version))
+    start = Start(*before, rule, states, (scale._version, tracker._version))
     scaler._updated = Updated.after(states, start, merges=number is None, previous=scaler._updated)
 
 
@@ -98,6 +98,6 @@ def _follow_rule(
     else:
         made_with = scale if updated is None or updated.made_with is None else updated.made_with
         sizes = [state["sizes"] for state in states.values() if "sizes" in state]
-        seen = update.seen_by(rule, sizes, overflow, made_with)
+        seen, rule.amax_ratio = update.seen_by(rule, sizes, overflow, made_with)
         update.by_policy(rule, scale, tracker, seen, before, scaler._bounds)
     scaler._bound.lowered(scale, by=update.lowest_factor(rule, scaler._backoff_factor))

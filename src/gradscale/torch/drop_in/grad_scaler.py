@@ -23,7 +23,7 @@ from gradscale.torch.accumulation.first_step import FirstStep
 from gradscale.torch.accumulation.retry import check_backward
 from gradscale.torch.bf16 import FirstLoss
 from gradscale.torch.drop_in import checked, refusals, retry, saved, settings, stepped, unscale, ways
-from gradscale.torch.drop_in.clip import Clip, step_unscaled
+from gradscale.torch.drop_in.clip import Clip, clip_norm_of_unscaled, step_unscaled
 from gradscale.torch.drop_in.close import close_steps, discard_steps
 from gradscale.torch.drop_in.ranks import Ranks
 from gradscale.torch.drop_in.retry import Leaves
@@ -267,11 +267,31 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
 
         One read and one write of the gradients; one read more while the scale is below 1. Does not synchronize.
         """
+        if self._enabled:
+            checked.divide(self, optimizer, self._to_unscale(optimizer), allow_fp16=self._unscales_half)
+
+    def unscale_and_clip_(self, optimizer: Optimizer, clip_norm: float) -> Tensor:
+        """Divides the optimizer's gradients by the scale, clips them, and returns their norm before that, unscaled.
+
+        An addition to torch's methods, for gradients that are looked at before the step: `unscale_` and
+        `clip_grad_norm_` by one factor, in two reads and one write. The norm is inf if a gradient is not finite, and
+        then none is changed. Does not synchronize. If nobody looks at the gradients,
+        `step(optimizer, clip_norm=...)` takes a pass less with a fused optimizer.
+
+        Args:
+            optimizer: the optimizer.
+            clip_norm: bound on the norm of its gradients together, unscaled.
+        """
+        clip = Clip(clip_norm)
         if not self._enabled:
-            return
+            return clip_norm_of_unscaled(optimizer, clip, self._ranks)
+        return ways.unscaled(self, optimizer, self._to_unscale(optimizer), clip)
+
+    def _to_unscale(self, optimizer: Optimizer) -> Tensor:
+        """Returns the scale that made the gradients of `optimizer`, or raises if they have been divided by it."""
         scale = divisor_of(self, optimizer, "unscale_")
         refusals.refuse_second_unscale(self._per_optimizer_states[id(optimizer)]["stage"])
-        checked.divide(self, optimizer, scale, allow_fp16=self._unscales_half)
+        return scale
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -95,23 +95,25 @@ class Ranks:
             sizes, elements = state["sizes"]
             share = 0.0 if sizes.upper_share is None else torch.where(overflow, 0.0, sizes.upper_share)
             own = Facts(bad=overflow, above=share * elements, elements=float(elements))
-            amax = torch.where(overflow, 0.0, sizes.amax)
+            amax = None if sizes.amax is None else torch.where(overflow, 0.0, sizes.amax)
         if "norm" in state:
             norm: ScaledNorm = state["norm"]
             received, seen = self._agreement.send_with_norm(own, amax, scale, *norm)
             state["grad_norm"], overflow = seen.norm, ~seen.finite
+            norm_of_all = seen.norm * norm.divisor
         else:
+            norm_of_all = None
             received = self._agreement.send(own, amax, scale)
             overflow = received.facts.bad > 0
         if "sizes" in state:
-            state["sizes"] = _of_all(state["sizes"][0], received, scale)
+            state["sizes"] = _of_all(state["sizes"][0], received, norm_of_all, scale)
         return overflow
 
 
-def _of_all(sizes: Measurement, received: Received, scale: Tensor) -> tuple[Measurement, Tensor]:
+def _of_all(sizes: Measurement, received: Received, norm: Tensor | None, scale: Tensor) -> tuple[Measurement, Tensor]:
     """Returns the sizes of all ranks, and the number of their elements."""
     facts: Any = received.facts
-    sizes = sizes._replace(amax=received.amax)
+    sizes = sizes._replace(amax=received.amax, norm=norm)
     if sizes.upper_share is not None:
         sizes = sizes._replace(upper_share=(facts.above / facts.elements.clamp(min=1)).to(scale))
     return sizes, facts.elements.to(scale)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from gradscale.torch.step.decide import Position
 from gradscale.torch.step.gradients import parameters_of
 
 if TYPE_CHECKING:
@@ -31,14 +32,14 @@ class Start(NamedTuple):
     Attributes:
         scale: the scale, a copy.
         tracker: the clean steps, a copy.
-        rule_state: the state of the policy; None for torch's own rule.
+        rule: where the policy was; None for torch's own rule.
         states: what was noted of the optimizers.
         versions: those of the two tensors after the update. Other code may write to them.
     """
 
     scale: Tensor
     tracker: Tensor
-    rule_state: Any
+    rule: Position | None
     states: States
     versions: tuple[int, int]
 

@@ -59,7 +59,7 @@ def write_extra(rule: Rule | None, bounds: Bounds, scale: float, tracker: int) -
     if rule is not None:
         # torch's tensors are the current ones: users and libraries set the scale, not the rule.
         state = replace(rule.state, scale=np.float32(scale), clean_steps=np.int32(tracker))
-        return {KEY: write_text(write_saved(rule.policy, state))}
+        return {KEY: write_text(write_saved(rule.policy, state, float(rule.amax_ratio)))}
     return {} if bounds == Bounds() else {KEY: write_text(asdict(bounds))}
 
 
@@ -83,7 +83,8 @@ def read_scaler(saved: Mapping[str, Any], policy: Policy | None, bounds: Bounds)
     _check_numbers(numbers, lowest=-1 if "policy" in extra else 0)
     if "policy" in extra:
         saved_rule = read_saved(extra)
-        rule, bounds = Rule(saved_rule.policy, saved_rule.state), bounds_of(saved_rule.policy)
+        rule = Rule(saved_rule.policy, saved_rule.state, amax_ratio=saved_rule.amax_ratio)
+        bounds = bounds_of(saved_rule.policy)
     elif extra:
         rule, bounds = None, Bounds(**extra)
     else:
@@ -106,7 +107,8 @@ def contents_of_copy(rule: Rule | None, steps: Steps) -> dict[str, Any]:
         "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
     }
     if rule is not None:
-        contents["_rule"] = Rule(rule.policy, type(rule.state).from_dict(rule.state.to_dict()))
+        state = type(rule.state).from_dict(rule.state.to_dict())
+        contents["_rule"] = Rule(rule.policy, state, amax_ratio=float(rule.amax_ratio))
     return contents
 
 

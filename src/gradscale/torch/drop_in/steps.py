@@ -159,7 +159,8 @@ def _result(optimizer: Optimizer, state: dict[str, Any], scale: Tensor, stepped:
     _, overflow, measured, applied = stepped
     # A copy: `update` writes to the scale in place, and the result must keep that of its step.
     present = scale.clone()
-    amax = state["sizes"][0].amax * present.reciprocal() if "sizes" in state else None
+    found = state["sizes"][0].amax if "sizes" in state else None
+    amax = None if found is None else found * present.reciprocal()
     # Finite gradients are applied whatever the loss was, as in torch: where they are known to be, it is not needed.
     applies = host_value(overflow) == 0
     gate = ~overflow

@@ -98,11 +98,18 @@ def check_only(gradients: Sequence[Tensor], like: Tensor) -> dict[torch.device, 
 
 
 def check_norm(
-    gradients: Gradients, found: dict[str, Any], divisor: Tensor, *, grows: bool, policy: Policy | None, scale: Tensor
+    gradients: Gradients,
+    found: dict[str, Any],
+    divisor: Tensor,
+    *,
+    grows: bool,
+    policy: Policy | None,
+    amax: bool,
+    scale: Tensor,
 ) -> dict[torch.device, Tensor]:
     """Returns the same as `check_scaled`, and notes the unscaled norm in `found`.
 
-    Reads the gradients once, and once more for a policy that needs their sizes. A norm that is not finite counts as an
+    Reads the gradients once, and once more with `amax`. A norm that is not finite counts as an
     overflow: nothing can be clipped by it. Does not synchronize with the device.
 
     Args:
@@ -111,10 +118,11 @@ def check_norm(
         divisor: what the gradients are to be divided by: the scale that made them, or 1 if they are unscaled.
         grows: whether it may be below 1, so that a finite gradient may not be finite once divided.
         policy: the policy if it needs the sizes of the gradients, else None.
+        amax: whether it needs the largest magnitude itself, and not an estimate of it.
         scale: the scale that made them.
     """
     values = gradients.values
-    measured = measure_sizes(values, divisor.device, norm=True, amax=policy is not None, half=grows, each=False)
+    measured = measure_sizes(values, divisor.device, norm=True, amax=amax, half=grows, each=False)
     if policy is not None:
         found["sizes"] = measure_for(policy, values, scale, measured)
     numbers = Numbers(divisor.device)

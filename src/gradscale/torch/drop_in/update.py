@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gradscale.engine.measurement import Measurement
+from gradscale.engine.measurement import Measurement, reads_amax, with_amax
 from gradscale.engine.plan import Plan
 from gradscale.kernels.torch import share_above
+from gradscale.policies.arithmetic import larger
 from gradscale.policies.contract import Policy, ScaleState, Seen
 from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.static import CheckOnly, Static
@@ -56,6 +58,7 @@ def by_policy(
     `seen` is in leaves, and `before` has copies of the two tensors: a state is never changed.
     """
     rule.state = rule.after(present(rule, *before), seen)
+    rule.steps += 1
     rule.write(rule.state.scale, scale)
     _bound(scale, bounds.min_scale, bounds.max_scale)
     rule.write(rule.state.clean_steps, tracker)
@@ -82,16 +85,28 @@ def sizing_policy(rule: Rule | None) -> Policy | None:
     return None if rule is None or rule.policy.needs <= {"finite", "loss_finite"} else rule.policy
 
 
+def reads_amax_beside_norm(rule: Rule | None, *, merges: bool) -> bool:
+    """Returns whether this step reads the largest magnitude where it reads a norm; else it is estimated from that.
+
+    `merges` is whether the next `update` merges with the last one: both are of the same step.
+    """
+    policy = sizing_policy(rule)
+    if rule is None or policy is None:
+        return False
+    return Plan.of(policy).edge is not None or reads_amax(rule.steps - merges)
+
+
 def measure_for(
     policy: Policy, gradients: Sequence[Tensor], scale: Tensor, known: Measurement | None = None
 ) -> tuple[Measurement, Tensor | int]:
     """Returns what `policy` needs of one optimizer's scaled gradients, and their number of elements.
 
-    Part of it may be `known` already. Elements are 0 for a policy that needs no share of them.
+    Part of it may be `known` already: the largest magnitude, or a norm from which it is estimated. Elements are 0 for a
+    policy that needs no share of them.
     """
     edge = Plan.of(policy).edge
     elements = 0 if edge is None else sum([grad.numel() for grad in gradients])
-    if known is None or known.amax is None:
+    if known is None or known.amax is known.norm is None:
         return measure_sizes(gradients, scale.device, edge=edge, each=False), elements
     if edge is None:
         return known, elements
@@ -99,21 +114,37 @@ def measure_for(
 
 
 @np.errstate(all="ignore")
-def seen_by(rule: Rule, measured: Sequence[tuple[Measurement, Tensor | int]], overflow: Tensor, scale: Tensor) -> Seen:
-    """Returns what the policy sees of a step, in leaves of `rule`: all optimizers together, unscaled.
+def seen_by(
+    rule: Rule, measured: Sequence[tuple[Measurement, Tensor | int]], overflow: Tensor, scale: Tensor
+) -> tuple[Seen, Any]:
+    """Returns what the policy sees of a step, all optimizers together and unscaled, and the ratio of amax to norm.
 
-    `measured` has what `measure_for` returned for each optimizer. torch's scaler does not
-    check the loss, so that every overflow counts as the scale's.
+    Both are in leaves of `rule`; the ratio is that for later steps. `measured` has what `measure_for` returned for each
+    optimizer. torch's scaler does not check the loss, so that every overflow counts as the scale's.
     """
-    default = rule.default
-    amax, share = default.amax, default.upper_share
-    if measured:
-        amax = reduce(torch.maximum, [found.amax for found, _ in measured if found.amax is not None])
-        counted = [found.upper_share * size for found, size in measured if found.upper_share is not None]
-        if counted:
-            # Numbers of this rank, or tensors that hold those of all ranks.
-            elements = torch.zeros_like(scale) + sum(size for _, size in measured)
-            share = torch.stack(counted).sum() / elements.clamp(min=1)
-    # Whether all are finite is known, so that nothing is measured for it.
-    together = Measurement(None, default.norm, amax=rule.leaf(amax), upper_share=rule.leaf(share))
-    return together.seen(rule.leaf(scale), default.loss_finite, rule.xp, rule.leaf(overflow))
+    default, sizes = rule.default, [found for found, _ in measured]
+    amaxes = [found.amax for found in sizes if found.amax is not None]
+    norms = [found.norm for found in sizes if found.norm is not None]
+    counted = [found.upper_share * size for found, size in measured if found.upper_share is not None]
+    share = default.upper_share
+    if counted:
+        # Numbers of this rank, or tensors that hold those of all ranks.
+        elements = torch.zeros_like(scale) + sum(size for _, size in measured)
+        share = torch.stack(counted).sum() / elements.clamp(min=1)
+    together = Measurement(
+        None,
+        default.norm,  # Whether all are finite is known, so that nothing is measured for it.
+        amax=rule.leaf(reduce(torch.maximum, amaxes)) if amaxes else default.amax,
+        norm=rule.leaf(_norm_of(norms)) if norms else None,
+        upper_share=rule.leaf(share),
+    )
+    seen = together.seen(rule.leaf(scale), default.loss_finite, rule.xp, rule.leaf(overflow))
+    if len(norms) < len(sizes) == len(amaxes) or not norms:
+        return seen, rule.amax_ratio
+    known, ratio = with_amax(seen, rule.amax_ratio, rule.xp, measured=len(amaxes) == len(sizes))
+    return replace(known, amax=larger(known.amax, seen.amax, rule.xp)), ratio
+
+
+def _norm_of(norms: Sequence[Tensor]) -> Tensor:
+    """Returns the norm of all gradients by the norms of several optimizers' ones."""
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)))

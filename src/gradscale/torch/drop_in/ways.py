@@ -1,6 +1,6 @@
 """The ways in which `GradScaler.step` applies an optimizer's gradients: in a fused kernel, behind a gate, clipped.
 
-Each returns what the optimizer's `step` returned, and sets the scaler's `last`.
+Each returns what the optimizer's `step` returned, and sets the scaler's `last`. And the way of `unscale_and_clip_`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from gradscale.torch.drop_in import checked, refusals, stepped
 from gradscale.torch.drop_in.clip import Clip
-from gradscale.torch.drop_in.unscale import gradients_of
+from gradscale.torch.drop_in.unscale import gradients_of, note_unscaled
 from gradscale.torch.step import apply
 from gradscale.torch.step.measure import any_overflow
 
@@ -69,3 +69,15 @@ def clipped(scaler: "GradScaler", optimizer: Optimizer, scale: Tensor, clip: Cli
     if not folds:
         return scaler._maybe_opt_step(optimizer, state, *args, **kwargs)
     return scaler._remembered(optimizer, scale, stepped.step_folded(optimizer, state, scale, divisor, *args, **kwargs))
+
+
+def unscaled(scaler: "GradScaler", optimizer: Optimizer, scale: Tensor, clip: Clip) -> Tensor:
+    """Unscales and clips the gradients by one factor, and returns their unscaled norm. Does not synchronize."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if scaler._unscales_otherwise:
+        checked.divide(scaler, optimizer, scale, allow_fp16=scaler._unscales_half)
+    gradients, factor = checked.measure_to_clip(scaler, optimizer, scale, clip)
+    flags = state["found_inf_per_device"]
+    clip.edit(gradients, factor, any_overflow(flags.values(), scale.device))
+    note_unscaled(optimizer, state, flags, scale.device)
+    return state["grad_norm"]

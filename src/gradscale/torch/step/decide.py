@@ -37,6 +37,20 @@ class Decision(NamedTuple):
     attempted: bool = True
 
 
+class Position(NamedTuple):
+    """Where a rule is between two steps.
+
+    Attributes:
+        state: its state.
+        amax_ratio: as in `Rule`.
+        steps: as in `Rule`.
+    """
+
+    state: ScaleState
+    amax_ratio: Any
+    steps: int
+
+
 class Rule(Numbers):
     """A policy and its present state: in host memory if the scale is kept on the CPU, else on the device.
 
@@ -53,10 +67,16 @@ class Rule(Numbers):
 
     __slots__ = ("amax_ratio", "default", "lowest_scale", "policy", "state", "steps")
 
-    def __init__(self, policy: Policy, state: ScaleState | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        state: ScaleState | None = None,
+        device: torch.device | None = None,
+        amax_ratio: float = UNKNOWN_RATIO,
+    ) -> None:
         super().__init__(None)
         self.default = Seen()
-        self.load(policy, policy.start() if state is None else state)
+        self.load(policy, policy.start() if state is None else state, amax_ratio)
         if device is not None:
             self.settle(device)
 
@@ -64,6 +84,15 @@ class Rule(Numbers):
     def scale(self) -> Tensor:
         """The scale of the next step, a 0-d float32 tensor."""
         return self.tensor(self.state.scale)
+
+    @property
+    def position(self) -> Position:
+        """Where the rule is now."""
+        return Position(self.state, self.amax_ratio, self.steps)
+
+    def go_back(self, position: Position) -> None:
+        """Goes back to where the rule was."""
+        self.state, self.amax_ratio, self.steps = position
 
     def settle(self, device: torch.device) -> torch.device:
         """Moves the state to `device` unless it is kept somewhere already, and returns where it is kept."""
