@@ -3,9 +3,9 @@
 import logging
 import math
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
-import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils.constants import SCALER_NAME
@@ -76,10 +76,10 @@ class ScaledAccelerator(Accelerator):
         optimizer = self._optimizers[0]
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
-        held = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-        asked = [each for each in parameters if each.grad is not None]
-        plain = all(type(each.grad) is Tensor and each.grad.layout is torch.strided for each in asked)
-        return optimizer if plain and set(map(id, held)) == set(map(id, asked)) else None
+        asked = [id(each) for each in parameters if each.grad is not None]
+        held = [id(each) for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        plain = {type(each.grad) for each in parameters} <= {Tensor, NoneType}
+        return optimizer if plain and set(asked) == set(held) else None
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Loads what `save_state` has saved; where it has no scaler, as of a run in BF16, the scaler stays as it is."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from gradscale.torch.step import apply
 from gradscale.torch.step.gradients import Gradients, collect, parameters_of
 from gradscale.torch.step.host_copy import host_value
 from gradscale.torch.step.measure import measure_sizes
+from gradscale.torch.step.numbers import Numbers
 
 Optimizer = torch.optim.Optimizer
 
@@ -51,14 +53,17 @@ class Clip:
 
     def factor(self, divisor: Tensor, norm: Tensor) -> Tensor:
         """Returns what gradients with this unscaled `norm` are multiplied by, to unscale and clip them."""
-        return unscale_and_clip(divisor, norm, self.norm, torch)
+        numbers = Numbers(divisor.device)
+        with np.errstate(all="ignore"):
+            leaf = unscale_and_clip(numbers.leaf(divisor), numbers.leaf(norm), self.norm, numbers.xp)
+        return numbers.tensor(leaf)
 
     def edit(self, gradients: Gradients, factor: Tensor | None, overflow: Tensor) -> None:
         """Multiplies the gradients by `factor` and bounds their elements, in place, unless there is an `overflow`."""
-        if host_value(overflow):
+        if known := host_value(overflow):
             return
         if factor is not None:
-            apply.multiply(gradients.values, torch.where(overflow, 1.0, factor))
+            apply.multiply(gradients.values, torch.where(overflow, 1.0, factor) if known is None else factor)
         if self.value is not None:
             bound = torch.full_like(overflow, self.value, dtype=torch.float32)
             apply.clamp(gradients.values, torch.where(overflow, torch.inf, bound))

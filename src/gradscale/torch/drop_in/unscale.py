@@ -22,7 +22,7 @@ from gradscale.torch.step.gradients import (
     parameters_of,
     values_of,
 )
-from gradscale.torch.step.host_copy import host_value
+from gradscale.torch.step.host_copy import host_value, moved
 from gradscale.torch.step.measure import any_overflow, check, measure_sizes
 from gradscale.torch.step.numbers import Numbers
 from gradscale.torch.step.result import Traces
@@ -125,19 +125,19 @@ def check_norm(
     measured = measure_sizes(values, divisor.device, norm=True, amax=amax, half=grows, each=False)
     if policy is not None:
         found["sizes"] = measure_for(policy, values, scale, measured)
-    numbers = Numbers(divisor.device)
-    finite, norm = _unscaled_norm(numbers.measurement(measured), numbers.leaf(divisor), numbers.xp)
-    found |= {"measured": measured, "norm": ScaledNorm(gradients, measured, divisor), "grad_norm": numbers.tensor(norm)}
-    overflow = ~numbers.tensor(finite)
-    return {device: overflow.to(device, torch.float32) for device in devices_of(values)}
+    overflow, norm = _unscaled_norm(measured, divisor)
+    found |= {"measured": measured, "norm": ScaledNorm(gradients, measured, divisor), "grad_norm": norm}
+    return {device: moved(overflow, device) for device in devices_of(values)}
 
 
 @np.errstate(all="ignore")
-def _unscaled_norm(measured: Measurement, divisor: Any, xp: Any) -> tuple[Any, Any]:
-    """Returns whether all gradients are finite, and their norm, unscaled: inf if they are not."""
-    # torch's scaler does not know whether the loss was finite, and neither of the two depends on it.
-    seen = measured._replace(amax=None).seen(divisor, True, xp)
-    return seen.finite, seen.norm
+def _unscaled_norm(measured: Measurement, divisor: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns whether a gradient is not finite, 0 or 1, and the norm of all, unscaled: inf if one is not finite."""
+    numbers = Numbers(divisor.device)
+    leaves, scale, xp = numbers.measurement(measured), numbers.leaf(divisor), numbers.xp
+    finite = leaves.finite(scale, xp)
+    overflow = xp.where(finite, scale * 0, 1.0)
+    return numbers.tensor(overflow), numbers.tensor(xp.where(finite, leaves.norm * (1.0 / scale), np.inf))
 
 
 def note_norm(state: dict[str, Any], found: dict[str, Any], flags: dict[torch.device, Tensor]) -> None:

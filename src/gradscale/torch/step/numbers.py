@@ -71,7 +71,13 @@ class Numbers:
 
     def measurement(self, measurement: Measurement) -> Measurement:
         """Returns a measurement with leaves in place of tensors, without its sizes, which no decision needs."""
-        return Measurement(None, *(None if found is None else self.leaf(found) for found in measurement[1:]))
+        total = self.leaf(measurement.total)
+        # The norm is mostly the total itself, and stays so: what is the same is neither read nor checked twice.
+        rest = [
+            total if found is measurement.total else None if found is None else self.leaf(found)
+            for found in measurement[2:]
+        ]
+        return Measurement(None, total, *rest)
 
     def leaves(self, seen: Seen) -> Seen:
         """Returns `seen` with leaves in place of tensors."""
