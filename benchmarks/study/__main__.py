@@ -4,6 +4,7 @@
     python -m benchmarks.study --quick    # one seed, few steps; writes nothing
     python -m benchmarks.study --minutes 30 --workers 2
     python -m benchmarks.study --minutes 0    # only writes the tables
+    python -m benchmarks.study --formats fp16 --rules torch auto    # only these runs
 
 Rows that are in `results.json` already are not run again, whatever commit made them. Delete those that a change
 concerns.
@@ -18,9 +19,10 @@ from pathlib import Path
 from benchmarks.machine import describe
 from benchmarks.marks import fill
 from benchmarks.study.commit import commit
-from benchmarks.study.plan import cases, completed, source
+from benchmarks.study.plan import FORMATS, cases, completed, source
 from benchmarks.study.report import claims, coverage, tables
 from benchmarks.study.results import Results
+from benchmarks.study.rules import RULES
 from benchmarks.study.training import Case
 from benchmarks.study.workers import run_all
 
@@ -35,7 +37,8 @@ def main() -> None:
     results = Results(None if options.quick else RESULTS)
     results.start({"command": "python -m benchmarks.study"} | _machine())
     planned = list(cases(options.quick))
-    _run_missing(results, planned, options.workers, time.monotonic() + options.minutes * 60)
+    chosen = [case for case in planned if case.format in options.formats and case.rule in options.rules]
+    _run_missing(results, chosen, options.workers, time.monotonic() + options.minutes * 60)
     rows = completed(results.rows, planned)
     text = "\n\n".join(part for part in (coverage(rows, planned), claims(rows), tables(rows)) if part)
     print(text)
@@ -48,6 +51,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one seed, few steps; write nothing")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further run after this long")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes, of one thread each")
+    formats = ("fp32", *FORMATS)
+    parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="run no case of another format")
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), help="run no case of another policy")
     return parser.parse_args()
 
 

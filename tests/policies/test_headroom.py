@@ -9,7 +9,7 @@ import pytest
 from benchmarks.streams import CHANGES, Stream, named, simulate
 from tests.stories import next_of
 
-from gradscale import FP8_E4M3, FP16, Dynamic, Seen
+from gradscale import BF16, FP8_E4M3, FP8_E5M2, FP16, Dynamic, Format, Seen
 from gradscale.policies.headroom import Headroom, HeadroomState
 
 LIMIT = FP16.max / 4
@@ -118,6 +118,14 @@ def test_an_overflow_lowers_the_scale_by_half_of_the_range_and_then_by_halves_wh
     assert FP16.smallest_normal == 2.0**-14
 
 
+def test_an_overflow_leaves_the_peak_of_a_narrow_format_17_binades() -> None:
+    policy = Headroom(FP8_E5M2, min_scale=2.0**-40)
+    start = after(policy, clean(1.0))
+    exponents = [math.log2(after(policy, *[OVERFLOW] * count, start=start).scale) for count in range(4)]
+    assert exponents == [13, 1, -14, -15]
+    assert FP8_E5M2.smallest_subnormal == 2.0 ** (1 - 17)
+
+
 def test_an_overflow_is_remembered_by_the_scale_that_failed() -> None:
     state = after(Headroom(), clean(1.0), OVERFLOW, OVERFLOW)
     assert_state(
@@ -154,6 +162,19 @@ def test_an_overflow_that_larger_gradients_explain_leaves_the_ceiling_alone() ->
     # The level rises by at most 16 * 0.002, as the gradients are 12 bits above it.
     level = np.float32(0.002) * np.float32(16) + np.float32(1)
     assert_state(state, scale=2, peak=2**12, level=level, ceiling=LIMIT, clean_steps=1, applied=2, skipped=1)
+
+
+def test_gradients_explain_an_overflow_only_if_they_reach_the_maximum_at_the_scale_that_failed() -> None:
+    policy = Headroom(recovery=0)
+    assert after(policy, clean(1.0), OVERFLOW, clean(4.0)).ceiling < LIMIT  # 4 * 2**13 is 32768
+    assert after(policy, clean(1.0), OVERFLOW, clean(8.0)).ceiling == LIMIT
+
+
+@pytest.mark.parametrize(("format", "bits"), [(FP16, 8), (FP8_E5M2, 6), (FP8_E4M3, 3), (BF16, 8)])
+def test_what_an_overflow_teaches_is_at_most_a_fifth_of_the_binades(format: Format, bits: int) -> None:
+    policy = Headroom(format, recovery=0, leak=0)
+    start = after(policy, clean(1.0))
+    assert after(policy, OVERFLOW, clean(1.0), start=start).scale == start.scale / 2**bits
 
 
 def test_an_overflow_at_a_scale_too_low_to_be_the_cause_teaches_nothing() -> None:
@@ -216,10 +237,11 @@ def test_a_first_lesson_may_start_far_below_what_the_gradients_allow() -> None:
     assert scales(Headroom(), OVERFLOW, clean(2.0**-14)) == [-4, 8]
 
 
-def test_the_ceiling_of_a_narrow_format_stays_within_half_of_its_range() -> None:
-    policy = Headroom(FP8_E4M3, recovery=0, leak=0)
+@pytest.mark.parametrize(("format", "bits"), [(FP8_E5M2, 12), (FP8_E4M3, 6)])
+def test_the_ceiling_of_a_narrow_format_stays_within_two_shorter_lessons(format: Format, bits: int) -> None:
+    policy = Headroom(format, recovery=0, leak=0)
     state = after(policy, clean(1.0), clean(1.0), *[OVERFLOW, clean(1.0), clean(1.0)] * 9)
-    assert state.ceiling == policy.start().ceiling / 2**9
+    assert state.ceiling == policy.start().ceiling / 2**bits
 
 
 def test_a_spike_does_not_move_the_level_and_so_leaves_what_overflows_taught() -> None:

@@ -45,11 +45,23 @@ RECOVERY = 0.0002
 SLOWEST_RECOVERY = 2.0**-5
 """A ceiling that was proved right five times recovers 32 times slower than one never tested; no slower than that."""
 
-LESSON = 2.0**-8
-"""How far below the scale that failed an unexplained overflow keeps the scale. Activation gradients were measured up to
-8 bits above those of parameters, and a batch that is 100 times worse than others is 7 bits above. At half of the scale
-that failed, the next of them would mostly overflow again; and 8 of its 40 binades are
-next to nothing to FP16."""
+LESSON_BITS = 8
+"""How many bits below the scale that failed an unexplained overflow keeps the scale. Activation gradients were measured
+up to 8 bits above those of parameters, and a batch that is 100 times worse than others is 7 bits above. At half of the
+scale that failed, the next of them would mostly overflow again."""
+
+LESSON_SHARE = 5
+"""A lesson is at most a fifth of the format's binades: the 8 of FP16's 40, but 6 of E5M2's 32, where each costs more.
+With 8 it lost 30 times as much energy in training with bad batches, and skipped as many steps."""
+
+KEPT_BITS = 17
+"""How many binades an overflow leaves below the peak, as the next clean step is applied too. Of the small models in
+`benchmarks/study`, about 1e-6 of a gradient's energy lies further below its largest. In FP16 that is a fall by half of
+its 40 binades, in E5M2 by 12 or 13 of 32."""
+
+EXPLAINED = 0.25
+"""If the rule now allows at most this share of the scale that failed, the gradients are the cause of the overflow: with
+the margin of two bits, they reach the format's maximum at that scale."""
 
 LEVEL_RISE = 0.002
 """Share by which the level rises at most at a step, when gradients are less than 8 bits above it."""
@@ -151,6 +163,11 @@ def search_factor(format: Format) -> float:
     return 2.0 ** min(20, format.binades // 2)
 
 
+def lesson(format: Format) -> float:
+    """Returns the factor between a scale that failed without a known cause and the one that is kept from then on."""
+    return 2.0 ** -min(LESSON_BITS, format.binades // LESSON_SHARE)
+
+
 def highest_peak(format: Format, like: Array) -> Array:
     """Returns the largest value that a scaled peak may have in the format, in the type of `like`."""
     return like * 0 + min(format.max, HIGHEST_PEAK)
@@ -221,27 +238,26 @@ def _clean_steps(state: PeakState, xp: Namespace) -> Array:
 def _learned(state: PeakState, observed: Observation, settings: PeakSettings, xp: Namespace) -> tuple[Array, Array]:
     """Returns the ceiling and its recovery factor once a clean step shows what caused the overflows before it, if any.
 
-    Where the gradients have grown so much that the rule itself forbids half of the scale that failed, they are the
-    cause. Otherwise it is an unmeasured gradient or a spike: the ceiling falls `LESSON` below the scale that failed,
-    and will recover more slowly. Where that scale was already far below what the rule allows, no scale could have
+    Where the gradients have grown so much that the rule itself forbids that scale, they are the cause (`EXPLAINED`).
+    Otherwise it is an unmeasured gradient or a spike: the ceiling falls a `lesson` below the scale that failed, and
+    will recover more slowly. Where that scale was already far below what the rule allows, no scale could have
     prevented the overflow, and nothing is learned; unless it follows at once on the overflow before, which shows that
     the rule allows too much.
     """
     # Judged at the first clean step, not at the overflow: only then is it known how large the gradients were.
     top = larger(observed.amax, observed.previous_peak, xp)
     allowed = smaller(_scale_for(settings.limit, top, xp), _scale_for(state.ceiling, observed.level, xp), xp)
-    farthest = search_factor(settings.policy.format)
+    farthest, learned = search_factor(settings.policy.format), lesson(settings.policy.format)
     failed = larger(state.failed_scale, LOWEST_SCALE, xp)
     plausible, again = failed > allowed / farthest, state.clean_steps == 1
-    unexplained = xp.logical_and(state.failed_scale > 0, failed * 0.5 < allowed)
+    unexplained = xp.logical_and(state.failed_scale > 0, failed * EXPLAINED < allowed)
     learns = xp.logical_and(unexplained, xp.logical_or(plausible, again))
     lowered = observed.level * larger(
-        xp.where(plausible, smaller(failed, allowed, xp), allowed) * LESSON, LOWEST_SCALE, xp
+        xp.where(plausible, smaller(failed, allowed, xp), allowed) * learned, LOWEST_SCALE, xp
     )
     # Batches that overflow at any scale, now and then, must not drive the gradients out of the format: what two
     # lessons did not prevent, a third would not either. The first may start far below what the rule allows.
-    deepest = settings.limit / farthest
-    bound = xp.where(state.ceiling < settings.limit, larger(settings.limit * LESSON**2, deepest, xp), deepest)
+    bound = xp.where(state.ceiling < settings.limit, settings.limit * learned**2, settings.limit / farthest)
     lowest = xp.where(again, settings.policy.format.smallest_subnormal, bound)
     ceiling = xp.where(learns, smaller(larger(lowered, lowest, xp), state.ceiling, xp), state.ceiling)
     slower = larger(state.recovery_factor * 0.5, SLOWEST_RECOVERY, xp)
@@ -269,12 +285,14 @@ def _moved(state: PeakState, target: Array, settings: PeakSettings, xp: Namespac
 def _lowered(state: PeakState, settings: PeakSettings, xp: Namespace) -> Array:
     """Returns the scale after an overflow: far lower, since the next clean step shows how high it can be.
 
-    Where even the peak would be subnormal it halves instead: a series of overflows that no scale prevents must not end
-    at a scale with which nothing can be measured.
+    The first of a series leaves the peak `KEPT_BITS`. Further ones fall as far, to where the peak is not yet subnormal,
+    and then halve: overflows that no scale prevents must not end at a scale with which nothing can be measured.
     """
     format = settings.policy.format
-    visible = pow2_floor(format.smallest_normal / larger(state.peak, SMALLEST_GRADIENT, xp), xp)
-    lowest = xp.where(state.peak > 0, smaller(visible, state.scale * 0.5, xp), 0.0)
+    peak = larger(state.peak, SMALLEST_GRADIENT, xp)
+    useful = _scale_for(format.smallest_subnormal * 2.0**KEPT_BITS, peak, xp)
+    visible = xp.where(state.failed_scale > 0, format.smallest_normal / peak, useful)
+    lowest = xp.where(state.peak > 0, smaller(pow2_floor(visible, xp), state.scale * 0.5, xp), 0.0)
     return larger(state.scale / search_factor(format), lowest, xp)
 
 
