@@ -28,6 +28,15 @@ class Namespace(Protocol):
     def floor(self, x: Array, /) -> Array: ...
 
 
+def may_hold(condition: Array, xp: Namespace) -> bool:
+    """Returns False only if `condition` does not hold, and `xp` is a namespace of scalars, which are read at no cost.
+
+    A rule leaves out what it would compute for that condition alone. On arrays it computes all outcomes, as their
+    values are not known while a step is traced, are on a device, or differ from element to element.
+    """
+    return not getattr(xp, "reads_scalars", False) or bool(condition)
+
+
 def larger(x: Array, y: Array, xp: Namespace) -> Array:
     """Returns the larger of two values; `y` where one is NaN. (`torch.maximum` takes no Python numbers.)"""
     return xp.where(x > y, x, y)

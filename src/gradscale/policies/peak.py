@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 import numpy as np
 
 from gradscale.formats import FP16, Format
-from gradscale.policies.arithmetic import Namespace, bounded, larger, pow2_floor, smaller, two_to
+from gradscale.policies.arithmetic import Namespace, bounded, larger, may_hold, pow2_floor, smaller, two_to
 from gradscale.policies.checks import (
     FORMAT_FP16,
     HIGHEST_SCALE,
@@ -209,10 +209,14 @@ def next_state(
     """
     measured = observed.measured
     clean, overflow = verdict(seen, xp)
-    ceiling, recovery_factor = _learned(state, observed, settings, xp)
+    ceiling, recovery_factor = state.ceiling, state.recovery_factor
+    if may_hold(state.failed_scale > 0, xp):
+        ceiling, recovery_factor = _learned(state, observed, settings, xp)
     ceiling = _recovered(ceiling, recovery_factor, settings, xp)
     target = smaller(_scale_for(settings.limit, peak, xp), _scale_for(ceiling, observed.level, xp), xp)
-    unmeasured = xp.where(overflow, _lowered(state, settings, xp), _searched(state, observed, settings, xp))
+    unmeasured = state.scale
+    if may_hold(xp.logical_not(measured), xp):
+        unmeasured = xp.where(overflow, _lowered(state, settings, xp), _searched(state, observed, settings, xp))
     scale = xp.where(measured, _moved(state, target, settings, xp), unmeasured)
     return counted(
         state,

@@ -6,7 +6,7 @@ times a Python number was a float64.
 """
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ PLAIN = frozenset((float, int, bool))
 
 class Scalars:
     """What a rule may call, for numpy scalars and Python numbers. What is not here is numpy's own."""
+
+    reads_scalars: ClassVar[bool] = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
