@@ -228,7 +228,7 @@ class LossScaler(OtherNames):
 
         The gradients are checked before the edits and again by `step`, and an overflow before them still skips it.
         Each gradient is divided once, whatever number of optimizers and blocks it is in. Does not synchronize. All
-        optimizers of the following `step` must be named.
+        optimizers of the following `step` must be named. Ranks that share the scale must all call it.
         """
         check_optimizers(optimizers)
         if self.policy.needs:

@@ -150,7 +150,7 @@ class Agreement:
                 self.miss(error)
                 return
             if not clean:
-                meet(self.group)
+                self._meet()
         if not self.missed:  # else the first reason stays
             leave_reason(_text(error))
         received = exchange(self._failure(failed=True), None, device, self.group)
@@ -178,7 +178,9 @@ class Agreement:
         if self.ranks == 1 or not self.reduced.all_wrapped:
             return None
         self._reduced_last = self.reduced.during_backward()
-        return torch.where(finite & (not self.missed), 1.0, torch.nan)
+        factor = torch.where(finite & (not self.missed), 1.0, torch.nan)
+        self.reduced.mark(factor)
+        return factor
 
     def weights(self, gradients: Gradients) -> Sequence[float] | None:
         """Returns what the elements of each gradient count here, so that over all ranks each element counts once.
@@ -209,7 +211,7 @@ class Agreement:
             if clean and self._calls % COMPARE_EVERY != 1:
                 return Agreed(own, bool(plan.gradients), clean)
             if not clean:
-                meet(self.group)
+                self._meet()
         received = self._round(plan, measurement, rule.tensors(own))
         seen = rule.leaves(seen_by_all(received, plan.divisor))
         # What is not clean here is not clean anywhere; what is, may not be on another rank.
@@ -282,7 +284,15 @@ class Agreement:
     def _told(self, window: Window | None) -> bool:
         """Returns whether the gradients of the step tell every rank the same, and forgets it: asked once in a step."""
         reduced, self._reduced_last = self._reduced_last, False
-        return reduced and not (window is not None and (window.unscaled or window.noted_overflow))
+        return reduced and not (window is not None and (window.unscaled or window.untold))
+
+    def _meet(self) -> None:
+        """Waits for the other ranks before the round of a step that is not clean, which they know as this one does."""
+        try:
+            meet(self.group)
+        except RuntimeError as error:
+            self.miss(error)
+            raise
 
     def _quiet(self, optimizers: Sequence[Optimizer], device: torch.device) -> bool:
         """Returns whether a clean step needs no round, as far as that is known before its gradients are."""
