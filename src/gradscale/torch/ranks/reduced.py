@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -115,7 +115,8 @@ def _multiply_next(parameter: Tensor, factor: Tensor) -> None:
     @torch.no_grad()
     def multiply(held: Tensor) -> None:
         handle.remove()
-        numbers = held.grad._values() if held.grad.is_sparse else held.grad  # type: ignore[union-attr]
+        grad = cast(Tensor, held.grad)
+        numbers = grad._values() if grad.is_sparse else grad
         numbers[(slice(1),) * numbers.dim()].mul_(moved(factor, numbers.device))
 
     handle = parameter.register_post_accumulate_grad_hook(multiply)
