@@ -97,6 +97,7 @@ class LossScaler(OtherNames):
         self._rule = Rule(as_policy(policy), device=None if device is None else torch.device(device))
         self._agreement = Agreement(self._modules, group, distinct, always=check_agree(agree) == "always")
         self._memory = Memory(max_consecutive_skips, on_stuck)
+        self._memory.together = lambda: self._agreement.ranks > 1
         self._windows = Windows(self._rule, self._names, self._agreement.mark)
         self._backward = Backward(self._modules, self._rule, self._windows, self._agreement)
         self._stages = Stages(self._rule, self._names, self._agreement, self._memory, self._windows)
@@ -458,7 +459,6 @@ class LossScaler(OtherNames):
                 automatic.note(skipped, result)
 
         self._memory.on_skips = note
-        self._memory.together = lambda: self._agreement.ranks > 1
 
     def _probed(
         self, step: Callable[[], Tensor], other: Callable[[], Tensor] | None, scale: float, frames: int
