@@ -68,11 +68,14 @@ class Ranks:
         Raises:
             RankFailed: another rank has raised.
             ScaleDesync: the ranks have different scales.
+            ValueError: ranks that do not decide with this one hold shards of a parameter.
         """
         if not self.share(optimizer):
+            self._agreement.check_shards([optimizer])
             return find()
         self._agreement.begin()
         try:
+            self._agreement.check_shards([optimizer])
             flags = find()
         except Exception as error:
             self._agreement.fail(error, [optimizer], scale.device)

@@ -23,11 +23,11 @@ from gradscale.torch.ranks.join import check_joins
 from gradscale.torch.ranks.missed import Missed
 from gradscale.torch.ranks.norms import Norms, seen_by_all
 from gradscale.torch.ranks.packet import FLAGS, Facts, Received, exchange, join_maximum, with_flags
-from gradscale.torch.ranks.placements import Distinct, Placements
+from gradscale.torch.ranks.placements import Distinct, Placements, check_mesh
 from gradscale.torch.ranks.reduced import Reduced
 from gradscale.torch.ranks.store import leave_reason, meet
 from gradscale.torch.step.decide import Rule
-from gradscale.torch.step.gradients import Gradients, count_elements
+from gradscale.torch.step.gradients import Gradients, count_elements, parameters_of
 from gradscale.torch.step.host_copy import in_host_memory
 from gradscale.torch.step.plan import StepPlan
 
@@ -115,6 +115,12 @@ class Agreement:
         if faults is not None:
             self._raise_any(faults)
         check_joins(self.reduced.joining, join)
+
+    def check_shards(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raises if ranks outside of the group hold shards of a parameter."""
+        if self.group is not None:  # else they are all inside
+            for mesh in {getattr(each, "device_mesh", None) for each in parameters_of(optimizers)} - {None}:
+                check_mesh(mesh, self.group)
 
     def begin_without_scaling(self, join: Any, *, norm: bool) -> bool:
         """Begins a step under `NoScaling`, and returns whether it has a round.

@@ -120,6 +120,8 @@ class Stages:
         sends = self._agreement.begin_without_scaling(join, norm=norm)
         try:
             check_step(optimizers, clip_norm, clip_value)
+            if norm:
+                self._agreement.check_shards(optimizers)
             unscaled = read_unscaled(self._rule, optimizers, norm=norm, bounds=clip_value is not None)
         except Exception as error:
             if sends:
@@ -135,6 +137,7 @@ class Stages:
         window = self._windows.get(device)
         samples = self._memory.samples
         try:
+            self._agreement.check_shards([owner])
             plan = plan_step(self._rule, [owner], window, norm=True, sample=samples, fold=False)
             measurement = self._measured(plan)
         except Exception as error:
@@ -151,6 +154,7 @@ class Stages:
     ) -> StepPlan:
         """Returns the plan of a step, or raises if its gradients cannot be used."""
         check_step(optimizers, clip_norm, clip_value)
+        self._agreement.check_shards(optimizers)
         window = self.ready(optimizers)
         if window.unscaled:
             unscale_rest(collect(optimizers), window, self._rule.policy, self._names, self._agreement.weights)
