@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from gradscale import Dynamic
 from gradscale.torch import LossScaler
-from gradscale.torch.ranks import store
+from gradscale.torch.ranks import reduced, store
 
 pytestmark = pytest.mark.cpu_only("gloo, which has no other device")
 
@@ -74,7 +74,9 @@ class Loop:
         self.scaler.backward(loss)
 
 
-def without_targets(options: dict[str, Any]) -> Any:
+def without_targets(options: dict[str, Any], unknown: bool = False) -> Any:
+    if unknown:  # as on a device, where reading it would synchronize
+        reduced.host_value = lambda value: None  # pyright: ignore[reportPrivateImportUsage]
     loop = Loop(**options)
     return loop.run(loop.backward_without_targets)
 
@@ -93,6 +95,11 @@ def assert_same(ranks: list[Any], statuses: list[str]) -> None:
 )
 def test_a_loss_without_targets_on_one_rank_skips_the_step_on_all(options: dict[str, Any], tmp_path: Path) -> None:
     ranks = run_ranks(2, without_targets, options, folder=tmp_path)
+    assert_same(ranks, ["applied", "applied", "nonfinite_loss", "applied"])
+
+
+def test_it_does_so_where_the_host_does_not_know_the_loss(tmp_path: Path) -> None:
+    ranks = run_ranks(2, without_targets, {}, True, folder=tmp_path)
     assert_same(ranks, ["applied", "applied", "nonfinite_loss", "applied"])
 
 
