@@ -123,6 +123,28 @@ def test_it_skips_the_step_of_any_model_that_it_reaches(tmp_path: Path) -> None:
     assert run_ranks(2, two_models, folder=tmp_path) == [expected, expected]
 
 
+def two_losses() -> list[str]:
+    """Steps with two models, each with a loss of its own. In one, that of the first is NaN on rank 1.
+
+    Its mark comes when the second, whose graph is newer, has its gradients.
+    """
+    loop, second = Loop(), DDP(nn.Linear(4, 3))
+    scaler, found = LossScaler([loop.model, second], Dynamic()), []
+    optimizer = torch.optim.SGD([*loop.model.parameters(), *second.parameters()], lr=0.1)
+    for step in range(STEPS):
+        bad = step == BAD and dist.get_rank() == 1
+        first = scaler.scale(loop.loss() * (NAN if bad else 1.0))
+        (first + scaler.scale(second(torch.ones(2, 4)).mean())).backward()
+        found.append(str(scaler.step(optimizer).status()))
+        optimizer.zero_grad()
+    return found
+
+
+def test_a_bad_loss_skips_one_step(tmp_path: Path) -> None:
+    expected = ["applied", "applied", "nonfinite_loss", "applied"]
+    assert run_ranks(2, two_losses, folder=tmp_path) == [expected, expected]
+
+
 def retried() -> Any:
     loop = Loop()
     return loop.run(loop.backward_with_retries)

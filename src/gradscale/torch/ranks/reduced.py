@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gradscale.torch.accumulation.leaves import fills
+from gradscale.torch.accumulation.window import after_backward
 from gradscale.torch.step.apply import folds
 from gradscale.torch.step.gradients import numbers_of, parameters_of
 from gradscale.torch.step.host_copy import host_value, in_host_memory, moved
@@ -120,3 +121,4 @@ def _multiply_next(parameter: Tensor, factor: Tensor) -> None:
         numbers[(slice(1),) * numbers.dim()].mul_(moved(factor, numbers.device))
 
     handle = parameter.register_post_accumulate_grad_hook(multiply)
+    after_backward(handle.remove)  # if the pass has added to it before, the next one must not be marked
