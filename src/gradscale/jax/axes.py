@@ -38,14 +38,14 @@ class Axes:
     overwritten: tuple[Names, ...] = ()
 
     @classmethod
-    def of(cls, axis_names: AxisNames, mean_axes: AxisNames, specs: Any, params: Split, *, norm: bool) -> Self:
+    def of(cls, axis_names: AxisNames, mean_axes: AxisNames, specs: Any, params: Split, *, sums: bool) -> Self:
         """Returns the axes for the caller's arguments. Call it where the step is traced: axes are known only there.
 
         Raises:
             TypeError: `specs` holds something else than a `PartitionSpec`.
             ValueError: an axis is not mapped here; it cannot be told whether one is of devices; gradients that JAX
-                reduces itself are to be averaged; `specs` has another structure than the parameters; or a `norm` is
-                asked for where nobody says over which axes the parameters are sharded.
+                reduces itself are to be averaged; `specs` has another structure than the parameters; or something
+                `sums` over all gradients, as a norm does, where nothing says over which axes they are sharded.
         """
         means = mapped_axes(() if mean_axes is None else mean_axes)
         shared = mapped_axes(axis_names, means)
@@ -57,10 +57,11 @@ class Axes:
                 f"of its own. Here JAX sums them over {tracked} itself. Take the mean of the loss inside "
                 "`fun` instead, with `jax.lax.pmean`."
             )
-        if norm and specs is None and (unclear := sorted(map(str, untracked - set(means)))):
+        if sums and specs is None and (unclear := sorted(map(str, untracked - set(means)))):
             raise ValueError(
-                "`clip_norm` and `norm` need `specs` under `pmap`, with `check_vma=False` and along an axis of `vmap`, "
-                "where JAX does not say over which axes parameters are sharded: the norm is that of all shards. "
+                "`clip_norm`, `norm` and `Histogram` need `specs` under `pmap`, with `check_vma=False` and along an "
+                "axis of `vmap`, where JAX does not say over which axes parameters are sharded: they sum over all of "
+                "them. "
                 f"Received: specs=None where {unclear} is mapped. Give the `PartitionSpec` of each parameter, as in "
                 "`in_specs`, or `specs=PartitionSpec()` if they, and their gradients, are the same on all devices."
             )

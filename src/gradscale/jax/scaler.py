@@ -116,7 +116,7 @@ class Scaler(OtherNames):
             norm: measure the norm for the result even if nothing is clipped.
             axis_names: mapped axes to agree over. By default all axes of `shard_map` and `pmap`.
             specs: the `PartitionSpec` of the gradients, or a pytree of them, as in `in_specs`. Needed for the norm
-                under `pmap` and with `check_vma=False`.
+                and for `Histogram` under `pmap` and with `check_vma=False`.
         """
         check_clip("clip_norm", clip_norm)
         parts = split(grads, "grads")

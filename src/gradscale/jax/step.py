@@ -63,7 +63,8 @@ class Step:
     ) -> Self:
         """Returns the step for the caller's arguments. Call it where the step is traced: axes are known only there."""
         plan = Plan.of(policy, norm=norm, clip_norm=clip_norm)
-        return cls(policy, plan, clip_norm, Axes.of(axis_names, mean_axes, specs, params, norm=plan.norm))
+        sums = plan.norm or plan.edge is not None
+        return cls(policy, plan, clip_norm, Axes.of(axis_names, mean_axes, specs, params, sums=sums))
 
     def attempt(self, state: Any, gradients: Gradients, loss_finite: Array) -> Attempt:
         """Returns gradients that the scale of `state` made, measured and agreed on."""

@@ -68,8 +68,8 @@ def scaled(
         policy: the rule for the scale, or its name, as for `Scaler`.
         clip_norm: bound on the norm of all gradients together, unscaled.
         axis_names: mapped axes to agree over. By default all axes of `shard_map` and `pmap`.
-        specs: the `PartitionSpec` of the gradients, or a pytree of them, as in `in_specs`. Needed for the norm under
-            `pmap` and with `check_vma=False`.
+        specs: the `PartitionSpec` of the gradients, or a pytree of them, as in `in_specs`. Needed for the norm and
+            for `Histogram` under `pmap` and with `check_vma=False`.
         wide_state: keep the state of `tx` in float32 where parameters are narrower. In FP16, moments lose the small
             gradients that the scale preserved, and a squared gradient below 6e-8 becomes zero.
     """

@@ -75,7 +75,8 @@ def value_and_grad(
         ValueError: `retries` is negative, or `clip_norm` not positive.
 
     The function that is returned raises ValueError where an axis is not mapped, the scale differs between devices that
-    share it, or the norm of sharded parameters is asked for without `specs`, as far as JAX's types show it.
+    share it, or the norm of sharded parameters is asked for without `specs`, or their share above the edge of a
+    `Histogram`, as far as JAX's types show it.
     """
     if isinstance(fun, Scaler):
         raise TypeError(

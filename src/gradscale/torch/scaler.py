@@ -32,6 +32,7 @@ from gradscale.torch.probing.report import ProbeReport
 from gradscale.torch.probing.run import FRAMES, probe
 from gradscale.torch.ranks.log import note_loaded_policy
 from gradscale.torch.ranks.pipeline import Pipeline, wrapped
+from gradscale.torch.ranks.rounds import Rounds
 from gradscale.torch.saved import read_any
 from gradscale.torch.step.agree import Agreement, check_agree
 from gradscale.torch.step.decide import Rule
@@ -95,10 +96,12 @@ class LossScaler(OtherNames):
         self._modules = check_modules(model)
         self._names = Names(self._modules)
         self._rule = Rule(as_policy(policy), device=None if device is None else torch.device(device))
-        self._agreement = Agreement(self._modules, group, distinct, always=check_agree(agree) == "always")
+        self._rounds = Rounds(self._modules, group, distinct)
+        self._agreement = Agreement(self._rounds, self._modules, always=check_agree(agree) == "always")
         self._memory = Memory(max_consecutive_skips, on_stuck)
+        self._memory.together = lambda: self._rounds.ranks > 1
         self._windows = Windows(self._rule, self._names, self._agreement.mark)
-        self._backward = Backward(self._modules, self._rule, self._windows, self._agreement)
+        self._backward = Backward(self._modules, self._rule, self._windows, self._rounds)
         self._stages = Stages(self._rule, self._names, self._agreement, self._memory, self._windows)
         self._after_step: list[Callable[[], None]] = []
         self._last_probe: ProbeReport | None = None
@@ -228,13 +231,13 @@ class LossScaler(OtherNames):
 
         The gradients are checked before the edits and again by `step`, and an overflow before them still skips it.
         Each gradient is divided once, whatever number of optimizers and blocks it is in. Does not synchronize. All
-        optimizers of the following `step` must be named.
+        optimizers of the following `step` must be named. Ranks that share the scale must all call it.
         """
         check_optimizers(optimizers)
         if self.policy.needs:
             window = self._stages.ready(optimizers)
             scaled = window.unscaled.rest_of(collect(optimizers))
-            unscale(scaled, window, self.policy, self._names, self._agreement.weights)
+            unscale(scaled, window, self.policy, self._names, self._rounds.weights)
         yield
 
     @_disable_dynamo
@@ -253,7 +256,7 @@ class LossScaler(OtherNames):
         """
         if not self.policy.needs:
             return torch.autograd.grad(loss, inputs, **kwargs)
-        return unscaled_grad(loss, inputs, self._windows, self._agreement.any_rank, kwargs)
+        return unscaled_grad(loss, inputs, self._windows, self._rounds.any_rank, kwargs)
 
     def closure(self, evaluate: Callable[[], Tensor], optimizer: Optimizer | None = None) -> Callable[[], Any]:
         """Returns a closure for optimizers that evaluate the loss themselves, such as LBFGS and SAM.
@@ -350,7 +353,7 @@ class LossScaler(OtherNames):
     @property
     def join_process_group(self) -> Any:
         """The group of what is sent inside `Join`."""
-        return self._agreement.group or torch.distributed.group.WORLD
+        return self._rounds.group or torch.distributed.group.WORLD
 
     def metrics(self) -> dict[str, float]:
         """Returns scale, counts, skip rate, gradient norm and headroom. Never synchronizes: values may be a step old.
@@ -450,7 +453,7 @@ class LossScaler(OtherNames):
             self._last_probe = report
             on_report(report)
 
-        automatic = AutomaticProbe(skips, step, run, self._agreement.any_rank, keep)
+        automatic = AutomaticProbe(skips, step, run, self._rounds.any_rank, keep)
 
         def note(skipped: int, result: StepResult) -> None:
             # Inside of `Join`, ranks without batches take part in steps alone.
@@ -458,7 +461,6 @@ class LossScaler(OtherNames):
                 automatic.note(skipped, result)
 
         self._memory.on_skips = note
-        self._memory.together = lambda: self._agreement.ranks > 1
 
     def _probed(
         self, step: Callable[[], Tensor], other: Callable[[], Tensor] | None, scale: float, frames: int
@@ -470,7 +472,7 @@ class LossScaler(OtherNames):
             other=other,
             frames=frames,
             weights_at_start=self._memory.weights_at_start(),
-            any_rank=self._agreement.any_rank,
+            any_rank=self._rounds.any_rank,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -493,7 +495,7 @@ class LossScaler(OtherNames):
         self._agreement.compared = self._agreement.compared and not self.policy.needs
         self._rule.load(as_policy(saved.policy), saved.state, saved.amax_ratio)
         self._memory.forget()
-        self._agreement.missed.forget()
+        self._rounds.missed.forget()
         self._backward.first_step = FirstStep()
         # Zeros, as `zero_grad(set_to_none=False)` leaves them, have no scale.
         self._windows.close(zeros=False)

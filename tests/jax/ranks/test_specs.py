@@ -109,6 +109,11 @@ def test_a_norm_is_refused_where_nothing_says_what_is_sharded(mesh: Any, mapped:
         step()
 
 
+def test_a_share_above_an_edge_is_refused_where_nothing_says_what_is_sharded(mesh: Any) -> None:
+    with pytest.raises(ValueError, match=r"`Histogram` need `specs`.*specs=None where \['data'\] is mapped"):
+        result_of(mesh, Histogram(), check_vma=False)
+
+
 def test_specs_of_another_structure_are_refused(mesh: Any) -> None:
     with pytest.raises(ValueError, match=r"`specs` must be one `PartitionSpec`, or a pytree.*Received: .*'weight'"):
         traced(mesh, lambda scaler, grads: scaler.step(grads, specs={"weight": P()})[2])

@@ -7,7 +7,7 @@ from torch import nn
 
 from gradscale import Dynamic, Static
 from gradscale.torch import LossScaler
-from gradscale.torch.step.agree import Agreement
+from gradscale.torch.ranks.rounds import Rounds
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -107,8 +107,8 @@ def test_a_step_whose_ranks_cannot_agree_is_over_and_its_gradients_must_be_clear
     scaler.backward(loss_of(model))
     before, saved = weights(model), scaler.state_dict()
     with monkeypatch.context() as patched:
-        patched.setattr(Agreement, "ranks", 2)
-        patched.setattr("gradscale.torch.step.agree.exchange", lose_connection)
+        patched.setattr(Rounds, "ranks", 2)
+        patched.setattr("gradscale.torch.ranks.rounds.exchange", lose_connection)
         with pytest.raises(ConnectionError):
             scaler.step(optimizer)
     with pytest.raises(RuntimeError, match=NOT_SCALED):  # some gradients may be divided already

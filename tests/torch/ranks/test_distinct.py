@@ -34,13 +34,16 @@ def norm_of(model: nn.Module, **ranks: Any) -> float | str:
 
 
 class Experts(nn.Module):
-    """A layer that every rank has, and one that differs."""
+    """A layer that every rank has, and one that differs, and may have no rows to work on."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, idle: bool = False) -> None:
         super().__init__()
         self.shared, self.expert = linear(0), linear(seed)
+        self.idle = idle
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.idle:  # with rows of zeros, so that the mean is over as many as on the other rank
+            return torch.cat([self.shared(x), torch.zeros(2, 4)])
         # So that the gradients of the shared layer do not depend on the expert: they are not reduced here.
         return torch.cat([self.shared(x), self.expert(x)])
 
@@ -61,10 +64,11 @@ def on_a_mesh_of_its_own() -> Any:
 
 def on_two_ranks() -> dict[str, float | str]:
     rank = dist.get_rank()
-    experts = Experts(rank)
+    experts, some = Experts(rank), Experts(rank, idle=rank == 1)
     return {
         "stages": norm_of(linear(rank), distinct=dist.group.WORLD),
         "experts": norm_of(experts, distinct={experts.expert: dist.group.WORLD}),
+        "experts, one of them idle": norm_of(some, distinct={some.expert: dist.group.WORLD}),
         "experts, not named": norm_of(Experts(rank)),
         "stages, not named": norm_of(linear(rank)),
         "alone": norm_of(linear(rank), group="alone"),
@@ -99,6 +103,8 @@ def test_plain_tensors_that_differ_by_rank_are_counted_each_or_refused(tmp_path:
     for rank, report in enumerate(run_ranks(2, on_two_ranks, folder=tmp_path)):
         assert report["stages"] == pytest.approx(norm_of_stages(), rel=1e-6)
         assert report["experts"] == pytest.approx(experts, rel=1e-6)
+        busy = (parts[0]["shared"] + parts[0]["expert"]) ** 0.5
+        assert report["experts, one of them idle"] == pytest.approx(busy, rel=1e-6)
         assert report["alone"] == pytest.approx(own[rank], rel=1e-6)
         assert report["the same"] == pytest.approx(own[0], rel=1e-6)
         for refused in ("stages, not named", "experts, not named"):

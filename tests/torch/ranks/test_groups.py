@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.torch.ranks.launch import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradscale import Dynamic, NoScaling
 from gradscale.torch import GradScaler, LossScaler
 
 
@@ -53,3 +55,37 @@ def test_a_group_of_other_ranks_is_refused(tmp_path: Path) -> None:
     member, other = run_ranks(2, built, folder=tmp_path)
     assert not member
     assert [text.partition(" must contain this rank")[0] for text in other] == ["`group`", *["`distinct`"] * 3]
+
+
+def smaller() -> list[str]:
+    """Returns what is raised for groups that are smaller than the mesh of a parameter."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    own: Any = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    optimizer = torch.optim.SGD([parameter], lr=0.125)
+    found: list[str] = []
+
+    def note(step: Any) -> None:
+        total: Any = parameter.square().sum()
+        try:
+            step(total.full_tensor())
+        except ValueError as error:
+            found.append(str(error))
+        optimizer.zero_grad()
+
+    for group in ("alone", own):
+        for policy, norm in ((Dynamic(), False), (Dynamic(), True), (NoScaling(), True)):
+            scaler = LossScaler(policy=policy, group=group)
+            note(lambda loss, scaler=scaler, norm=norm: (scaler.backward(loss), scaler.step(optimizer, norm=norm)))
+        drop_in = GradScaler("cpu", group=group)
+        note(lambda loss, drop_in=drop_in: (drop_in.scale(loss).backward(), drop_in.step(optimizer)))
+    return found
+
+
+@pytest.mark.cpu_only("gloo")
+def test_a_group_that_lacks_ranks_which_hold_shards_is_refused(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(2, smaller, folder=tmp_path)):
+        text = f"Received: a group of ranks [{rank}], and a parameter that is also on ranks [{1 - rank}]"
+        assert [text in each for each in found] == [True] * 8

@@ -30,6 +30,16 @@ def found() -> tuple[list[str], list[str]]:
     return conditions, lines
 
 
+def learns_together() -> bool:
+    return LossScaler(nn.Linear(4, 2))._memory.together()
+
+
+def test_ranks_learn_of_a_stuck_run_at_the_same_step(tmp_path: Path) -> None:
+    """On a device, where a copy of the counters arrives at any time; one that raised alone would leave the others."""
+    assert not learns_together()
+    assert run_ranks(2, learns_together, folder=tmp_path) == [True, True]
+
+
 def test_every_rank_knows_it_and_the_first_logs_it_once(tmp_path: Path) -> None:
     (first, logged), (second, silent) = run_ranks(2, found, folder=tmp_path)
     assert first == second

@@ -3,11 +3,13 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.torch.ranks.launch import run_ranks
 from tests.torch.ranks.sharded import assert_same, found_on_ranks, full, local, poison_one_rank
 from tests.torch.versions import needs_grad_dtype, needs_sharding_on_cpu
 from torch import Tensor, nn
@@ -244,3 +246,25 @@ def test_float32_gradients_of_tensor_parallel_parameters_can_be_edited(found: An
     expected = edited("one", "fp32")
     for each in found:
         assert_same(each["edited", "tp"], expected)
+
+
+def placed_otherwise(sharded: bool) -> Tensor:
+    """Returns the weights after a step with a gradient that is whole on every rank, of a parameter in shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    weight: Any = torch.arange(6.0).reshape(3, 2).half()
+    parameter: Any = nn.Parameter(
+        distribute_tensor(weight, init_device_mesh("cpu", (2,)), [Shard(0)]) if sharded else weight
+    )
+    optimizer = MasterWeights(torch.optim.SGD([parameter], lr=0.125))
+    scaler = LossScaler(policy=Dynamic(init_scale=4.0))
+    loss: Any = (parameter * 2).sum()
+    scaler.backward(loss.full_tensor() if sharded else loss)
+    scaler.step(optimizer)
+    return full(parameter)
+
+
+def test_gradients_that_are_placed_otherwise_than_their_parameter_are_applied(tmp_path: Path) -> None:
+    for found in run_ranks(2, placed_otherwise, True, folder=tmp_path):
+        assert_same(found, placed_otherwise(False))

@@ -225,7 +225,7 @@ def test_a_rank_that_is_refused_sums_its_part_of_the_gradients_first(tmp_path: P
 def cannot_measure() -> list[str]:
     """Rank 1 fails where it puts together what it sends, then in a warning after the round, which is an error here."""
     loop = Loop(None)
-    norms, stages, found = loop.scaler._agreement._norms, loop.scaler._stages, []
+    norms, stages, found = loop.scaler._rounds.norms, loop.scaler._stages, []
     for owner, name in ((norms, "squares"), (stages, "_warn_of_half")):
         if loop.rank == 1:
             setattr(owner, name, _raises)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.torch.helpers import INF, NAN, batch, poison, same, small_model, weights
+from tests.torch.ranks.counting import counting
 from tests.torch.ranks.launch import run_ranks
 from torch import Tensor, nn
 
@@ -83,6 +84,7 @@ def train_stage(kind: str, policy: Policy, clip_norm: float | None) -> dict[str,
     torch.use_deterministic_algorithms(True)
     steps: list[Any] = []
     losses: list[list[float]] = []
+    rounds: list[list[str]] = []
     for step in range(len(EVENTS)):
         x, y = batch_of(step)
         shown: list[Tensor] = []
@@ -92,9 +94,11 @@ def train_stage(kind: str, policy: Policy, clip_norm: float | None) -> dict[str,
             for parameter in module.parameters():
                 parameter.grad /= MICROBATCHES  # type: ignore[operator]
         inject(step, *((module, None) if rank == 0 else (None, module)))
-        steps.append(facts(scaler.step(optimizer, clip_norm=clip_norm)))
+        with counting() as begun:
+            steps.append(facts(scaler.step(optimizer, clip_norm=clip_norm)))
+        rounds.append(begun)
         optimizer.zero_grad()
-    return {"steps": steps, "losses": losses, "weights": weights(module)}
+    return {"steps": steps, "losses": losses, "weights": weights(module), "rounds": rounds}
 
 
 def train_stages() -> dict[Any, Any]:
@@ -126,6 +130,15 @@ def test_two_stages_take_the_steps_of_one_process(stages: list[dict[Any, Any]], 
     for mine, theirs in zip(last["losses"], expected["losses"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6, nan_ok=True)
     assert not any(first["losses"])
+
+
+@pytest.mark.cpu_only("gloo")
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_clean_step_of_stages_has_one_round(stages: list[dict[Any, Any]], kind: str, name: str) -> None:
+    for found in stages:
+        rounds = zip(STATUSES, found[kind, name]["rounds"], strict=True)
+        assert [begun for status, begun in rounds if status == "applied"] == [["all_reduce"]] * 4
 
 
 class Last:

@@ -1,7 +1,5 @@
 """How often ranks wait for each other in a step, counted; and what is sent to no one."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.torch.helpers import INF, NAN
+from tests.torch.ranks.counting import counting
 from tests.torch.ranks.gpt import GPT, ROUNDED, batch_of
 from tests.torch.ranks.launch import run_ranks
 from tests.torch.ranks.layouts import LAYOUTS, needs_sharding
@@ -27,42 +26,12 @@ CASES: list[tuple[str, Literal["auto", "always"], Policy, float | None, bool]] =
     ("FSDP2 on 2", "auto", Dynamic(), 1.0, True),
     ("FSDP2 on 2", "auto", Headroom(), 1.0, False),
     ("TP on 2", "auto", Dynamic(), 1.0, False),
+    ("SP on 2", "auto", Dynamic(), 1.0, False),
+    ("HSDP on 2x2", "auto", Dynamic(), 1.0, False),
+    ("FSDP2 x TP on 2x2", "auto", Dynamic(), 1.0, False),
 ]
 CASES = [case for case in CASES if SHARDS_ON_CPU or not needs_sharding(case[0])]
 FIRST, CLEAN, BAD_LOSS, BAD_BACKWARD, LAST = range(5)
-
-
-@contextmanager
-def counting() -> Iterator[list[str]]:
-    """Lists the rounds that are begun: collectives that are on their way at the same time are one."""
-    begun: list[str] = []
-    pending: set[int] = set()
-    all_reduce, broadcast = dist.all_reduce, dist.broadcast
-
-    def counted(tensor: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        if not pending:
-            begun.append("all_reduce")
-        work = all_reduce(tensor, *args, async_op=True, **kwargs)
-        pending.add(id(work))
-        return Counted(work) if async_op else Counted(work).wait()
-
-    class Counted:
-        def __init__(self, work: Any) -> None:
-            self.work = work
-
-        def wait(self) -> None:
-            pending.discard(id(self.work))
-            self.work.wait()
-
-    def counted_broadcast(*args: Any, **kwargs: Any) -> None:
-        begun.append("broadcast")
-        broadcast(*args, **kwargs)
-
-    dist.all_reduce, dist.broadcast = counted, counted_broadcast
-    try:
-        yield begun
-    finally:
-        dist.all_reduce, dist.broadcast = all_reduce, broadcast
 
 
 def rounds_of(
@@ -89,21 +58,23 @@ def rounds_of(
     return found
 
 
-def on_ranks() -> list[Any]:
-    return [rounds_of(*case) for case in CASES]
+def on_ranks() -> dict[int, Any]:
+    ranks = dist.get_world_size()
+    return {number: rounds_of(*case) for number, case in enumerate(CASES) if LAYOUTS[case[0]].ranks == ranks}
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder: Path = tmp_path_factory.mktemp("rounds") / "ranks"
-    return run_ranks(2, on_ranks, folder=folder)
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+    """What every rank has counted, by the number of ranks."""
+    folder: Path = tmp_path_factory.mktemp("rounds")
+    return {ranks: run_ranks(ranks, on_ranks, folder=folder / str(ranks)) for ranks in (2, 4)}
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
-def test_a_clean_step_has_one_round_and_under_ddp_none(number: int, reports: list[Any]) -> None:
+def test_a_clean_step_has_one_round_and_under_ddp_none(number: int, reports: dict[int, list[Any]]) -> None:
     name, agree, *_ = CASES[number]
     quiet = name.startswith("DDP") and agree == "auto"
-    for steps in (report[number] for report in reports):
+    for steps in (report[number] for report in reports[LAYOUTS[name].ranks]):
         assert [status for status, *_ in steps] == ["applied", "applied", "nonfinite_loss", "overflow", "applied"]
         assert steps[FIRST][1] == ["all_reduce"], "the first step compares the scales"
         for step in (CLEAN, LAST):
@@ -113,5 +84,6 @@ def test_a_clean_step_has_one_round_and_under_ddp_none(number: int, reports: lis
             assert steps[step][1] == ["all_reduce", "all_reduce", *names], "whose loss it was, and which parameters"
 
 
-def test_ranks_have_the_same_scales_and_name_the_same_number_of_parameters(reports: list[Any]) -> None:
-    assert reports[0] == reports[1]
+def test_ranks_have_the_same_scales_and_name_the_same_number_of_parameters(reports: dict[int, list[Any]]) -> None:
+    for of_all in reports.values():
+        assert all(report == of_all[0] for report in of_all)

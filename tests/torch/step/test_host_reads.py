@@ -20,8 +20,8 @@ from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
 from gradscale.policies.log_max import LogMax
 from gradscale.torch import LossScaler
+from gradscale.torch.ranks.rounds import Rounds
 from gradscale.torch.step import host_copy
-from gradscale.torch.step.agree import Agreement
 
 pytestmark = [pytest.mark.usefixtures("on_a_device"), pytest.mark.cpu_only("test_waits.py counts reads on a device")]
 
@@ -294,7 +294,7 @@ def uploading(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_a_loop_copies_nothing_to_the_device(monkeypatch: pytest.MonkeyPatch, policy: Policy, ranks: int) -> None:
     monkeypatch.setattr("gradscale.torch.step.remember.HostCopy", NeverThere)
-    monkeypatch.setattr(Agreement, "ranks", ranks)
+    monkeypatch.setattr(Rounds, "ranks", ranks)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: ranks)
     monkeypatch.setattr("gradscale.torch.ranks.faults.HostCopy", NoFaults)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: SimpleNamespace(wait=lambda: None))

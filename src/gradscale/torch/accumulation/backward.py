@@ -9,7 +9,7 @@ from gradscale.torch.accumulation.first_step import FirstStep
 from gradscale.torch.accumulation.retry import Retry, check_backward, check_retriable, synchronizing
 from gradscale.torch.accumulation.window import Windows
 from gradscale.torch.bf16 import FirstLoss
-from gradscale.torch.step.agree import Agreement
+from gradscale.torch.ranks.rounds import Rounds
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.result import StepResult
 
@@ -22,13 +22,13 @@ class Backward:
         first_step: whether a gradient has been seen: until then a backward pass is run again by default.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], rule: Rule, windows: Windows, agreement: Agreement) -> None:
+    def __init__(self, modules: Sequence[nn.Module], rule: Rule, windows: Windows, rounds: Rounds) -> None:
         self.first_loss = FirstLoss()
         self.first_step = FirstStep()
         self._modules = modules
         self._rule = rule
         self._windows = windows
-        self._agreement = agreement
+        self._rounds = rounds
 
     def note(self, loss: Tensor) -> None:
         """Notes the types of the first loss."""
@@ -64,7 +64,7 @@ class Backward:
         self.note(loss)
         together = {id(each): each for each in (*parameters, *self._windows.sharing_the_scale(loss))}
         window = self._windows.begin(loss.device)
-        Retry(list(together.values()), self._rule, self._agreement.any_rank).backward(loss, window, retries, kwargs)
+        Retry(list(together.values()), self._rule, self._rounds.any_rank).backward(loss, window, retries, kwargs)
         window.end_backward()
 
     @property
@@ -75,4 +75,4 @@ class Backward:
     def _may_retry(self) -> bool:
         """Returns whether a backward pass may be run again without being asked to."""
         # In one process: a rank that has no loss would not take part in the agreement of the others.
-        return bool(self._modules) and self._agreement.ranks == 1 and not any(map(synchronizing, self._modules))
+        return bool(self._modules) and self._rounds.ranks == 1 and not any(map(synchronizing, self._modules))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -35,3 +36,14 @@ def nodes_of(root: Any) -> Iterator[Any]:
             if following is not None and following not in seen:
                 seen.add(following)
                 pending.append(following)
+
+
+def fills(leaf: Any) -> bool:
+    """Returns whether the running backward pass runs `leaf`, a node that adds to a gradient.
+
+    Such a pass is one of `backward`: `autograd.grad` adds to no gradients.
+    """
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # `autograd.grad` by this very leaf, of which torch cannot say more
+        return False

@@ -171,6 +171,7 @@ class Retry:
         try:
             finite = window.is_finite(loss)
             window.note_loss(finite)
+            window.untold = True  # nothing marks its gradients
             scaling = WindowScale(self.rule, window)
             overflowed = attempt(loss, finite, scaling, stash, self.any_rank, retries, kwargs)
         except BaseException:

@@ -65,7 +65,7 @@ class Window:
         retries: how often a backward pass was run again.
         rescaled: ids of the parameters whose gradients a retry has multiplied to its scale; None without one.
         unscaled: the gradients that are unscaled already.
-        noted_overflow: whether overflows outside of `step` were looked for, which other ranks do not know of.
+        untold: whether a loss or an overflow was noted of which the gradients do not tell other ranks.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Window:
         self._begin = begin
         self._mark = mark
         self._multiplies = multiplies
-        self.noted_overflow = False
+        self.untold = False
         self._left_gradients = False
         self._left: list[Held] = []
 
@@ -148,7 +148,7 @@ class Window:
 
         A loss that was not finite before them takes precedence.
         """
-        self.noted_overflow = True
+        self.untold = True
         self.overflowed = self.overflowed | (overflowed.to(self.scale.device) & self.loss_finite)
 
     @property

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradscale.engine.measurement import Measurement
 from gradscale.torch.ranks.packet import Facts, Received
-from gradscale.torch.step.agree import Agreement
+from gradscale.torch.ranks.rounds import Rounds
 from gradscale.torch.step.gradients import Gradients, parameters_of
 from gradscale.torch.step.measure import any_overflow
 
@@ -39,23 +39,23 @@ class Ranks:
     """
 
     def __init__(self, group: Any, *, always: bool = False) -> None:
-        self._agreement = Agreement(group=group, always=True)
+        self._rounds = Rounds(group=group)
         self._always = always or group is not None
 
     @property
     def group(self) -> Any:
         """The process group; None by default, `"alone"` for this process."""
-        return self._agreement.group
+        return self._rounds.group
 
     @property
     def always(self) -> bool:
         """Whether there are other ranks that decide on all gradients, too."""
-        return self._always and self._agreement.ranks > 1
+        return self._always and self._rounds.ranks > 1
 
     def share(self, optimizer: Optimizer) -> bool:
         """Returns whether other ranks decide on the gradients of `optimizer`, too."""
         # By the parameters: a rank may have none of the gradients.
-        return self._agreement.ranks > 1 and (
+        return self._rounds.ranks > 1 and (
             self._always or any(hasattr(kind, "to_local") for kind in set(map(type, parameters_of([optimizer]))))
         )
 
@@ -68,14 +68,17 @@ class Ranks:
         Raises:
             RankFailed: another rank has raised.
             ScaleDesync: the ranks have different scales.
+            ValueError: ranks that do not decide with this one hold shards of a parameter.
         """
         if not self.share(optimizer):
+            self._rounds.check_shards([optimizer])
             return find()
-        self._agreement.begin()
+        self._rounds.begin()
         try:
+            self._rounds.check_shards([optimizer])
             flags = find()
         except Exception as error:
-            self._agreement.fail(error, [optimizer], scale.device)
+            self._rounds.fail(error, scale.device)
             raise
         overflow = any_overflow(flags.values(), scale.device)
         overflow = self._send(state, overflow, scale)
@@ -85,7 +88,7 @@ class Ranks:
     def norm(self, optimizer: Optimizer, gradients: Gradients, measured: Measurement, device: torch.device) -> Tensor:
         """Returns the norm over all ranks, of gradients that need no scale. Does not synchronize with the device."""
         if self.share(optimizer):
-            return self._agreement.norm(gradients, measured, torch.ones((), device=device))
+            return self._rounds.norm(gradients, measured, torch.ones((), device=device))
         return cast(Tensor, measured.norm)
 
     def _send(self, state: dict[str, Any], overflow: Tensor, scale: Tensor) -> Tensor:
@@ -98,12 +101,11 @@ class Ranks:
             amax = None if sizes.amax is None else torch.where(overflow, 0.0, sizes.amax)
         if "norm" in state:
             norm: ScaledNorm = state["norm"]
-            received, seen = self._agreement.send_with_norm(own, amax, scale, *norm)
+            received, seen = self._rounds.send_with_norm(own, amax, scale, *norm)
             state["grad_norm"], overflow = seen.norm, ~seen.finite
             norm_of_all = seen.norm * norm.divisor
         else:
-            norm_of_all = None
-            received = self._agreement.send(own, amax, scale)
+            norm_of_all, received = None, self._rounds.send(own, amax, scale)
             overflow = received.facts.bad > 0
         if "sizes" in state:
             state["sizes"] = _of_all(state["sizes"][0], received, norm_of_all, scale)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
-from gradscale.torch.accumulation.leaves import leaf_nodes
+from gradscale.torch.accumulation.leaves import fills, leaf_nodes
 from gradscale.torch.accumulation.window import Window, Windows, after_backward, map_losses
 from gradscale.torch.step.gradients import parameters_of
 from gradscale.torch.step.host_copy import moved
@@ -85,7 +85,7 @@ class Pipeline:
         Such is the one with which a schedule finds out, before its first step, the shapes of what stages send: of a
         loss on uninitialized memory, which says nothing about the step.
         """
-        if not _fills(leaf):
+        if leaf is not None and not fills(leaf):
             return None
         window = self._windows.begin(device)
         after_backward(window.end_backward)
@@ -156,13 +156,3 @@ class _Outputs:
 def _leaf_below(output: Tensor) -> Any:
     """Returns the node that adds to the gradient of some leaf in the graph of `output`; None if there is none."""
     return None if output.grad_fn is None else next(leaf_nodes(output.grad_fn), None)
-
-
-def _fills(leaf: Any) -> bool:
-    """Returns whether the running backward pass adds to gradients, as `backward` does and `autograd.grad` does not."""
-    if leaf is None:
-        return True
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # `autograd.grad` by this very leaf, of which torch cannot say more
-        return False

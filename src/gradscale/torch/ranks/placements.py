@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradscale.torch.ranks.groups import ALONE
 from gradscale.torch.step.gradients import Gradients
 
 Distinct = Any
@@ -118,7 +119,7 @@ class Placements:
 
 def _copies_on(placements: Sequence[Any], mesh: Any, parts: int, ranks: int, group: Any) -> float:
     """Returns on how many of `ranks` each element of a DTensor is, or raises if shards of it are on others."""
-    _check_mesh(mesh, group)
+    check_mesh(mesh, group)
     copies = ranks / (mesh.size() * parts)
     for dim, placement in enumerate(placements):
         # Everything else divides the gradient. Not by `is_shard`, which is False for the strided shards of a parameter
@@ -150,9 +151,9 @@ def _flat_shards(modules: Sequence[nn.Module]) -> Iterable[tuple[int, int]]:
                 yield id(parameter), dist.get_world_size(handle.process_group)  # type: ignore[union-attr]
 
 
-def _check_mesh(mesh: Any, group: Any) -> None:
-    """Raises if some ranks of a mesh are not in `group`: their shards would be missing in the norm."""
-    inside = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+def check_mesh(mesh: Any, group: Any) -> None:
+    """Raises if some ranks of a mesh are not in `group`: they would decide on their shards by themselves."""
+    inside = {dist.get_rank()} if group == ALONE else set(dist.get_process_group_ranks(group or dist.group.WORLD))
     missing = sorted(set(mesh.mesh.flatten().tolist()) - inside)
     if missing:
         raise ValueError(

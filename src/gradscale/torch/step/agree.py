@@ -1,31 +1,23 @@
 """Stage two, agree: the measurement, made the same on all ranks that share the scale."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradscale.engine.culprits import Culprit
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.plan import Plan
 from gradscale.policies.contract import Seen
 from gradscale.torch.accumulation.window import Window
-from gradscale.torch.ranks.culprits import culprits_of_all
-from gradscale.torch.ranks.errors import RankFailed
-from gradscale.torch.ranks.faults import Faults
-from gradscale.torch.ranks.groups import ALONE, check_distinct, check_group
 from gradscale.torch.ranks.join import check_joins
-from gradscale.torch.ranks.missed import Missed
-from gradscale.torch.ranks.norms import Norms, seen_by_all
-from gradscale.torch.ranks.packet import FLAGS, Facts, Received, exchange, join_maximum, with_flags
-from gradscale.torch.ranks.placements import Distinct, Placements
+from gradscale.torch.ranks.norms import seen_by_all
+from gradscale.torch.ranks.packet import Facts, Received
 from gradscale.torch.ranks.reduced import Reduced
-from gradscale.torch.ranks.store import leave_reason, meet
+from gradscale.torch.ranks.rounds import Rounds
+from gradscale.torch.ranks.store import meet
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.gradients import Gradients, count_elements
 from gradscale.torch.step.host_copy import in_host_memory
@@ -59,61 +51,39 @@ class Agreed(NamedTuple):
 
 
 class Agreement:
-    """The ranks that decide together, and what they tell each other.
+    """Whether a step needs a round of the ranks, and what all of them have seen of it.
 
-    A step has one round at most (`gradscale.torch.ranks.packet`). Under plain DDP a step that is applied has none: the
-    reduced gradients tell every rank the same.
+    A step has one round at most. Under plain DDP a step that is applied has none: the reduced gradients tell every rank
+    the same.
 
     Attributes:
-        group: a process group; None is every rank once `torch.distributed` is initialized, `"alone"` only this one.
+        rounds: the ranks that decide together.
         reduced: whether DDP has reduced the gradients.
-        missed: steps that were applied on some ranks and not on others.
         compared: whether the ranks know that none of them has a scale, under `NoScaling`.
     """
 
-    def __init__(
-        self, modules: Sequence[nn.Module] = (), group: Any = None, distinct: Distinct = None, *, always: bool = False
-    ) -> None:
-        """Names the ranks.
+    def __init__(self, rounds: Rounds, modules: Sequence[nn.Module] = (), *, always: bool = False) -> None:
+        """Starts before the first step.
 
         Args:
-            modules: those trained, which tell how their parameters are spread.
-            group: as the attribute.
-            distinct: the group over which plain tensors are distinct, or a mapping of modules or parameters to such.
+            rounds: as the attribute.
+            modules: those trained.
             always: send a round at every step, also where the gradients tell everything.
         """
-        self.group = check_group(group)
+        self.rounds = rounds
         self.reduced = Reduced(modules)
-        self.missed = Missed()
         self.compared = False
-        self._norms = Norms(Placements(modules, check_distinct(distinct)))
         self._always = always
         self._calls = 0
-        self._faults: Faults | None = None
         self._reduced_last = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns the contents of a copy: what one step has left for the next is not part of it."""
-        return {**self.__dict__, "_faults": None}
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks decide together."""
-        # Looked up at every step: `torch.distributed` may be initialized after the scaler is built.
-        if self.group == ALONE or not (dist.is_available() and dist.is_initialized()):
-            return 1
-        return dist.get_world_size(self.group)
 
     def begin(self, join: Any = None, window: Window | None = None) -> None:
         """Begins a step. Raises what the last one has found on an accelerator, where it could not be read at once.
 
         `join` is what torch's `Join` has set on the scaler, and `window` the one that is open.
         """
-        self.missed.check_again(window)
+        self.rounds.begin(window)
         self._calls += 1
-        faults, self._faults = self._faults, None
-        if faults is not None:
-            self._raise_any(faults)
         check_joins(self.reduced.joining, join)
 
     def begin_without_scaling(self, join: Any, *, norm: bool) -> bool:
@@ -122,7 +92,7 @@ class Agreement:
         It has one for a `norm`, inside `Join`, where ranks without batches follow, and at the first step of such a
         policy, to find ranks that do have a scale. `join` is as in `begin`.
         """
-        if self.ranks == 1:
+        if self.rounds.ranks == 1:
             return False
         joining = self.reduced.joining
         follows = joining and join is not None and join.enable
@@ -140,34 +110,18 @@ class Agreement:
         apply it, and learn of the failure from the gradients of the next. `window` is the one that was open when the
         step began.
         """
-        if self.ranks == 1:
+        if self.rounds.ranks == 1:
             return
         valid = [each for each in optimizers if isinstance(each, Optimizer)]
         if self._told(window) and self._quiet(valid, device):
             # As `agree` on the other ranks, which have the same gradients.
             clean = self.reduced.all_finite()
             if clean and self._calls % COMPARE_EVERY != 1:
-                self.miss(error)
+                self.rounds.miss(error)
                 return
             if not clean:
-                meet(self.group)
-        if not self.missed:  # else the first reason stays
-            leave_reason(_text(error))
-        received = exchange(self._failure(failed=True), None, device, self.group)
-        if received.facts.sends_amax:
-            join_maximum(device, self.group)
-        faults = Faults(received.facts, torch.zeros((), device=device), self.group)
-        if in_host_memory(device):
-            with suppress(RankFailed):
-                self._raise_any(faults)
-        else:
-            self._faults = faults
-
-    def miss(self, error: BaseException) -> None:
-        """Notes that this rank has failed in a step which others apply. They raise a `RankFailed` in the next round."""
-        if self.ranks > 1:
-            leave_reason(f"in a step that others have applied: {_text(error)}")
-            self.missed.refuse()
+                self._meet()
+        self.rounds.fail(error, device)
 
     def mark(self, finite: Tensor) -> Tensor | None:
         """Returns what the gradient of a loss is multiplied by, to tell the other ranks whether the loss is finite.
@@ -175,17 +129,12 @@ class Agreement:
         Called when its backward pass begins. None if DDP does not reduce its gradients. Those of a backward pass inside
         `no_sync` are reduced with the last one.
         """
-        if self.ranks == 1 or not self.reduced.all_wrapped:
+        if self.rounds.ranks == 1 or not self.reduced.all_wrapped:
             return None
         self._reduced_last = self.reduced.during_backward()
-        return torch.where(finite & (not self.missed), 1.0, torch.nan)
-
-    def weights(self, gradients: Gradients) -> Sequence[float] | None:
-        """Returns what the elements of each gradient count here, so that over all ranks each element counts once.
-
-        None if all of them count the same.
-        """
-        return None if self.ranks == 1 else self._norms.weights(gradients, self.group)
+        factor = torch.where(finite & (not self.rounds.missed), 1.0, torch.nan)
+        self.reduced.mark(factor)
+        return factor
 
     @np.errstate(all="ignore")
     def agree(self, plan: StepPlan, measurement: Measurement, rule: Rule) -> Agreed:
@@ -200,7 +149,7 @@ class Agreement:
             RuntimeError: a norm is needed, and plain gradients differ between ranks; or their arguments do.
         """
         own = _own(plan, measurement, rule)
-        if self.ranks == 1:
+        if self.rounds.ranks == 1:
             return Agreed(own, bool(plan.gradients))
         clean = None
         if self._told(plan.window) and self._quiet(plan.optimizers, plan.divisor.device):
@@ -209,7 +158,7 @@ class Agreement:
             if clean and self._calls % COMPARE_EVERY != 1:
                 return Agreed(own, bool(plan.gradients), clean)
             if not clean:
-                meet(self.group)
+                self._meet()
         received = self._round(plan, measurement, rule.tensors(own))
         seen = rule.leaves(seen_by_all(received, plan.divisor))
         # What is not clean here is not clean anywhere; what is, may not be on another rank.
@@ -223,11 +172,7 @@ class Agreement:
         """
         self._calls += 1
         device, scale = rule.settle(device), rule.scale
-        facts = Facts(scale=scale, scale_squared=scale.double().square(), follows=1.0)
-        received = exchange(facts, None, device, self.group)
-        if sends_amax := bool(received.facts.sends_amax):
-            received = received._replace(amax=join_maximum(device, self.group))
-        self._raise_any(Faults(received.facts, scale, self.group))
+        received = self.rounds.follow(scale)
         seen = rule.leaves(seen_by_all(received, scale))
         attempted, norm = _any_gradients(received), bool(received.facts.asks_norm)
         if not rule.policy.needs:  # applied whatever the gradients are
@@ -235,153 +180,62 @@ class Agreement:
             seen, attempted = replace(seen, finite=yes, loss_finite=yes), True
         follows_amax = norm and Plan.of(rule.policy).amax
         if attempted:
-            decision = rule.decide(seen, scale, None, follows_amax=follows_amax, measured=sends_amax)
+            decision = rule.decide(seen, scale, None, follows_amax=follows_amax, measured=received.amax is not None)
         else:
             decision = rule.hold(seen)
         rule.commit(decision)
         if not decision.applied:
-            self.culprits((), device)
+            self.rounds.culprits((), device)
         return attempted
 
-    def any_rank(self, flags: Tensor) -> list[bool]:
-        """Returns which of `flags`, a vector of up to 3 bools, are set on any rank. Synchronizes with the device.
-
-        Raises as `agree`, and if other ranks are in a step.
-        """
-        if self.ranks == 1:
-            return flags.tolist()  # type: ignore[return-value]
-        # In the form of a step's round: a rank that is in a step by now finds what is wrong, and so does this one.
-        facts = exchange(with_flags(flags), None, flags.device, self.group).facts
-        if facts.sends_amax:
-            join_maximum(flags.device, self.group)
-        self._raise_any(Faults(facts, torch.zeros_like(facts.scale), self.group))
-        return [bool(getattr(facts, name)) for name in FLAGS[: len(flags)]]
-
-    def culprits(self, own: Sequence[Culprit], device: torch.device) -> list[Culprit]:
-        """Returns the culprits of all ranks, the same on each. Every rank must call it. Synchronizes."""
-        return culprits_of_all(own, device, self.group)
-
     def norm(self, gradients: Gradients, measurement: Measurement, scale: Tensor) -> Tensor:
-        """Returns the norm over the gradients of all ranks, which `scale` has not made. Every rank must call it.
-
-        Does not synchronize with the device. Raises as `agree`.
-        """
-        norm = cast(Tensor, measurement.norm)
-        if self.ranks == 1:
-            return norm
-        own = Facts(bad=~torch.isfinite(norm))
-        _, seen = self.send_with_norm(own, None, scale, gradients, measurement, torch.ones_like(norm))
+        """Returns the norm over all ranks of gradients under `NoScaling`. Every rank must call it."""
+        norm = self.rounds.norm(gradients, measurement, scale)
         self.compared = True
-        return seen.norm
+        return norm
 
     def compare(self, scale: Tensor) -> None:
         """Raises if the ranks have different scales, or one of them cannot take part. Every rank must call it."""
-        self.send(Facts(), None, scale)
+        self.rounds.send(Facts(), None, scale)
         self.compared = True
 
     def _told(self, window: Window | None) -> bool:
         """Returns whether the gradients of the step tell every rank the same, and forgets it: asked once in a step."""
         reduced, self._reduced_last = self._reduced_last, False
-        return reduced and not (window is not None and (window.unscaled or window.noted_overflow))
+        return reduced and not (window is not None and (window.unscaled or window.untold))
 
     def _quiet(self, optimizers: Sequence[Optimizer], device: torch.device) -> bool:
         """Returns whether a clean step needs no round, as far as that is known before its gradients are."""
-        return not self._always and self.reduced.holds_for(optimizers, device, self.group)
+        return not self._always and self.reduced.holds_for(optimizers, device, self.rounds.group)
 
-    def send(self, facts: Facts, amax: Tensor | None, scale: Tensor) -> Received:
-        """Returns what all ranks have seen, or raises what one of them has found. Every rank must call it.
-
-        On an accelerator that is raised when the next step begins, and this one is skipped. `facts` need not have the
-        scale, and whether there is an `amax`, the largest magnitude on this rank.
-        """
-        device, wide = scale.device, scale.double()
-        known = replace(facts, scale=wide, scale_squared=wide.square(), sends_amax=float(amax is not None))
-        received = exchange(known, amax, device, self.group)
-        faults = Faults(received.facts, scale, self.group)
-        if not in_host_memory(device):
-            self.missed.raise_again()
-            self._faults = faults
-            self.missed.end_round()
-            return received._replace(facts=replace(received.facts, bad=received.facts.bad + faults.any))
-        if received.amax is None and received.facts.sends_amax:
-            join_maximum(device, self.group)
-        self.missed.raise_again()
-        self._raise_any(faults)
-        self.missed.end_round()
-        return received
-
-    def _raise_any(self, faults: Faults) -> None:
-        """Raises what a round has found, and notes it if no rank may go on after it."""
+    def _meet(self) -> None:
+        """Waits for the other ranks before the round of a step that is not clean, which they know as this one does."""
         try:
-            faults.raise_any()
-        except RankFailed as error:
-            self.missed.note(error)
+            meet(self.rounds.group)
+        except RuntimeError as error:
+            self.rounds.miss(error)
             raise
-
-    def _failure(self, *, failed: bool) -> Facts:
-        """Returns what this rank sends if it has `failed` in this step, or missed one before."""
-        missed = bool(self.missed)
-        rank = float(dist.get_rank()) if failed or missed else 0.0
-        return Facts(failed=float(failed), failed_rank=rank, missed=float(missed))
 
     def _round(self, plan: StepPlan, measurement: Measurement, own: Seen) -> Received:
         """Returns what all ranks have seen of a step, or raises what one of them has found."""
-        facts = self._or_fail(lambda: self._facts(plan, measurement, own), plan.divisor.device)
-        received = self.send(facts, _amax_of(plan, own), plan.window.scale)
+        facts = self.rounds.or_fail(lambda: self._facts(plan, measurement, own), plan.divisor.device)
+        received = self.rounds.send(facts, _amax_of(plan, own), plan.window.scale)
         if plan.norm:
-            self._norms.compare_meshes(plan.gradients, measurement, received.facts, self.group)
+            self.rounds.norms.compare_meshes(plan.gradients, measurement, received.facts, self.rounds.group)
         return received
-
-    def send_with_norm(
-        self,
-        facts: Facts,
-        amax: Tensor | None,
-        scale: Tensor,
-        gradients: Gradients,
-        measurement: Measurement,
-        divisor: Tensor,
-    ) -> tuple[Received, Seen]:
-        """Returns what `send` does, and what all ranks have seen: with the norm of the gradients divided by `divisor`.
-
-        `measurement` is that of the gradients of this rank, with their norms.
-        """
-        norm = cast(Tensor, measurement.norm) * (1.0 / divisor)
-        squares = self._or_fail(
-            lambda: self._norms.squares(gradients, measurement, norm, self.group, divisor), scale.device
-        )
-        known = replace(
-            facts,
-            spread=squares.spread,
-            same=squares.same,
-            same_squared=squares.same_squared,
-            holders=squares.holders,
-            asks_norm=1.0,
-            smaller_meshes=self._norms.on_smaller_meshes(gradients, self.ranks),
-        )
-        received = self.send(known, amax, scale)
-        self._norms.compare_meshes(gradients, measurement, received.facts, self.group)
-        return received, seen_by_all(received, divisor)
-
-    def _or_fail(self, facts: Callable[[], Facts], device: torch.device) -> Facts:
-        """Returns what this rank sends, or raises, and tells the other ranks that it cannot take part in the step."""
-        try:
-            return facts()
-        except Exception as error:  # such as a parameter of which ranks outside of the group have shards
-            self.fail(error, (), device)
-            raise
 
     def _facts(self, plan: StepPlan, measurement: Measurement, own: Seen) -> Facts:
         """Returns what this rank sends of gradients and losses.
 
         Sizes are 0 where a gradient is not finite: they would spoil every sum.
         """
-        failure = self._failure(failed=False)
+        failure = self.rounds.own_failure(failed=False)
         finite = own.finite.double()
         counted, gradients = plan.edited or plan.edge is not None, plan.gradients
-        elements = count_elements(gradients.values, self.weights(gradients)) if counted else 0.0
+        elements = count_elements(gradients.values, self.rounds.weights(gradients)) if counted else 0.0
         sums = Facts()
         if plan.norm:
-            sums = self._norms.squares(gradients, measurement, own.norm, self.group, plan.divisor)
+            sums = self.rounds.norms.squares(gradients, measurement, own.norm, self.rounds.group, plan.divisor)
         return replace(
             sums,
             failed_rank=failure.failed_rank,
@@ -389,16 +243,12 @@ class Agreement:
             gradients=float(len(gradients) > 0),
             bad=1.0 - finite,
             # A rank that has missed a step has made its gradients NaN to say so: they are not an overflow.
-            bad_loss=1.0 if self.missed else 1.0 - own.loss_finite.double(),
+            bad_loss=1.0 if self.rounds.missed else 1.0 - own.loss_finite.double(),
             above=own.upper_share * elements,
             elements=elements,
             asks_norm=float(plan.norm),
-            smaller_meshes=self._norms.on_smaller_meshes(plan.gradients, self.ranks),
+            smaller_meshes=self.rounds.norms.on_smaller_meshes(plan.gradients, self.rounds.ranks),
         )
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _own(plan: StepPlan, measurement: Measurement, rule: Rule) -> Seen:

@@ -16,7 +16,7 @@ from gradscale.torch.ranks.pipeline import Pipeline
 from gradscale.torch.step.agree import Agreement
 from gradscale.torch.step.apply import apply, multiply
 from gradscale.torch.step.decide import Decision, Rule
-from gradscale.torch.step.gradients import Names, collect, parameters_of, sum_parts
+from gradscale.torch.step.gradients import Names, collect, parameters_of, place_gradients
 from gradscale.torch.step.host_copy import host_value
 from gradscale.torch.step.measure import measure, measure_sizes
 from gradscale.torch.step.no_scaling import read_unscaled, step_without_scaling
@@ -55,6 +55,7 @@ class Stages:
         self._rule = rule
         self._names = names
         self._agreement = agreement
+        self._rounds = agreement.rounds
         self._memory = memory
         self._windows = windows
         self._warned_of_half = False
@@ -97,13 +98,13 @@ class Stages:
 
     def _fail(self, error: Exception, optimizers: Sequence[Optimizer], window: Window | None = None) -> None:
         """Tells the other ranks that this one cannot take part in the step. `window` was open when it began."""
-        if self._agreement.ranks == 1:
+        if self._rounds.ranks == 1:
             return
         held = [each for each in optimizers if isinstance(each, Optimizer)]
-        # The others sum theirs before they come to the round.
-        sum_parts(parameters_of(held) if held else self._names.parameters())
+        # The others do so before they come to the round.
+        place_gradients(parameters_of(held) if held else self._names.parameters())
         self._agreement.fail(error, held, self.device, window)
-        if self._agreement.missed:  # others have applied this step: it is over
+        if self._rounds.missed:  # others have applied this step: it is over
             self._windows.close()
 
     def run_without_scaling(
@@ -120,6 +121,8 @@ class Stages:
         sends = self._agreement.begin_without_scaling(join, norm=norm)
         try:
             check_step(optimizers, clip_norm, clip_value)
+            if norm:
+                self._rounds.check_shards(optimizers)
             unscaled = read_unscaled(self._rule, optimizers, norm=norm, bounds=clip_value is not None)
         except Exception as error:
             if sends:
@@ -135,6 +138,7 @@ class Stages:
         window = self._windows.get(device)
         samples = self._memory.samples
         try:
+            self._rounds.check_shards([owner])
             plan = plan_step(self._rule, [owner], window, norm=True, sample=samples, fold=False)
             measurement = self._measured(plan)
         except Exception as error:
@@ -151,9 +155,10 @@ class Stages:
     ) -> StepPlan:
         """Returns the plan of a step, or raises if its gradients cannot be used."""
         check_step(optimizers, clip_norm, clip_value)
+        self._rounds.check_shards(optimizers)
         window = self.ready(optimizers)
         if window.unscaled:
-            unscale_rest(collect(optimizers), window, self._rule.policy, self._names, self._agreement.weights)
+            unscale_rest(collect(optimizers), window, self._rule.policy, self._names, self._rounds.weights)
         plan = plan_step(
             self._rule,
             optimizers,
@@ -171,7 +176,7 @@ class Stages:
     def _measured(self, plan: StepPlan) -> Measurement:
         """Returns the measurement of this rank: stage one."""
         try:
-            return measure(plan, None if plan.edge is None else self._agreement.weights(plan.gradients))
+            return measure(plan, None if plan.edge is None else self._rounds.weights(plan.gradients))
         except BaseException:
             # Some gradients may have been divided: closed, so that another step cannot divide them again.
             self._windows.close(plan.optimizers)
@@ -212,7 +217,7 @@ class Stages:
             self._memory.begin(plan.optimizers, plan.divisor.device)
             return apply(plan, decision.applied, decision.factor, decision.known)
         except BaseException as error:  # also one that was interrupted: the others have applied the step
-            self._agreement.miss(error)
+            self._rounds.miss(error)
             raise
 
     def _closed(
@@ -227,8 +232,8 @@ class Stages:
             guard.settle(decision.applied)
         result = result_of(plan, measurement, decision, self._rule, self._names, updated=updated)
         skipped = host_value(decision.applied) == 0.0 if updated is None else not updated
-        if skipped and self._agreement.ranks > 1:
+        if skipped and self._rounds.ranks > 1:
             # Now, when all ranks know of it: a user may ask on one of them alone.
-            result.found = self._agreement.culprits(result.culprits(), plan.divisor.device)
+            result.found = self._rounds.culprits(result.culprits(), plan.divisor.device)
         self._windows.close(plan.optimizers)
         return Ended(result, decision.state, plan.optimizers)
