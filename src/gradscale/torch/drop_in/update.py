@@ -141,8 +141,11 @@ def seen_by(
     seen = together.seen(rule.leaf(scale), default.loss_finite, rule.xp, rule.leaf(overflow))
     if len(norms) < len(sizes) == len(amaxes) or not norms:
         return seen, rule.amax_ratio
-    known, ratio = with_amax(seen, rule.amax_ratio, rule.xp, measured=len(amaxes) == len(sizes))
-    return replace(known, amax=larger(known.amax, seen.amax, rule.xp)), ratio
+    measured_all = len(amaxes) == len(sizes)
+    known, ratio = with_amax(seen, rule.amax_ratio, rule.xp, measured=measured_all)
+    if amaxes and not measured_all:
+        known = replace(known, amax=larger(known.amax, seen.amax, rule.xp))
+    return known, ratio
 
 
 def _norm_of(norms: Sequence[Tensor]) -> Tensor:
