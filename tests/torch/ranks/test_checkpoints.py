@@ -1,6 +1,8 @@
 """Distributed checkpoints: a scaler is one value, and loads on any number of ranks, whatever it was built with."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +66,27 @@ def save_and_load(folder: Path) -> dict[int, list[tuple[Any, Any]]]:
     rank = dist.get_rank()
     groups: dict[int, Any] = {ranks: dist.new_group(list(range(ranks))) for ranks in (1, 2, 4)}
     found: dict[int, list[tuple[Any, Any]]] = {ranks: [] for ranks in groups}
-    for number, policy in enumerate(SAVED):
+    makers: list[tuple[Callable[[], Any], list[Callable[[], Any]]]] = [
+        (
+            partial(trained, policy, group=groups[2] if rank < 2 else None),
+            [partial(LossScaler, policy=p) for p in BUILT],
+        )
+        for policy in SAVED
+    ]
+    makers += [
+        (partial(trained_drop_in, each), [partial(GradScaler, "cpu", **s) for s in SETTINGS]) for each in SETTINGS
+    ]
+    for number, (make, builders) in enumerate(makers):
         checkpoint = folder / str(number)
         saved: list[Any] = [None]
         if rank < 2:
-            scaler = trained(policy, group=groups[2])
+            scaler = make()
             saved = [scaler.state_dict()]
             dcp.save({"scaler": scaler}, checkpoint_id=checkpoint, process_group=groups[2])
         dist.broadcast_object_list(saved)
         for ranks, group in groups.items():
-            for built in BUILT if rank < ranks else ():
-                found[ranks].append((loaded(checkpoint, LossScaler(policy=built), process_group=group), saved[0]))
+            for build in builders if rank < ranks else ():
+                found[ranks].append((loaded(checkpoint, build(), process_group=group), saved[0]))
     return found
 
 
@@ -88,7 +100,7 @@ def by_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, An
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_two_ranks_saved_is_loaded_whatever_the_policy(by_four_ranks: list[dict[int, Any]], ranks: int) -> None:
     for found in by_four_ranks[:ranks]:
-        assert len(found[ranks]) == len(SAVED) * len(BUILT)
+        assert len(found[ranks]) == len(SAVED) * len(BUILT) + len(SETTINGS) ** 2
         for state, expected in found[ranks]:
             assert state == expected
 
