@@ -1,7 +1,7 @@
 """Distributed checkpoints: a scaler is one value, and loads on any number of ranks, whatever it was built with."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,15 +66,11 @@ def save_and_load(folder: Path) -> dict[int, list[tuple[Any, Any]]]:
     rank = dist.get_rank()
     groups: dict[int, Any] = {ranks: dist.new_group(list(range(ranks))) for ranks in (1, 2, 4)}
     found: dict[int, list[tuple[Any, Any]]] = {ranks: [] for ranks in groups}
-    makers: list[tuple[Callable[[], Any], list[Callable[[], Any]]]] = [
-        (
-            partial(trained, policy, group=groups[2] if rank < 2 else None),
-            [partial(LossScaler, policy=p) for p in BUILT],
-        )
-        for policy in SAVED
-    ]
-    makers += [
-        (partial(trained_drop_in, each), [partial(GradScaler, "cpu", **s) for s in SETTINGS]) for each in SETTINGS
+    built = [partial(LossScaler, policy=policy) for policy in BUILT]
+    drop_ins = [partial(GradScaler, "cpu", **settings) for settings in SETTINGS]
+    makers: list[tuple[Callable[[], Any], Sequence[Callable[[], Any]]]] = [
+        *((partial(trained, policy, groups[2]), built) for policy in SAVED),
+        *((partial(trained_drop_in, settings), drop_ins) for settings in SETTINGS),
     ]
     for number, (make, builders) in enumerate(makers):
         checkpoint = folder / str(number)
