@@ -32,6 +32,9 @@ class ScaledAccelerator(Accelerator):
 
         By default those of `install`. The loss is first divided by the number of micro-batches.
         """
+        if not isinstance(self.scaler, GradScaler):
+            super().backward(loss, **kwargs)  # another scaler or none was set, as some do to switch scaling off
+            return
         # Accelerate calls `scale(loss).backward()`, which cannot be run again if it overflows.
         self.scaler.backward(loss / self.gradient_accumulation_steps, **({"retries": self._retries} | kwargs))
 
@@ -46,7 +49,8 @@ class ScaledAccelerator(Accelerator):
 
         Transformers calls it before it trains again with a smaller batch, where `auto_find_batch_size` is set.
         """
-        self.scaler._discard()
+        if isinstance(self.scaler, GradScaler):
+            self.scaler._discard()
         return super().free_memory(*objects)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: Any = 2) -> Any:
@@ -83,5 +87,6 @@ class ScaledAccelerator(Accelerator):
         """
         norm = math.nan if self._grad_norm is None else float(self._grad_norm)
         # A disabled scaler counts nothing.
-        metrics = self.scaler.metrics() if self.scaler.is_enabled() else {}
+        counts = isinstance(self.scaler, GradScaler) and self.scaler.is_enabled()
+        metrics = self.scaler.metrics() if counts else {}
         return logged(metrics | {"grad_norm": norm})
