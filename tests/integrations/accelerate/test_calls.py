@@ -119,6 +119,16 @@ def test_trackers_get_the_metrics_of_the_scaler() -> None:
     assert row["gradscale/skip_rate"] == sum(run.skips) / 4
 
 
+def test_nothing_is_added_before_the_first_step_nor_if_not_wanted() -> None:
+    for how, steps in (({}, 0), ({"log": False}, 1)):
+        kept = Kept()
+        run = Run(ours(**how), log_with=kept)
+        run.accelerator.init_trackers("run")
+        run.train(steps)
+        run.accelerator.log({"loss": 1.0})
+        assert kept.rows == [(None, {"loss": 1.0})]
+
+
 def test_norm_is_not_logged_where_nothing_was_clipped() -> None:
     kept = Kept()
     run = Run(ours(), clip=None, log_with=kept)

@@ -25,6 +25,7 @@ class ScaledAccelerator(Accelerator):
 
     scaler: GradScaler
     _retries: int | None = None
+    _logs: bool = True
     _grad_norm: Tensor | None = None
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -83,10 +84,12 @@ class ScaledAccelerator(Accelerator):
     def scaler_metrics(self) -> dict[str, float]:
         """Returns the metrics of the scaler under the names of loggers, and the norm that was clipped last.
 
-        Synchronizes with the device for the norm; without clipping there is none, and it does not.
+        None before the first step, nor with `install(..., log=False)`. Synchronizes with the device for the norm;
+        without clipping there is none, and it does not.
         """
+        if not self._logs:
+            return {}
         norm = math.nan if self._grad_norm is None else float(self._grad_norm)
         # A disabled scaler counts nothing.
-        counts = isinstance(self.scaler, GradScaler) and self.scaler.is_enabled()
-        metrics = self.scaler.metrics() if counts else {}
-        return logged(metrics | {"grad_norm": norm})
+        stepped = isinstance(self.scaler, GradScaler) and self.scaler.is_enabled() and self.scaler.last is not None
+        return logged((self.scaler.metrics() if stepped else {}) | {"grad_norm": norm})
