@@ -6,6 +6,8 @@ from collections.abc import Mapping
 PREFIX = "gradscale/"
 """Loggers group metrics by the part of their name before a slash."""
 
+GRAD_NORM = f"{PREFIX}grad_norm"
+
 
 def logged(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the `metrics()` of a scaler as a logger takes them; those that are not known are left out.

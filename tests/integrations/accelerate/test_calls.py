@@ -153,6 +153,16 @@ def test_trackers_get_the_metrics_of_the_scaler() -> None:
     assert row["gradscale/skip_rate"] == sum(run.skips) / 4
 
 
+def test_nothing_is_added_before_the_first_step_nor_if_not_wanted() -> None:
+    for how, steps in (({}, 0), ({"log": False}, 1)):
+        kept = Kept()
+        run = Run(ours(**how), log_with=kept)
+        run.accelerator.init_trackers("run")
+        run.train(steps)
+        run.accelerator.log({"loss": 1.0})
+        assert kept.rows == [(None, {"loss": 1.0})]
+
+
 def test_norm_is_not_logged_where_nothing_was_clipped() -> None:
     kept = Kept()
     run = Run(ours(), clip=None, log_with=kept)
@@ -160,6 +170,24 @@ def test_norm_is_not_logged_where_nothing_was_clipped() -> None:
     run.train(1)
     run.accelerator.log({})
     assert set(kept.rows[0][1]) == {f"gradscale/{name}" for name in ("scale", "applied", "skipped", "skip_rate")}
+
+
+@pytest.mark.parametrize("how", [None, {"enabled": False}, {"init_scale": 64.0}])
+def test_other_scaler_that_is_set_later_is_used_as_by_accelerate(how: dict[str, Any] | None) -> None:
+    def place(accelerator: Any) -> Any:
+        accelerator.native_amp = True
+        accelerator.scaler = None if how is None else torch.amp.GradScaler("cpu", **how)
+        return accelerator.scaler
+
+    def place_after_install(accelerator: Any) -> Any:
+        ours()(accelerator)
+        return place(accelerator)
+
+    without, run = Run(place, clip=None).train(1), Run(place_after_install, clip=None).train(1)
+    assert all(map(torch.equal, run.parameters, without.parameters))
+    accelerator: Any = run.accelerator
+    assert accelerator.scaler_metrics() == {}
+    accelerator.free_memory()
 
 
 def test_prepared_optimizer_is_pickled_as_before() -> None:

@@ -307,6 +307,15 @@ def test_arguments_of_lightnings_own_class_mean_the_same() -> None:
         FabricMixedPrecision("bf16", "cpu")
 
 
+@pytest.mark.parametrize("make", [FabricMixedPrecision, MixedPrecision])
+def test_context_and_errors_are_those_of_lightnings_own_class(make: Any) -> None:
+    context = make("bf16-mixed", "cpu").forward_context()
+    assert isinstance(context, torch.autocast)
+    assert context.fast_dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="`precision='bf16-mixed'` does not use a scaler"):
+        make("bf16-mixed", "cpu", GradScaler("cpu"))
+
+
 def test_bf16_with_check_only_skips_what_is_not_finite() -> None:
     run = Run(FabricMixedPrecision(CheckOnly(), precision="bf16-mixed", clip_norm=1.0))
     run.step(0)

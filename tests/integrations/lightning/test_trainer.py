@@ -190,6 +190,20 @@ def test_module_has_its_own_methods_again_after_the_run() -> None:
     assert len(module.rates) == 8
 
 
+def test_method_that_was_set_on_the_module_is_there_again_after_the_run() -> None:
+    module = Regression(bad=(1,), interval="step")
+    calls: list[Any] = []
+
+    def advance(scheduler: Any, metric: Any) -> None:
+        calls.append(scheduler)
+        scheduler.step()
+
+    module.lr_scheduler_step = advance
+    fit(module, ours())
+    assert len(calls) == 3
+    assert module.lr_scheduler_step is advance
+
+
 def test_schedules_own_hook_is_called_unless_it_is_held() -> None:
     class OwnHook(Regression):
         def __init__(self) -> None:
@@ -213,6 +227,20 @@ def test_loggers_and_progress_bar_get_the_metrics(tmp_path: Any) -> None:
     assert [float(row.split(",")[skipped]) for row in rows[1:]] == [0, 1, 1, 1]
     assert {"gradscale/scale", "gradscale/skip_rate", "gradscale/grad_norm"} <= set(rows[0].split(","))
     assert trainer.progress_bar_metrics == {"gradscale/scale": 2.0**9, "gradscale/skipped": 1.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("policy", ["auto", "torch:init_scale=1024.0"])
+def test_loggers_get_the_norm_of_unscaled_gradients_without_clipping(kind: str, policy: str) -> None:
+    clips: list[dict[str, Any]] = [{"gradient_clip_val": 1e9}, {}]
+    clipped, module = (fit(Regression(kind), MixedPrecision(policy), **clip) for clip in clips)
+    norm = clipped.callback_metrics["gradscale/grad_norm"]
+    assert 0 < norm < 100
+    assert module.callback_metrics["gradscale/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_norm_of_a_skipped_step_is_not_logged_without_clipping() -> None:
+    assert "gradscale/grad_norm" not in fit(Regression(bad=(0,)), ours(), batches=1).callback_metrics
 
 
 def test_skip_is_shown_at_once_and_counts_by_the_end_of_an_epoch() -> None:

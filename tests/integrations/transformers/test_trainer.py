@@ -40,6 +40,12 @@ def test_logs_and_callbacks_carry_scale_skips_and_norm(tmp_path: Path) -> None:
     assert "gradscale/scale" not in trainer.state.log_history[-1], "a summary of the run, not of a step"
 
 
+def test_logs_carry_nothing_of_the_scaler_if_not_wanted(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, ours(log=False), max_steps=1)
+    trainer.train()
+    assert not any(name.startswith("gradscale/") for row in trainer.state.log_history for name in row)
+
+
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3])
 def test_logged_norm_is_of_unscaled_gradients(max_grad_norm: float, tmp_path: Path) -> None:
     norms = []

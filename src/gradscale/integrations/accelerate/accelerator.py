@@ -31,6 +31,7 @@ class ScaledAccelerator(Accelerator):
 
     scaler: GradScaler
     _retries: int | None = None
+    _logs: bool = True
     _grad_norm: Tensor | None = None
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -38,6 +39,9 @@ class ScaledAccelerator(Accelerator):
 
         By default those of `install`. The loss is first divided by the number of micro-batches.
         """
+        if not isinstance(self.scaler, GradScaler):
+            super().backward(loss, **kwargs)  # another scaler or none was set, as some do to switch scaling off
+            return
         # Accelerate calls `scale(loss).backward()`, which cannot be run again if it overflows.
         self.scaler.backward(loss / self.gradient_accumulation_steps, **({"retries": self._retries} | kwargs))
 
@@ -52,7 +56,8 @@ class ScaledAccelerator(Accelerator):
 
         Transformers calls it before it trains again with a smaller batch, where `auto_find_batch_size` is set.
         """
-        self.scaler._discard()
+        if isinstance(self.scaler, GradScaler):
+            self.scaler._discard()
         return super().free_memory(*objects)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: Any = 2) -> Any:
@@ -104,9 +109,12 @@ class ScaledAccelerator(Accelerator):
     def scaler_metrics(self) -> dict[str, float]:
         """Returns the metrics of the scaler under the names of loggers, and the norm that was clipped last.
 
-        Synchronizes with the device for the norm; without clipping there is none, and it does not.
+        None before the first step, nor with `install(..., log=False)`. Synchronizes with the device for the norm;
+        without clipping there is none, and it does not.
         """
+        if not self._logs:
+            return {}
         norm = math.nan if self._grad_norm is None else float(self._grad_norm)
         # A disabled scaler counts nothing.
-        metrics = self.scaler.metrics() if self.scaler.is_enabled() else {}
-        return logged(metrics | {"grad_norm": norm})
+        stepped = isinstance(self.scaler, GradScaler) and self.scaler.is_enabled() and self.scaler.last is not None
+        return logged((self.scaler.metrics() if stepped else {}) | {"grad_norm": norm})

@@ -28,6 +28,7 @@ def install(
     retries: int | None = None,
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
     on_stuck: OnStuck = "warn",
+    log: bool = True,
 ) -> GradScaler:
     """Makes `accelerator` scale losses with `gradscale.torch.GradScaler`, which it returns.
 
@@ -51,6 +52,7 @@ def install(
             forward pass; 0 for never. By default once or so until a first step was applied, under `"auto"`.
         max_consecutive_skips: as in `GradScaler`.
         on_stuck: as in `GradScaler`.
+        log: whether `accelerator.log` adds the metrics of the scaler. Switch it off for a tracker with fixed columns.
 
     Raises:
         TypeError: `accelerator` is not an `Accelerator`.
@@ -71,7 +73,7 @@ def install(
         _autocast_prepared(accelerator)
     # Not a subclass for users to build: trainers on top of Accelerate build theirs themselves.
     mix_in(ScaledAccelerator, accelerator)
-    accelerator._retries = retries  # type: ignore[attr-defined]
+    accelerator._retries, accelerator._logs = retries, log  # type: ignore[attr-defined]
     return scaler
 
 

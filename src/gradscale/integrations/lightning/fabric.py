@@ -70,7 +70,7 @@ class FabricMixedPrecision(LightningMixedPrecision, CarriesScaler):
     ) -> None:
         policy, precision = policy_and_precision(policy, precision)
         own = scaler_of(policy, scaler, precision, device)
-        super().__init__(precision, device or "cpu", own if precision == FP16 else scaler)
+        super().__init__(precision, device or "cpu", own if precision == FP16 else None)
         self.scaler: GradScaler | None = own
         self._retries = retries_given(retries)
         # Fabric does not tell its plugins where the model is.

@@ -4,6 +4,7 @@ import warnings
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.amp.grad_scaler import OptState
 
 from gradscale.engine.retries import check_retries
@@ -22,6 +23,10 @@ OTHER_PRECISIONS: frozenset[Any] = frozenset(
     {16, 32, 64, "16", "bf16", "32", "64", "16-true", "bf16-true", "32-true", "64-true"}
 )
 """What `Trainer(precision=...)` takes besides. No policy has such a name."""
+
+
+class ScalerRefused(MisconfigurationException, ValueError):
+    """A scaler was given for BF16. Lightning raises the one in a `Trainer`, and the other in a `Fabric`."""
 
 
 def policy_and_precision(first: Policy | str, precision: AnyPrecision | None) -> tuple[Policy | str, AnyPrecision]:
@@ -51,6 +56,9 @@ def scaler_of(policy: Policy | str, scaler: Any, precision: AnyPrecision, device
     """Returns the scaler of a plugin: the one given, or one with the policy.
 
     For BF16 None, unless the policy is `CheckOnly`.
+
+    Raises:
+        ValueError: both are given, or one that scales for BF16.
     """
     if scaler is not None and policy != AUTO:
         raise ValueError(
@@ -58,14 +66,16 @@ def scaler_of(policy: Policy | str, scaler: Any, precision: AnyPrecision, device
             "Make the scaler with the policy: `GradScaler(policy=...)`."
         )
     if scaler is not None:
-        if precision == FP16 and not isinstance(scaler, GradScaler):
+        if precision == BF16:
+            raise ScalerRefused(f"`precision='bf16-mixed'` does not use a scaler, found {scaler}.")
+        if not isinstance(scaler, GradScaler):
             warnings.warn(
                 f"The scaler is a {type(scaler).__module__}.{type(scaler).__qualname__}, and the plugin does with it "
                 "what Lightning's own does: no clipping with fused optimizers, schedules that advance on a skip, no "
                 "metrics. For these pass a `gradscale.torch.GradScaler`, which loads its state.",
                 stacklevel=3,
             )
-        return scaler  # in BF16 Lightning refuses one
+        return scaler
     if precision == BF16 and not _checks(policy):
         return None
     # Where the device is not known yet, the CPU: a type that is always there. The first loss says where the scale is.

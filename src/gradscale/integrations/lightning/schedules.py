@@ -12,6 +12,9 @@ from gradscale.torch import StepResult
 
 OnSkip = Literal["hold", "advance"]
 
+HOOK = "lr_scheduler_step"
+"""What the Trainer calls to advance a schedule."""
+
 
 def check_on_skip(on_skip: str) -> OnSkip:
     """Returns what schedules do on a skipped step, or raises if it is neither of the two names."""
@@ -34,6 +37,7 @@ class HeldSchedules:
         self._order = [id(scheduler) for scheduler in followed]
         self._pending: deque[StepResult] = deque()
         self._module: Any = None
+        self._before: dict[str, Any] = {}
 
     def attach(self, module: pl.LightningModule) -> None:
         """Makes the module's `lr_scheduler_step` do nothing where a schedule is held. `detach` undoes it."""
@@ -47,6 +51,8 @@ class HeldSchedules:
             if not self._holds(scheduler):
                 advance(scheduler, metric)
 
+        # What was set on the module itself, and not by its class, is set again when the run ends.
+        self._before = {name: value for name, value in vars(module).items() if name == HOOK}
         module.lr_scheduler_step = lr_scheduler_step  # type: ignore[method-assign]
         self._module = module
 
@@ -54,7 +60,8 @@ class HeldSchedules:
         """Gives the module its own `lr_scheduler_step` back."""
         if self._module is not None:
             del self._module.lr_scheduler_step
-            self._module = None
+            vars(self._module).update(self._before)
+            self._module, self._before = None, {}
 
     def add(self, result: StepResult | None) -> None:
         """Notes the result of a step. Does not synchronize with the device."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gradscale.integrations.lightning.fabric import FabricMixedPrecision
 from gradscale.integrations.lightning.fabric_checkpoints import CarriesScaler
+from gradscale.integrations.lightning.norms import norm_after_step
 from gradscale.integrations.lightning.overrides import clips_itself, overrides, reads_gradients, replaces_clipping
 from gradscale.integrations.lightning.scaler import (
     AUTO,
@@ -27,7 +28,7 @@ from gradscale.integrations.lightning.scaler import (
     scaler_of,
 )
 from gradscale.integrations.lightning.schedules import HeldSchedules, OnSkip, check_on_skip
-from gradscale.integrations.logged import PREFIX, logged
+from gradscale.integrations.logged import GRAD_NORM, PREFIX, logged
 from gradscale.policies.contract import Policy
 from gradscale.torch import GradScaler, StepResult
 from gradscale.torch.wrappers import own_module
@@ -82,7 +83,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
     ) -> None:
         policy, precision = policy_and_precision(policy, precision)
         own = scaler_of(policy, scaler, precision, device)
-        super().__init__(precision, device or "cpu", own if precision == FP16 else scaler)
+        super().__init__(precision, device or "cpu", own if precision == FP16 else None)
         self.scaler: GradScaler | None = own
         self._device_given = device is not None
         self._on_skip = check_on_skip(on_skip)
@@ -140,8 +141,10 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
 
     def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Returns a context in which operations run in FP16, or BF16."""
-        known = self._in_trainer or self._device_given
-        return super().forward_context() if known else self._in_fabric.forward_context()
+        if self._in_trainer:
+            return super().forward_context()
+        # `Fabric` takes a `torch.autocast`, and does not say on which device.
+        return self.autocast_context_manager() if self._device_given else self._in_fabric.forward_context()
 
     def convert_input(self, data: Any) -> Any:
         """Returns a batch as it is; in a `Fabric`, where models take FP16, in FP16."""
@@ -224,7 +227,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         scaler.update()
         self._schedules.add(scaler.last)
         if self._logs:
-            self._log(model, scaler)
+            self._log(model, scaler, optimizer)
         return output
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
@@ -262,11 +265,14 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         # Not Lightning's own `MixedPrecision`, which refuses fused optimizers.
         Precision.clip_gradients(self, own, clip_val, gradient_clip_algorithm)
 
-    def _log(self, model: LightningModule, scaler: GradScaler) -> None:
+    def _log(self, model: LightningModule, scaler: GradScaler, optimizer: Optimizable) -> None:
         """Logs the scaler's metrics as `self.log` does, if it is time to. Does not synchronize with the device."""
         # Not at every step: a call of `self.log` costs as much as a small optimizer's step.
         if scaler.last is not None and _is_due(model.trainer, scaler.last):
-            for name, value in logged(scaler.metrics()).items():
+            metrics: dict[str, Any] = logged(scaler.metrics())
+            if GRAD_NORM not in metrics and scaler.last.poll() is not False:
+                metrics |= {GRAD_NORM: norm} if (norm := norm_after_step(optimizer)) is not None else {}
+            for name, value in metrics.items():
                 model.log(name, value, prog_bar=name in IN_PROGRESS_BAR, on_step=True, on_epoch=False, batch_size=1)
 
     def state_dict(self) -> dict[str, Any]:

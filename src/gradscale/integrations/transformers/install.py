@@ -17,6 +17,7 @@ def install(
     retries: int | None = None,
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
     on_stuck: OnStuck = "warn",
+    log: bool = True,
 ) -> GradScaler:
     """Makes `trainer` scale losses with `gradscale.torch.GradScaler`, which it returns.
 
@@ -37,6 +38,7 @@ def install(
             forward pass; 0 for never. By default once or so until a first step was applied, under `"auto"`.
         max_consecutive_skips: as in `GradScaler`.
         on_stuck: as in `GradScaler`.
+        log: whether logs carry the metrics of the scaler.
 
     Raises:
         TypeError: `trainer` is not a `Trainer`.
@@ -55,4 +57,4 @@ def install(
             "steps whose gradients are inf or NaN, pass `CheckOnly()`."
         )
     stuck = {"max_consecutive_skips": max_consecutive_skips, "on_stuck": on_stuck}
-    return ScaledTrainer.take_over(trainer, {"policy": policy, "retries": retries, **stuck})
+    return ScaledTrainer.take_over(trainer, {"policy": policy, "retries": retries, "log": log, **stuck})
