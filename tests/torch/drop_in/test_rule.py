@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.torch.drop_in.helpers import TORCH, give, parameter, ready
+from tests.torch.drop_in.helpers import TORCH, give, last_of, parameter, ready
 
-from gradscale import Dynamic, Headroom, Histogram, LogMax, NoScaling, Static
+from gradscale import CheckOnly, Dynamic, Headroom, Histogram, LogMax, NoScaling, Static
 from gradscale.engine.measurement import Measurement
 from gradscale.peers import preset
 from gradscale.policies.contract import Policy, Seen
@@ -264,3 +264,19 @@ def test_growth_to_infinity_is_not_taken() -> None:
     found = scales_of(GradScaler("cpu", **numbers), [False] * 3)
     assert [scale for scale, _ in found] == [2.0**124] * 3
     assert found == scales_of(TORCH("cpu", **numbers), [False] * 3)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_check_alone_needs_no_call_of_scale(fused: bool) -> None:
+    owner = parameter()
+    scaler, optimizer = GradScaler("cpu", policy=CheckOnly()), torch.optim.SGD([owner], lr=1.0, fused=fused)
+    skipped = []
+    for factor in (1.0, torch.inf, 1.0):
+        optimizer.zero_grad()
+        (owner.sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped.append(last_of(scaler).skipped())
+    assert skipped == [False, True, False]
+    assert owner.tolist() == [-1.0] * 3
+    assert scaler.get_scale() == 1.0

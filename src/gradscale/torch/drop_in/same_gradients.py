@@ -105,8 +105,8 @@ def divisor_of(scaler: "GradScaler", optimizer: Optimizer, method: str) -> Tenso
     Without `scale` and a backward pass since the last `update`, they are those that were there before it, unless the
     optimizer was stepped on them: then they are new, and taken to be made with the present scale.
     """
-    if scaler._scale is None and scaler._ranks.always:
-        # A rank that never has a loss, such as the first stage of a pipeline.
+    if scaler._scale is None and (scaler._ranks.always or not scaler._multiplies):
+        # A rank that never has a loss, such as the first stage of a pipeline; or a loop whose losses need no scale.
         scaler._lazy_init_scale_growth_tracker(next(parameters_of([optimizer])).device)
     scale, _ = scaler._check_scale_growth_tracker(method)
     updated = scaler._updated
