@@ -8,7 +8,7 @@ from typing import Any
 from gradscale._table import text_table
 from gradscale.formats import Format
 from gradscale.histogram.losses import Losses, losses
-from gradscale.torch.watch.sample import Kind, Sample
+from gradscale.watching.sample import Kind, Sample
 
 
 @dataclass(frozen=True, slots=True)
