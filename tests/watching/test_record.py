@@ -27,7 +27,10 @@ def counted(*arrays: Any, scales: tuple[float, ...], shifts: tuple[int, ...]) ->
 
 def record_of(**slots: list[int]) -> WatchRecord:
     found = counted(
-        np.float32([3.0, 0.25, 0.0]), np.float16([1024.0, np.inf]), scales=(1.0, 1024.0), shifts=(0, -10)
+        np.array([3.0, 0.25, 0.0], np.float32),
+        np.array([1024.0, np.inf], np.float16),
+        scales=(1.0, 1024.0),
+        shifts=(0, -10),
     )
     record = WatchRecord(100, None, ["fp16"])
     record._samples[7] = Sample({(name, "weight"): each for name, each in slots.items()}, found)
@@ -52,7 +55,7 @@ def test_several_tensors_of_a_name_are_one_row() -> None:
 
 @pytest.mark.parametrize("every", [0, -1, 2.0, True])
 def test_a_number_that_is_no_number_of_steps_is_refused(every: Any) -> None:
-    with pytest.raises(ValueError, match="`every` must be a positive number of steps. Received: every="):
+    with pytest.raises(ValueError, match=r"`every` must be a positive number of steps\. Received: every="):
         Schedule(every)
 
 
