@@ -13,8 +13,7 @@ from jax.tree_util import GetAttrKey, SequenceKey
 
 from gradscale.formats import Format
 from gradscale.jax.tree import Leaf, is_inexact, path_name, split
-from gradscale.kernels.jax import peak
-from gradscale.kernels.jax_exponents import counts_of_each
+from gradscale.kernels.jax_exponents import counts_and_peaks
 from gradscale.watching.counted import counted_of
 from gradscale.watching.record import FORMATS, WatchRecord
 from gradscale.watching.sample import MODEL, Key, Kind, Sample
@@ -140,7 +139,8 @@ class Watch(WatchRecord):
             )
         arrays = tuple(array for _, array in chosen)
         keys, dtypes = tuple(key for key, _ in chosen), tuple(str(array.dtype) for array in arrays)
-        return WatchCounts(*_counts(arrays), jnp.asarray(scale, jnp.float32), keys, dtypes)
+        bins, outside, amax = counts_and_peaks(arrays)
+        return WatchCounts(bins, outside, amax, jnp.asarray(scale, jnp.float32), keys, dtypes)
 
     def step(self, counts: WatchCounts | None = None) -> None:
         """Notes the end of a step, and keeps its counts if it is sampled. Call it once after each step.
@@ -158,14 +158,6 @@ class Watch(WatchRecord):
                 )
             self._samples[self.step_index] = _sample(counts)
         self.step_index += 1
-
-
-@jax.jit
-def _counts(arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
-    """Returns bins, numbers outside of them and largest magnitudes of arrays, of which there is at least one."""
-    found = counts_of_each(arrays)
-    outside = jnp.stack([found.zeros, found.infs, found.nans], axis=1)
-    return found.bins, outside, jnp.stack([peak(array) for array in arrays])
 
 
 def _named(tree: Any, kind: Kind) -> Iterator[tuple[Key, Array]]:

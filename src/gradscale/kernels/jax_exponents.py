@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from gradscale.histogram.counts import EXPONENTS, HIGHEST_EXPONENT, LOWEST_EXPONENT
-from gradscale.kernels.jax import real_parts, wide_type
+from gradscale.kernels.jax import peak, real_parts, wide_type
 
 ROWS, COLUMNS = 128, 1024
 CHUNK = ROWS * COLUMNS
@@ -91,6 +92,14 @@ def counts_of_each(arrays: Sequence[Array]) -> Counts:
     return Counts(
         *(jnp.zeros((len(arrays), *leaf.shape[1:]), "uint32").at[np.array(places)].add(leaf) for leaf in stacked)
     )
+
+
+@jax.jit
+def counts_and_peaks(arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    """Returns bins, zeros, infs and NaNs, and largest magnitudes of arrays, in rows; NaN where an array has one."""
+    found = counts_of_each(arrays)
+    peaks = jnp.stack([peak(array) for array in arrays]) if arrays else jnp.zeros(0)
+    return found.bins, jnp.stack([found.zeros, found.infs, found.nans], axis=1), peaks
 
 
 def block_counts(array: Array, block: int) -> Counts:

@@ -83,6 +83,7 @@ def rows_table(rows: Iterable[WatchRow], format: Format) -> str:
     return text_table(
         (*columns, f"{format.name} flushed", "subnormal", "overflow", "SNR dB"),
         [(*_cells(row), *_format_cells(row.formats[format.name])) for row in rows],
+        whole=("tensor", "kind"),
     )
 
 
