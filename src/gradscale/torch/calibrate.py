@@ -80,7 +80,8 @@ def _no_autocast() -> Iterator[None]:
 
     An enclosing block that is not enabled does not do so: the innermost one counts.
     """
-    enter, thread = torch.autocast.__enter__, threading.get_ident()
+    autocast: Any = torch.autocast
+    enter, thread = autocast.__enter__, threading.get_ident()
 
     def entered(block: Any) -> Any:
         if threading.get_ident() != thread:
@@ -91,11 +92,11 @@ def _no_autocast() -> Iterator[None]:
         finally:
             block._enabled = enabled
 
-    torch.autocast.__enter__ = entered
+    autocast.__enter__ = entered
     try:
         yield
     finally:
-        torch.autocast.__enter__ = enter
+        autocast.__enter__ = enter
 
 
 @contextmanager
