@@ -134,8 +134,25 @@ def test_pickled_code_is_not_run(tmp_path: Path) -> None:
     for name in ("m.pt", "plain.bin"):
         found = check(tmp_path / name)
         assert found.exit_code == 2
-        assert "cannot be loaded as weights only" in found.output
+        output = " ".join(found.output.split())
+        assert "cannot be loaded as weights only, since no pickled code is run: it " in output
+        assert "Save the weights alone: `torch.save(model.state_dict(), path)`" in output
+        assert "weights_only` set to `False`" not in output  # torch's own advice
     assert not (tmp_path / "touched").exists()
+
+
+def test_a_file_with_other_objects_says_which(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "m.pt")
+    output = " ".join(check(tmp_path / "m.pt").output.split())
+    assert "it holds torch.nn.modules.linear.Linear, which is no tensor" in output
+
+
+def test_the_state_of_an_optimizer_is_left_out(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    moments = {"state": {0: {"exp_avg_sq": torch.tensor([1e-12])}}}
+    torch.save({"model": {"w": torch.ones(1)}, "optimizer": moments, "optimizer_states": [moments]}, tmp_path / "m.pt")
+    assert [name for name, _ in tensors_of(str(tmp_path / "m.pt"))] == ["model.w"]
 
 
 def broken(tmp_path: Path, name: str) -> Path:

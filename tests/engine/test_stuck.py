@@ -141,6 +141,20 @@ def test_the_cause_follows_from_the_loss_and_the_number_of_bad_parameters(status
     assert likely_cause(status, culprits, 3).startswith(cause)
 
 
+def test_a_scale_that_cannot_go_lower_may_be_the_cause_itself() -> None:
+    culprits = [Culprit(f"layer.{number}", "inf") for number in range(3)]
+    cause = likely_cause(Status.OVERFLOW, culprits, 3, scale=2.0**30)
+    assert cause.startswith(
+        "the scale, 2**30 at the lowest, may be too high: try a lower one. If that skips too, every"
+    )
+    assert likely_cause(Status.NONFINITE_LOSS, culprits, 3, scale=2.0**30).startswith("the loss itself is inf or NaN")
+
+
+def test_the_error_does_not_say_that_no_lower_scale_helps_where_there_is_one() -> None:
+    text = str(ScaleStuck(Progress(10, 7, 4, True), 2.0**30, [], "..."))
+    assert "and the policy has no scale below 2**30. " in text
+
+
 def test_the_cause_says_so_where_the_parameters_were_not_recorded() -> None:
     assert "the step did not record which" in likely_cause(Status.OVERFLOW, [], 0)
 

@@ -18,6 +18,7 @@ SLOW = {
     "keras_custom_loop_jax",
     "keras_custom_loop_tf",
     "keras_custom_loop_torch",
+    "keras_watch",
     "torch_fsdp2",
     "torch_fsdp2_tp",
     "torch_pipeline",

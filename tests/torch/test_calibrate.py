@@ -95,3 +95,39 @@ def test_a_half_model_is_refused() -> None:
 def test_no_batches_are_refused() -> None:
     with pytest.raises(ValueError, match="needs batches whose loss reaches parameters"):
         calibrate(model_of(), [], loss_of)
+
+
+def half_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    with torch.autocast(batch.device.type, dtype=torch.float16):
+        return loss_of(model, batch)
+
+
+def test_autocast_inside_of_the_loss_does_nothing() -> None:
+    model = model_of()
+    assert calibrate(model, batches(), half_loss) == calibrate(model, batches(), loss_of)
+    with torch.autocast(batches()[0].device.type, dtype=torch.float16):
+        assert calibrate(model, batches(), half_loss) == calibrate(model, batches(), loss_of)
+
+
+def test_gradients_that_fp16_would_lose_are_measured_under_autocast_too() -> None:
+    found = calibrate(model_of(), batches(), lambda model, batch: half_loss(model, batch) * 1e-12)
+    assert found.scale > 2.0**40
+
+
+def test_autocast_works_again_afterwards() -> None:
+    model = model_of()
+    with pytest.raises(RuntimeError, match="no loss"):
+        calibrate(model, batches(), _raise)
+    calibrate(model, batches(), half_loss)
+    with torch.autocast(batches()[0].device.type, dtype=torch.float16):
+        assert model[0](batches()[0]).dtype is torch.float16
+
+
+def _raise(model: nn.Module, batch: Tensor) -> Tensor:
+    del model, batch
+    raise RuntimeError("no loss")
+
+
+def test_gradients_that_are_all_zero_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"a gradient that is not zero\. Received: \d+ gradients that are all zero"):
+        calibrate(model_of(), batches(), lambda model, batch: loss_of(model, batch) * 0.0)

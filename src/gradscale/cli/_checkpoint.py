@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -125,18 +126,25 @@ def _saved_by_torch(file: Path) -> Iterator[tuple[str, Array]]:
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # of many types: a bad zip file, a pickle that is refused, a file that ends early
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{file} cannot be loaded as weights only: {reason}") from None
+        # Not torch's text, which advises to load the file without this protection.
+        held = re.search(r"GLOBAL (\S+)", str(error))
+        kind = f"holds {held[1]}, which is no tensor" if held else "is not a file of `torch.save`, or is cut short"
+        raise ValueError(
+            f"{file} cannot be loaded as weights only, since no pickled code is run: it {kind}. Save the weights "
+            "alone: `torch.save(model.state_dict(), path)`, or safetensors."
+        ) from None
     for name, tensor in _flat("", loaded):
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout is torch.strided:
             yield name, tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).numpy()
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of nested dicts and lists with their paths."""
+    """Yields the leaves of nested dicts and lists with their paths, without the state of optimizers."""
     if isinstance(value, Mapping | list | tuple):
         pairs = cast(Any, value.items() if isinstance(value, Mapping) else enumerate(cast(Any, value)))
         for key, inner in pairs:
+            if str(key).startswith("optim"):  # moments of an optimizer, which no cast of the model reaches
+                continue
             yield from _flat(f"{prefix}.{key}" if prefix else str(key), inner)
     else:
         yield prefix, value

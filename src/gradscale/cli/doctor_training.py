@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from gradscale._extras import require
 from gradscale.cli._console import FAILURE, console, counted, fail, number, usage_errors
+from gradscale.engine import health_log
 from gradscale.peers.specs import parse_policy
 from gradscale.record import plain
 
@@ -24,10 +25,14 @@ def examine_training(path: str, steps: int, policy: str, *, as_json: bool) -> No
     from gradscale.bench.targets import BadTarget
     from gradscale.checkup.training import check_training, load_training
 
+    # What it would log about the health of the run is printed below.
+    health_log.logger.disabled = True
     try:
         found = check_training(load_training(path), steps, rule)
     except BadTarget as error:  # no other: an error in the user's functions keeps its traceback
         fail(str(error))
+    finally:
+        health_log.logger.disabled = False
     if as_json:
         print(json.dumps(_as_json(found)))
     else:

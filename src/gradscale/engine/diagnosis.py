@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from gradscale._text import number_text
 from gradscale.engine.culprits import Culprit
 from gradscale.engine.result import Status
 
@@ -66,7 +67,12 @@ class Weights:
 
 
 def likely_cause(
-    status: Status, culprits: Sequence[Culprit], parameters: int, weights: Weights | None = None, applied: int = 0
+    status: Status,
+    culprits: Sequence[Culprit],
+    parameters: int,
+    weights: Weights | None = None,
+    applied: int = 0,
+    scale: float = 1.0,
 ) -> str:
     """Returns why a run may be stuck, as a sentence, from its last step.
 
@@ -76,6 +82,7 @@ def likely_cause(
         parameters: how many parameters had gradients; 0 where it was not recorded, as in Keras's `fit`.
         weights: how large the weights are; None where they are not known.
         applied: steps applied so far. Without one, no learning rate can be the cause.
+        scale: the lowest scale that the policy can go to. Above 1 it may be the cause itself.
     """
     if weights is not None and weights.broken_after(applied):
         return weights.as_cause()
@@ -84,6 +91,16 @@ def likely_cause(
         return (
             f"the loss itself is inf or NaN, so no scale can help; look at the forward pass and the input batch.{rate}"
         )
+    if scale > 1:
+        # Static, or a floor. That this scale is too high is as likely as that no scale would do.
+        floor = number_text(scale).removesuffix(".0")
+        otherwise = _overflow_cause(culprits, parameters)
+        return f"the scale, {floor} at the lowest, may be too high: try a lower one. If that skips too, {otherwise}"
+    return _overflow_cause(culprits, parameters)
+
+
+def _overflow_cause(culprits: Sequence[Culprit], parameters: int) -> str:
+    """Returns why gradients may overflow at any scale."""
     if not parameters:
         return (
             "gradients overflow at any scale, and the step did not record which; run one with a batch of this run in a "

@@ -141,7 +141,9 @@ def condition_of(seen: Vitals) -> Condition:
 def _advice(condition: Condition, seen: Vitals) -> str:
     if condition in (Condition.BROKEN, Condition.FORWARD_OVERFLOW, Condition.STUCK):
         status = Status.APPLIED if seen.status is None else seen.status
-        return "Likely cause: " + likely_cause(status, seen.culprits, seen.parameters, seen.weights, seen.applied)
+        return "Likely cause: " + likely_cause(
+            status, seen.culprits, seen.parameters, seen.weights, seen.applied, seen.scale
+        )
     if condition is Condition.UNDERFLOWING:
         return _underflow(seen)
     return {

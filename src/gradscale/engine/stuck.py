@@ -72,7 +72,10 @@ def _finding(progress: Progress, scale: float) -> str:
     found += ", every step so far" if first == 1 else f", since step {first}"
     if not progress.loss_finite:
         return f"{found}, and the loss is inf or NaN."
-    return f"{found}, and no lower scale than {number_text(scale).removesuffix('.0')} can help."
+    lowest = number_text(scale).removesuffix(".0")
+    if scale > 1:
+        return f"{found}, and the policy has no scale below {lowest}."
+    return f"{found}, and no lower scale than {lowest} can help."
 
 
 OnStuck = Literal["raise", "warn", "ignore"] | Callable[[ScaleStuck], None]
@@ -134,8 +137,9 @@ def diagnosis(progress: Progress, last: StepResult, weights: Weights | None) -> 
     """Returns the error that describes a stuck run from its last step. Synchronizes with the device."""
     culprits = last.culprits()
     status = Status.of(False, progress.loss_finite)
-    cause = likely_cause(status, culprits, last.parameters, weights, progress.applied)
-    return ScaleStuck(progress, float(last.next_scale), culprits, cause)
+    scale = float(last.next_scale)
+    cause = likely_cause(status, culprits, last.parameters, weights, progress.applied, scale)
+    return ScaleStuck(progress, scale, culprits, cause)
 
 
 def callers_level() -> int:

@@ -116,6 +116,11 @@ def calibration_of(
     """
     limits = get_format(format)
     total = reduce(ExponentHistogram.__add__, histograms.values())
+    if not total.nonzero and not int(total.nonfinite):
+        raise ValueError(
+            f"Calibration needs a gradient that is not zero. Received: {len(histograms)} gradients that are all zero. "
+            "Look whether the loss depends on the parameters, and whether it is too small even for float32."
+        )
     scale = best_static_scale(total, limits, margin_bits)
     shown = (scale * 2.0**bits for bits in range(-SHOWN_BITS, SHOWN_BITS + 1))
     return Calibration(

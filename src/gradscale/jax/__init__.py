@@ -19,6 +19,8 @@ from gradscale.jax.remember import StepResult
 from gradscale.jax.scaler import Scaler
 from gradscale.jax.transformation import ScaledState, loss_scale, scaled
 from gradscale.jax.value_and_grad import value_and_grad
+from gradscale.jax.watch import Watch, WatchCounts
+from gradscale.watching.rows import WatchRow
 
 __all__ = [
     "Culprit",
@@ -27,6 +29,9 @@ __all__ = [
     "ScaledState",
     "Scaler",
     "StepResult",
+    "Watch",
+    "WatchCounts",
+    "WatchRow",
     "apply",
     "block_histogram",
     "calibrate",

@@ -9,6 +9,7 @@ from gradscale.formats import FP16, Format, get_format
 from gradscale.histogram.calibration import Calibration, calibration_of
 from gradscale.histogram.counts import ExponentHistogram
 from gradscale.jax.histogram import exponent_histogram
+from gradscale.jax.tree import path_name
 
 
 def calibrate(
@@ -44,10 +45,7 @@ def calibrate(
     def count(params: Any, batch: Any) -> list[ExponentHistogram]:
         return [exponent_histogram(leaf) for leaf in jax.tree.leaves(jax.grad(loss_fn)(params, batch))]
 
-    names = [
-        jax.tree_util.keystr(path, simple=True, separator=".") or "params"
-        for path, _ in jax.tree_util.tree_leaves_with_path(params)
-    ]
+    names = [path_name(path) or "params" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     found: dict[str, ExponentHistogram] = {}
     for batch in batches:
         for name, counted in zip(names, count(params, batch), strict=True):

@@ -110,9 +110,16 @@ def split(tree: Any, what: str) -> Split:
     return Split(
         leaves=tuple(leaf for _, leaf in paths),
         kinds=tuple(kinds),
-        names=tuple(_name(path, what) for (path, _), kind in zip(paths, kinds, strict=True) if kind is Leaf.TRAINED),
+        names=tuple(
+            path_name(path) or what for (path, _), kind in zip(paths, kinds, strict=True) if kind is Leaf.TRAINED
+        ),
         structure=structure,
     )
+
+
+def path_name(path: Any) -> str:
+    """Returns the path of a leaf as in `encoder.0.weight`; nothing for a leaf that is the whole tree."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -188,7 +195,3 @@ def _has_equinox_module(tree: Any) -> bool:
     # Not imported for this check: without equinox loaded there can be no such module.
     equinox: Any = sys.modules.get("equinox")
     return equinox is not None and holds(equinox.Module, tree)
-
-
-def _name(path: Any, what: str) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".") or what

@@ -17,6 +17,8 @@ from gradscale.keras.callback import ScaleMonitor, ScaleRow
 from gradscale.keras.explain import Explanation, explain
 from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.keras.remember import StepResult
+from gradscale.keras.watch import Watch
+from gradscale.watching.rows import WatchRow
 
 __all__ = [
     "Culprit",
@@ -27,6 +29,8 @@ __all__ = [
     "ScaleRow",
     "ScaleStuck",
     "StepResult",
+    "Watch",
+    "WatchRow",
     "adopt",
     "explain",
     "precision",

@@ -11,7 +11,7 @@ import keras
 from gradscale.engine.diagnosis import Weights
 from gradscale.engine.result import StepResult
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck
-from gradscale.keras.optimizer import LossScaleOptimizer
+from gradscale.keras.optimizer import optimizer_of
 from gradscale.keras.weights import weights_of
 from gradscale.policies.checks import check_count
 from gradscale.policies.contract import ScaleState
@@ -147,7 +147,7 @@ class ScaleMonitor(keras.callbacks.Callback):
         self._check_stuck(state)
 
     def _read(self) -> ScaleState:
-        state = _optimizer_of(self.model).state
+        state = optimizer_of(self.model, "ScaleMonitor").state
         skipped, step = int(state.skipped), int(state.applied) + int(state.skipped)
         if self.rows and step == self.rows[-1].step:  # nothing new, as at the start of a second `fit`
             return state
@@ -193,14 +193,3 @@ class _Summary:
             for name in LOGGED:
                 self._module.write(name, float(getattr(row, name)), metadata=self._scalar)
         self._writer.flush()
-
-
-def _optimizer_of(model: Any) -> LossScaleOptimizer:
-    optimizer = model.optimizer
-    if not isinstance(optimizer, LossScaleOptimizer):
-        raise TypeError(
-            "`ScaleMonitor` reads a `gradscale.keras.LossScaleOptimizer`. "
-            f"Received a model compiled with {type(optimizer).__module__}.{type(optimizer).__name__}. "
-            "Compile the model with one; `gradscale.keras.adopt(model)` replaces Keras's own class."
-        )
-    return optimizer

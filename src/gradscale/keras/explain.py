@@ -3,7 +3,7 @@
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import keras
 
 from gradscale.explain import LayerRow, explanation_text, layer_table, merged_rows
 from gradscale.keras.explain_advice import advice
+from gradscale.keras.layers import distinct_layers, own_weights, path_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +65,7 @@ def explain(model: Any, *, warn: bool = False) -> Explanation:
 
 def _layers(model: Any) -> list[Any]:
     """Returns the layers that compute something: those that hold weights themselves, or no other layers."""
-    found = {id(layer): layer for layer in _flattened(model)}.values()  # a layer may be in several places
-    computing = [layer for layer in found if not isinstance(layer, keras.layers.InputLayer)]
-    return [layer for layer in computing if _own_weights(layer) or not layer._layers]
-
-
-def _flattened(layer: Any) -> Iterator[Any]:
-    """Yields a layer and all of its sublayers in order."""
-    # Not Keras's own `_flatten_layers`, which reverses the order.
-    yield layer
-    for sublayer in layer._layers:
-        yield from _flattened(sublayer)
-
-
-def _own_weights(layer: Any) -> list[Any]:
-    """Returns the floating-point variables of a layer, without those of its sublayers."""
-    of_sublayers = {id(weight) for sublayer in layer._layers for weight in sublayer.variables}
-    return [weight for weight in layer.variables if id(weight) not in of_sublayers and "float" in weight.dtype]
+    return [layer for layer in distinct_layers(model) if own_weights(layer) or not layer._layers]
 
 
 def _outputs(model: Any) -> list[Any]:
@@ -93,7 +78,7 @@ def _outputs(model: Any) -> list[Any]:
 
 def _row(model: Any, layer: Any) -> tuple[str, LayerRow]:
     """Returns the row of a layer, and its path without the numbers that Keras adds."""
-    weights, path = _own_weights(layer), _path(model, layer)
+    weights, path = own_weights(layer), path_in(model, layer)
     row = LayerRow(
         name=path,
         count=1,
@@ -116,12 +101,6 @@ def _unnumbered(path: str) -> str:
     'block/dense'
     """
     return re.sub(r"_\d+(?=/|$)", "", path)
-
-
-def _path(model: Any, layer: Any) -> str:
-    """Returns the path of a layer in the model."""
-    # Keras sets no path on a layer without weights.
-    return (layer.path or layer.name).removeprefix(f"{model.name}/")
 
 
 def _kind(optimizer: Any) -> str:

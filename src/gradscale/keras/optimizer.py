@@ -48,6 +48,9 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
 
     _adapter: ClassVar[str] = "keras"
 
+    recorder: Callable[[Gradients, Any], None] | None = None
+    """What is called with the scaled gradients of a step and their scale. Set by `Watch`, for sampled steps only."""
+
     @explains_settings("LossScaleOptimizer(inner_optimizer, policy={})")
     def __init__(
         self,
@@ -310,3 +313,19 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
     def _state_variables(self) -> list[Any]:
         """The variables that hold the state of the scale."""
         return self._variables[FIRST : FIRST + len(self._layout.variables)]
+
+
+def optimizer_of(model: Any, reader: str) -> LossScaleOptimizer:
+    """Returns the optimizer of a compiled model.
+
+    Raises:
+        TypeError: it is none of gradscale's, and `reader`, a callback, needs one.
+    """
+    optimizer = model.optimizer
+    if not isinstance(optimizer, LossScaleOptimizer):
+        raise TypeError(
+            f"`{reader}` reads a `gradscale.keras.LossScaleOptimizer`. "
+            f"Received a model compiled with {type(optimizer).__module__}.{type(optimizer).__name__}. "
+            "Compile the model with one; `gradscale.keras.adopt(model)` replaces Keras's own class."
+        )
+    return optimizer

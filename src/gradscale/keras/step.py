@@ -35,6 +35,8 @@ def run_step(optimizer: Any, gradients: Gradients, loss: Any, *, norm: bool, kin
     With `kinds`, also measures which gradients hold a NaN. Synchronizes with the device on torch only.
     """
     policy, inner = optimizer.policy, optimizer.inner_optimizer
+    if optimizer.recorder is not None:
+        optimizer.recorder(gradients, optimizer.dynamic_scale.value)
 
     def finish(observation: Observation | None, update: Update) -> Step:
         state = optimizer.read_state(BACKEND.leaves)

@@ -1,19 +1,23 @@
 """Exponent histograms of JAX arrays, by the bits of their numbers, in chunks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from gradscale.histogram.counts import EXPONENTS, HIGHEST_EXPONENT, LOWEST_EXPONENT
-from gradscale.kernels.jax import real_parts, wide_type
+from gradscale.kernels.jax import peak, real_parts, wide_type
 
 ROWS, COLUMNS = 128, 1024
 CHUNK = ROWS * COLUMNS
 """Elements that are counted together. 128 rows, since a byte holds the sum of as many ones."""
+
+LENGTHS = tuple(CHUNK // 16**power for power in (3, 2, 1, 0))
+"""What small arrays are padded to: 32, 512, 8,192 elements or a chunk."""
 
 FEW = 64
 """Exponents in a chunk up to which comparing it with each of them is faster than XLA's scatter on a CPU."""
@@ -64,6 +68,40 @@ def exponent_counts(array: Array) -> Counts:
     return _sum([_counted(part.reshape(-1), _bits) for part in real_parts(array)])
 
 
+def counts_of_each(arrays: Sequence[Array]) -> Counts:
+    """Returns the counts of each array, stacked in their order, in a program that takes less time to compile.
+
+    Arrays of at most a chunk are padded to one of a few lengths, and one loop counts all of a length.
+    """
+    places: list[int] = []
+    found = [Counts(jnp.zeros((0, EXPONENTS.size), "uint32"), *[jnp.zeros(0, "uint32")] * 3)]
+    small: dict[int, list[tuple[int, Array]]] = {}
+    for place, array in enumerate(arrays):
+        for part in (part.reshape(-1) for part in real_parts(array)):
+            if part.size > CHUNK or _layout(part) is DOUBLE:
+                found.append(Counts(*(leaf[None] for leaf in _counted(part, _bits))))
+                places.append(place)
+            else:
+                length = next(length for length in LENGTHS if part.size <= length)
+                small.setdefault(length, []).append((place, part))
+    for length, parts in small.items():
+        found.append(_padded_counts([part for _, part in parts], length))
+        places.extend(place for place, _ in parts)
+    # Added, not put in order: a complex array has two parts.
+    stacked = [jnp.concatenate(leaves) for leaves in zip(*found, strict=True)]
+    return Counts(
+        *(jnp.zeros((len(arrays), *leaf.shape[1:]), "uint32").at[np.array(places)].add(leaf) for leaf in stacked)
+    )
+
+
+@jax.jit
+def counts_and_peaks(arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    """Returns bins, zeros, infs and NaNs, and largest magnitudes of arrays, in rows; NaN where an array has one."""
+    found = counts_of_each(arrays)
+    peaks = jnp.stack([peak(array) for array in arrays]) if arrays else jnp.zeros(0)
+    return found.bins, jnp.stack([found.zeros, found.infs, found.nans], axis=1), peaks
+
+
 def block_counts(array: Array, block: int) -> Counts:
     """Returns the same for the largest magnitude of each block of `block` elements along the last dimension."""
     return _sum([_counted(_blocks(part, block), _block_peaks) for part in real_parts(array)])
@@ -109,6 +147,23 @@ def _counted(items: Array, bits_of: Callable[[Array], Array]) -> Counts:
     layout = _layout(items)
     on_cpu = partial(_in_chunks, bits_of, layout)
     return lax.platform_dependent(items, cpu=on_cpu, default=lambda all: _scattered(bits_of(all), layout))
+
+
+def _padded_counts(parts: Sequence[Array], length: int) -> Counts:
+    """Returns the counts of vectors of at most `length` numbers, stacked."""
+    rows = jnp.stack([jnp.pad(_bits(part), (0, length - part.size)) for part in parts])
+    counts = lax.platform_dependent(rows, cpu=partial(_each_row, _compared), default=partial(_each_row, _scattered))
+    padding = np.array([length - part.size for part in parts], "uint32")
+    return counts._replace(zeros=counts.zeros - padding)
+
+
+def _each_row(count: Callable[[Array, Layout], Counts], rows: Array) -> Counts:
+    """Returns the counts of each row of bits, stacked: one after the other, by one compiled body."""
+    return lax.map(lambda row: count(row, SINGLE), rows)
+
+
+def _compared(bits: Array, layout: Layout) -> Counts:
+    return _chunk_counts(bits.reshape(min(ROWS, len(bits)), -1), layout)
 
 
 def _in_chunks(bits_of: Callable[[Array], Array], layout: Layout, items: Array) -> Counts:

@@ -1,5 +1,6 @@
 """`calibrate`: the best static scale of a model, measured in float32 on any machine."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,8 +26,9 @@ def calibrate(
 ) -> Calibration:
     """Returns the best static scale for a model, what is lost at others, and the layers that no single scale serves.
 
-    Runs forward and backward in float32 on every batch, without autocast, and counts the gradients of parameters and
-    of the outputs of modules: both pass through the format. What functions between modules pass on is not seen.
+    Runs forward and backward in float32 on every batch, and counts the gradients of parameters and of the outputs of
+    modules: both pass through the format. What functions between modules pass on is not seen. `torch.autocast` does
+    nothing meanwhile, also inside of `loss_fn`.
 
     Args:
         model: a float32 model. Its gradients, and without an optimizer its buffers, are left as they were.
@@ -64,12 +66,37 @@ def _gradients(
     recorder.attach()
     try:
         device = next(model.parameters()).device.type
-        with torch.autocast(device, enabled=False):
+        with _no_autocast(), torch.autocast(device, enabled=False):
             loss_fn(model, batch).backward()
     finally:
         sample = recorder.detach()
     suffixes = {"output_grad": " (output)", "weight_grad": ""}
     return {f"{tally.name}{suffixes[tally.kind]}": tally.histogram for tally in sample.tallies()}
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Makes blocks of `torch.autocast` that this thread enters do nothing.
+
+    An enclosing block that is not enabled does not do so: the innermost one counts.
+    """
+    autocast: Any = torch.autocast
+    enter, thread = autocast.__enter__, threading.get_ident()
+
+    def entered(block: Any) -> Any:
+        if threading.get_ident() != thread:
+            return enter(block)
+        enabled, block._enabled = block._enabled, False
+        try:
+            return enter(block)
+        finally:
+            block._enabled = enabled
+
+    autocast.__enter__ = entered
+    try:
+        yield
+    finally:
+        autocast.__enter__ = enter
 
 
 @contextmanager

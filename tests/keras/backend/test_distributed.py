@@ -11,7 +11,7 @@ import pytest
 from tests.keras.backend.helpers import BACKEND, network
 
 from gradscale import Dynamic, Headroom, NoScaling, replay
-from gradscale.keras import LossScaleOptimizer, ScaleMonitor
+from gradscale.keras import LossScaleOptimizer, ScaleMonitor, Watch
 
 KerasOwn: Any = keras.optimizers.LossScaleOptimizer
 SGD = keras.optimizers.SGD
@@ -142,3 +142,14 @@ def test_a_step_between_the_replicas_is_refused(policy: Any) -> None:
             ValueError, match=r"Received: a call in a cross-replica context of MirroredStrategy\. Call it"
         ):
             optimizer.apply(grads, model.trainable_variables)
+
+
+def test_a_sampled_step_records_the_gradients_of_the_last_replica() -> None:
+    watched = Watch(every=2)
+    with two_devices():
+        model = trained(ours, 2, callbacks=[watched])
+    assert int(model.optimizer.state.skipped) == 1
+    rows = [row for row in watched.rows() if (row.step, row.name, row.kind) == (2, "hidden/kernel", "weight_grad")]
+    # TensorFlow's replicas have gradients of their own until the inner optimizer sums them; JAX has one array for all.
+    assert [row.elements for row in rows] == [12]
+    assert rows[0].infs + rows[0].nans > 0

@@ -89,3 +89,9 @@ def test_a_training_and_a_device_exclude_each_other() -> None:
     found = doctor("healthy", "--device", "cpu")
     assert found.exit_code == 2
     assert "not both" in found.output
+
+
+def test_the_health_of_the_run_is_printed_and_not_logged_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    found = doctor("nan_weight")
+    assert "Health: broken" in found.output
+    assert caplog.records == []

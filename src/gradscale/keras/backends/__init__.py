@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -9,6 +10,7 @@ import keras
 
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.plan import Plan
+from gradscale.formats import FloatArray
 from gradscale.policies.arithmetic import Namespace
 from gradscale.policies.contract import Seen
 from gradscale.record import Array
@@ -66,6 +68,20 @@ class Observation(NamedTuple):
         return self.measurement.seen(scale, self.loss_finite, xp, overflowed)
 
 
+class Counts(NamedTuple):
+    """What was counted of arrays, in rows, in host memory.
+
+    Attributes:
+        bins: elements in each bin of `gradscale.histogram.EXPONENTS`.
+        outside: elements that are zero, inf and NaN.
+        amax: the largest magnitude; NaN where there is one.
+    """
+
+    bins: FloatArray
+    outside: FloatArray
+    amax: FloatArray
+
+
 class Backend(Protocol):
     """What differs between Keras's backends."""
 
@@ -82,6 +98,18 @@ class Backend(Protocol):
 
     def multiplied(self, grads: Sequence[Any], factor: Array) -> list[Any]:
         """Returns gradients multiplied by a leaf, in float32 or wider."""
+        ...
+
+    def values(self, grad: Any) -> Any:
+        """Returns the numbers of a gradient, dense or sparse."""
+        ...
+
+    def counts(self, arrays: Sequence[Any]) -> Counts:
+        """Returns arrays, of which there is at least one, by the powers of two of their numbers. Synchronizes."""
+        ...
+
+    def no_grad(self) -> AbstractContextManager[Any]:
+        """Returns a context in which nothing is kept for a backward pass."""
         ...
 
     def leaves(self, value: Any, dtype: str) -> list[Array]:

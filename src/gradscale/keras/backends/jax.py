@@ -1,21 +1,24 @@
 """Keras on JAX: everything is a pure function inside, so that a step can be compiled."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
 
 from gradscale.engine.measurement import Measurement
 from gradscale.formats import FP32
-from gradscale.keras.backends import Assign, Observation, StepPlan, only_observation, single_call
+from gradscale.keras.backends import Assign, Counts, Observation, StepPlan, only_observation, single_call
 from gradscale.keras.remember import STATIC, TENSORS, StepResult
 from gradscale.kernels import jax_text
 from gradscale.kernels.jax import peak, real_parts, share_above, square
+from gradscale.kernels.jax_exponents import counts_and_peaks
 
 XP = jnp
 
@@ -29,9 +32,9 @@ jax.tree_util.register_dataclass(StepResult, data_fields=TENSORS, meta_fields=ST
 
 def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
     """Returns what is found in the gradients. Compiled, it reads each once for each number of the plan."""
-    values = [_values(grad) for grad in grads]
-    sizes = _sizes(values, plan)
-    scaled = plan.to_unscale(values)
+    arrays = [values(grad) for grad in grads]
+    sizes = _sizes(arrays, plan)
+    scaled = plan.to_unscale(arrays)
     own = jnp.array(plan.overwrites, jnp.int32)
     to_unscale = sizes.at[own].set(0.0) if plan.overwrites else sizes
     measurement = Measurement(
@@ -40,7 +43,7 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
         amax=jnp.max(to_unscale, initial=0.0) if plan.amax else None,
         norm=jnp.sqrt(_sum([square(gradient) for gradient in scaled])) if plan.norm else None,
         upper_share=None if plan.edge is None else share_above(scaled, plan.edge),
-        half_amax=jnp.max(_stacked(_peak_or_inf, [values[place] for place in plan.half])) if plan.half else None,
+        half_amax=jnp.max(_stacked(_peak_or_inf, [arrays[place] for place in plan.half])) if plan.half else None,
     )
     loss_finite = jnp.bool_(True) if loss is None else jnp.all(jnp.isfinite(loss))
     return Observation(measurement, loss_finite, jnp.sum(sizes[own]) if plan.overwrites else None)
@@ -49,6 +52,20 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
 def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
     """Returns gradients, dense or sparse, multiplied by the factor, in float32 or wider."""
     return [keras.ops.multiply(grad, factor) for grad in grads]
+
+
+def values(grad: Any) -> Array:
+    """Returns the numbers of a gradient, dense or sparse."""
+    return jnp.asarray(grad.data if isinstance(grad, JAXSparse) else grad)
+
+
+def counts(arrays: Sequence[Any]) -> Counts:
+    """Returns arrays by the powers of two of their numbers. Compiled for all of them together."""
+    bins, outside, peaks = map(np.asarray, counts_and_peaks(tuple(map(jnp.asarray, arrays))))
+    return Counts(bins.astype(np.int64), outside.astype(np.int64), peaks)
+
+
+no_grad = nullcontext
 
 
 def leaves(value: Any, dtype: str) -> list[Array]:
@@ -84,11 +101,6 @@ def is_constant(value: Any) -> bool:
     """Returns whether a value would be a constant of the function that is being compiled: not one of its arguments."""
     compiling = isinstance(jnp.zeros(()), Tracer)  # under a trace, JAX stages even an operation without arguments
     return compiling and not isinstance(value, Tracer)
-
-
-def _values(grad: Any) -> Array:
-    """Returns the numbers of a gradient, dense or sparse."""
-    return jnp.asarray(grad.data if isinstance(grad, JAXSparse) else grad)
 
 
 def _sizes(values: Sequence[Array], plan: StepPlan) -> Array:

@@ -1,15 +1,19 @@
 """Keras on TensorFlow: eagerly, in graphs, compiled by XLA, and on the replicas of a distribution strategy."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from gradscale._chunks import chunks
 from gradscale.engine.measurement import Measurement
 from gradscale.formats import FP32
-from gradscale.keras.backends import Assign, Observation, StepPlan, Update, single_call
+from gradscale.histogram.counts import exponent_histogram
+from gradscale.keras.backends import Assign, Counts, Observation, StepPlan, Update, single_call
 
 T = TypeVar("T")
 
@@ -76,6 +80,25 @@ def agree(observation: Observation) -> Observation:
 def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
     """Returns gradients, dense or sparse, multiplied by the factor, in float32 or wider."""
     return [keras.ops.multiply(grad, factor) for grad in grads]
+
+
+def values(grad: Any) -> tf.Tensor:
+    """Returns the numbers of a gradient, dense or sparse."""
+    return tf.convert_to_tensor(grad.values if isinstance(grad, tf.IndexedSlices | tf.SparseTensor) else grad)
+
+
+def counts(arrays: Sequence[Any]) -> Counts:
+    """Returns arrays by the powers of two of their numbers, counted in NumPy: TensorFlow has no kernel for it."""
+    numbers: list[Any] = [keras.ops.convert_to_numpy(array) for array in arrays]
+    found = [exponent_histogram(array) for array in numbers]
+    return Counts(
+        np.stack([each.counts for each in found]),
+        np.array([(each.zeros, each.infs, each.nans) for each in found], np.int64),
+        np.array([_peak(array) for array in numbers]),
+    )
+
+
+no_grad = nullcontext
 
 
 def leaves(value: Any, dtype: str) -> list[tf.Tensor]:
@@ -176,9 +199,14 @@ def _worst(context: Any, mine: tf.Tensor) -> tf.Tensor:
 
 def _magnitudes(grad: Any) -> list[tf.Tensor]:
     """Returns the magnitudes of a gradient, dense or sparse, in float32 or wider. A complex one has two parts."""
-    values = tf.convert_to_tensor(grad.values if isinstance(grad, tf.IndexedSlices | tf.SparseTensor) else grad)
-    parts = [tf.math.real(values), tf.math.imag(values)] if values.dtype.is_complex else [values]
+    numbers = values(grad)
+    parts = [tf.math.real(numbers), tf.math.imag(numbers)] if numbers.dtype.is_complex else [numbers]
     return [tf.abs(part if part.dtype.size >= 4 else tf.cast(part, tf.float32)) for part in parts]
+
+
+def _peak(array: Any) -> float:
+    """Returns the largest magnitude of an array in host memory; NaN where there is one."""
+    return float(np.max([0.0, *(np.abs(chunk).max() for chunk in chunks(array) if chunk.size)]))
 
 
 def _single(size: tf.Tensor, most: float = FP32.max) -> tf.Tensor:

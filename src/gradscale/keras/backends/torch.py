@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from gradscale.engine.measurement import Measurement
-from gradscale.keras.backends import Assign, Observation, StepPlan, only_observation, single_call
+from gradscale.keras.backends import Assign, Counts, Observation, StepPlan, only_observation, single_call
 from gradscale.keras.variables import on_host
-from gradscale.kernels.torch import largest, norms, share_above, single, single_norm
+from gradscale.kernels.torch import as_real, largest, norms, share_above, single, single_norm
+from gradscale.kernels.torch_exponents import count_exponents
 from gradscale.policies.scalars import SCALARS
 
 # numpy scalars on the host: 0.9 times the duration of a step of Keras's class, where `keras.ops` on tensors took 1.04.
@@ -25,10 +26,10 @@ merge_call = torch.compiler.disable(np.errstate(all="ignore")(single_call))
 @torch.no_grad()
 def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
     """Returns what is found in the gradients. Synchronizes with the device."""
-    values = [_values(grad) for grad in grads]
-    device = values[0].device
-    sizes = largest(values, device)
-    scaled = plan.to_unscale(values)
+    tensors = [values(grad) for grad in grads]
+    device = tensors[0].device
+    sizes = largest(tensors, device)
+    scaled = plan.to_unscale(tensors)
     own = torch.tensor(plan.overwrites, dtype=torch.long, device=device)
     bad_loss = None if loss is None else ~torch.isfinite(torch.as_tensor(loss)).all()
     total = sizes.index_fill(0, own, 0).amax() if plan.overwrites else sizes.amax()  # torch's maximum keeps a NaN
@@ -49,6 +50,28 @@ def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
     """Returns gradients multiplied by the factor, in float32 or wider: one call for all of them."""
     wide = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in grads]
     return list(torch._foreach_mul(wide, float(factor))) if wide else []  # pyright: ignore[reportPrivateImportUsage]
+
+
+def values(grad: Tensor) -> Tensor:
+    """Returns the numbers of a gradient, dense or sparse."""
+    return grad.coalesce().values() if grad.is_sparse else grad.detach()
+
+
+@torch.no_grad()
+def counts(arrays: Sequence[Any]) -> Counts:
+    """Returns tensors by the powers of two of their numbers, counted on their devices."""
+    tensors = [as_real(tensor) if tensor.is_complex() else tensor for tensor in (each.detach() for each in arrays)]
+    found = [count_exponents(tensor) for tensor in tensors]
+    # FP8 has no kernel for a maximum.
+    peaks = [largest([tensor.float() if tensor.dtype.itemsize == 1 else tensor], tensor.device) for tensor in tensors]
+    return Counts(
+        np.stack([each.host_counts for each in found]),
+        np.array([(each.zeros, each.infs, each.nans) for each in found], np.int64),
+        np.array([peak.item() for peak in peaks]),
+    )
+
+
+no_grad = torch.no_grad
 
 
 def leaves(value: Any, dtype: str) -> list[Any]:
@@ -77,11 +100,6 @@ def is_constant(value: Any) -> bool:
     """Returns False: a variable is read anew at each step."""
     del value
     return False
-
-
-def _values(grad: Tensor) -> Tensor:
-    """Returns the numbers of a gradient, dense or sparse."""
-    return grad.coalesce().values() if grad.is_sparse else grad.detach()
 
 
 def _on_host(**found: Tensor | None) -> dict[str, Any]:

@@ -1,8 +1,5 @@
 """Counts many tensors by their powers of two, small ones together."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -10,53 +7,18 @@ import torch
 from torch import Tensor
 
 from gradscale.formats import FloatArray
-from gradscale.histogram.counts import EXPONENTS, ExponentHistogram, shifted
+from gradscale.histogram.counts import EXPONENTS
 from gradscale.kernels.torch import as_real, largest
 from gradscale.kernels.torch_exponents import count_exponents
 from gradscale.kernels.torch_pieces import MOST, Pieces
 from gradscale.torch.step.gradients import numbers_of
+from gradscale.watching.counted import Counted, counted_of, unscaling_bits
 
 SMALL = MOST // 2
 """Elements up to which a tensor is copied. For larger ones calls of torch do not matter."""
 
 NOTHING = np.zeros((0, EXPONENTS.size), np.int64), np.zeros((0, 3), np.int64), np.zeros(0)
 """What is counted of no tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """What was counted of tensors, in little memory: only the bins from the lowest to the highest in use.
-
-    Attributes:
-        rows: the row of each tensor in the arrays below.
-        bins: elements in each bin in use; of a tensor with a power of two for its scale, as it was.
-        first: the first bin in use.
-        outside: elements that are zero, inf and NaN.
-        amax: the largest magnitude; NaN where there is one.
-        dtypes: the type of each tensor.
-        scales: what each tensor is divided by.
-    """
-
-    rows: Sequence[int]
-    bins: FloatArray
-    first: int
-    outside: FloatArray
-    amax: FloatArray
-    dtypes: Sequence[torch.dtype]
-    scales: Sequence[float]
-
-    def histogram(self, slot: int) -> ExponentHistogram:
-        """Returns the histogram of a tensor, divided by its scale."""
-        row, counts = self.rows[slot], np.zeros(EXPONENTS.size, np.int64)
-        counts[self.first : self.first + self.bins.shape[1]] = self.bins[row]
-        mantissa, exponent = math.frexp(self.scales[slot])
-        # A power of two moves all numbers by the same number of bins. By others they were divided.
-        return shifted(ExponentHistogram(counts, *self.outside[row]), 1 - exponent if mantissa == 0.5 else 0)
-
-    def largest(self, slot: int) -> float:
-        """Returns the largest magnitude of a tensor, divided by its scale."""
-        amax, scale = float(self.amax[self.rows[slot]]), self.scales[slot]
-        return amax / scale if _is_power_of_two(scale) else amax
 
 
 class Staged:
@@ -109,6 +71,7 @@ class Counter:
         self._parts: list[tuple[list[int], FloatArray, FloatArray, FloatArray]] = []
         self._dtypes: list[torch.dtype] = []
         self._scales: list[float] = []
+        self._shifts: list[int] = []
 
     def add(self, tensor: Tensor, scale: float = 1.0) -> int:
         """Returns the position of a tensor, whose numbers divided by `scale` are counted."""
@@ -120,7 +83,9 @@ class Counter:
         slot = len(self._dtypes)
         self._dtypes.append(tensor.dtype)
         self._scales.append(scale)
-        if scale != 1.0 and not _is_power_of_two(scale):  # which moves all numbers by the same number of bins
+        bits = 0 if scale == 1.0 else unscaling_bits(scale)
+        self._shifts.append(bits or 0)
+        if bits is None:
             numbers = (numbers.float() if numbers.dtype.itemsize < 4 else numbers) / scale
         if not 0 < numbers.numel() <= SMALL or numbers.dtype is torch.float64:
             self._parts.append(([slot], *_counted_alone(numbers)))
@@ -139,10 +104,8 @@ class Counter:
         order = np.concatenate([np.zeros(0, np.int64), *(part[0] for part in self._parts)])
         parts = [NOTHING, *(part[1:] for part in self._parts)]
         bins, outside, amax = (np.concatenate(each) for each in zip(*parts, strict=True))
-        used = np.flatnonzero(bins.any(axis=0))
-        first, end = (int(used[0]), int(used[-1]) + 1) if used.size else (0, 0)
         rows = np.argsort(order).tolist()
-        return Counted(rows, bins[:, first:end].copy(), first, outside, amax, self._dtypes, self._scales)
+        return counted_of(bins, outside, amax, self._dtypes, self._scales, self._shifts, rows)
 
     def _add_piece(self, slot: int, numbers: FloatArray) -> None:
         if not self._pieces.fits(numbers.size):
@@ -174,7 +137,3 @@ def _counted_alone(numbers: Tensor) -> tuple[FloatArray, FloatArray, FloatArray]
     wide = numbers.float() if numbers.dtype.itemsize == 1 else numbers  # FP8 has no kernel for a maximum
     amax = largest([wide], numbers.device).cpu().numpy()
     return found.host_counts[None], np.array([[found.zeros, found.infs, found.nans]]), amax
-
-
-def _is_power_of_two(scale: float) -> bool:
-    return math.frexp(scale)[0] == 0.5

@@ -14,11 +14,8 @@ from gradscale.kernels.torch_pieces import Pieces
 from gradscale.torch.cast import tensors_in
 from gradscale.torch.probing.restore import probing
 from gradscale.torch.watch.counter import Counter
-from gradscale.torch.watch.sample import Key, Kind, Sample
 from gradscale.torch.wrappers import own_module, own_name
-
-MODEL = "(model)"
-"""The name of the whole model, which torch calls by the empty string."""
+from gradscale.watching.sample import MODEL, Key, Kind, Sample
 
 
 class LeftOut:

@@ -7,15 +7,12 @@ from typing import Any, Self
 
 from torch import nn
 
-from gradscale.formats import FP8_E4M3, FP8_E5M2, FP16, Format, get_format
+from gradscale.formats import Format
 from gradscale.torch.scaler import LossScaler
 from gradscale.torch.watch.recorder import Recorder
-from gradscale.torch.watch.rows import WatchRow, rows_of, rows_table
-from gradscale.torch.watch.sample import Kind, Sample
-
-KINDS: tuple[Kind, ...] = ("weight", "input", "output", "output_grad", "weight_grad")
-
-Ranges = Sequence[tuple[int, int]]
+from gradscale.watching.record import FORMATS, WatchRecord
+from gradscale.watching.sample import KINDS
+from gradscale.watching.schedule import Ranges
 
 
 def watch(
@@ -25,7 +22,7 @@ def watch(
     every: int = 100,
     steps: Ranges | None = None,
     *,
-    formats: Sequence[Format | str] = (FP16, FP8_E4M3, FP8_E5M2),
+    formats: Sequence[Format | str] = FORMATS,
 ) -> "Watch":
     """Records weights, inputs, outputs and gradients of every module at each `every`-th step, and returns the record.
 
@@ -56,7 +53,7 @@ def watch(
     return Watch(model, scaler, layers, every, steps, formats)
 
 
-class Watch:
+class Watch(WatchRecord):
     """What `watch` recorded, and its hooks. A context manager, which removes them at its end.
 
     Attributes:
@@ -72,15 +69,11 @@ class Watch:
         steps: Ranges | None,
         formats: Sequence[Format | str],
     ) -> None:
-        _check(model, layers, every, steps)
+        super().__init__(every, steps, formats)
+        _check(model, layers)
         self._scaler = _check_scaler(scaler)
-        self._every = every
-        self._steps = steps
-        self._formats = [get_format(format) for format in formats]
         self._recorder = Recorder(model, layers, self._scale, KINDS)
-        self._samples: dict[int, Sample] = {}
         self._scale_read: tuple[Any, float] = None, 1.0
-        self.step_index = 0
         self._closed = False
         if isinstance(scaler, LossScaler):
             scaler._after_step.append(self._advance)
@@ -109,37 +102,13 @@ class Watch:
         if isinstance(self._scaler, LossScaler) and self._advance in self._scaler._after_step:
             self._scaler._after_step.remove(self._advance)
 
-    def clear(self) -> None:
-        """Forgets all samples, as after they were written somewhere else."""
-        self._samples.clear()
-
-    def rows(self) -> list[WatchRow]:
-        """Returns a row for each sampled step and tensor, in order. Computes them from the histograms at each call."""
-        return [row for step, sample in self._samples.items() for row in rows_of(sample, step, self._formats)]
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """Returns the rows as flat dicts of plain values, for a data frame, a CSV file or a logger."""
-        return [row.to_dict() for row in self.rows()]
-
-    def table(self, format: Format | str | None = None) -> str:
-        """Returns the rows as text, with what one format loses; by default the first of `formats`."""
-        chosen = self._formats[0] if format is None else get_format(format)
-        if chosen not in self._formats:
-            known = ", ".join(each.name for each in self._formats)
-            raise ValueError(f"`format` must be one that is watched: {known}. Received: {chosen.name}.")
-        return rows_table(self.rows(), chosen)
-
-    def _sampled(self) -> bool:
-        inside = self._steps is None or any(first <= self.step_index < end for first, end in self._steps)
-        return inside and self.step_index % self._every == 0
-
     def _attach_if_sampled(self) -> None:
-        if self._sampled() and not self._closed:
+        if self.sampled and not self._closed:
             self._recorder.attach()
 
     def _advance(self) -> None:
         """Ends a step: removes the hooks of a sampled one, and registers those of the next if that is sampled."""
-        if self._sampled() and not self._closed:
+        if self.sampled and not self._closed:
             self._samples[self.step_index] = self._recorder.detach()
         self.step_index += 1
         self._attach_if_sampled()
@@ -154,7 +123,7 @@ class Watch:
         return self._scale_read[1]
 
 
-def _check(model: nn.Module, layers: str, every: int, steps: Ranges | None) -> None:
+def _check(model: nn.Module, layers: str) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a module. Received: {type(model).__name__}.")
     if compiled := [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]:
@@ -164,14 +133,6 @@ def _check(model: nn.Module, layers: str, every: int, steps: Ranges | None) -> N
         )
     if not any(re.search(layers, name) for name, _ in model.named_modules()):
         raise ValueError(f"`layers` must be found in the name of a module. Received: layers={layers!r}.")
-    if not isinstance(every, int) or every < 1:
-        raise ValueError(f"`every` must be a positive number of steps. Received: every={every!r}.")
-    for pair in steps or ():
-        if len(pair) != 2 or not 0 <= pair[0] < pair[1]:
-            raise ValueError(
-                f"`steps` must be pairs of a first step and the one after the last. Received: {pair!r}. "
-                "The first hundred are steps=[(0, 100)]."
-            )
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -4,14 +4,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal, NamedTuple
-
-import torch
+from typing import Any, Literal, NamedTuple
 
 from gradscale.histogram.counts import ExponentHistogram
-from gradscale.torch.watch.counter import Counted
+from gradscale.watching.counted import Counted
 
 Kind = Literal["weight", "input", "output", "output_grad", "weight_grad"]
+
+KINDS: tuple[Kind, ...] = ("weight", "input", "output", "output_grad", "weight_grad")
+
+MODEL = "(model)"
+"""The name of the whole model, which frameworks call by the empty string."""
 
 Key = tuple[str, Kind]
 """Name of a module or a parameter, and what was recorded of it."""
@@ -33,7 +36,7 @@ class Tally(NamedTuple):
     kind: Kind
     histogram: ExponentHistogram
     amax: float
-    dtype: torch.dtype
+    dtype: Any
     scale: float
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from gradscale._table import text_table
 from gradscale.formats import Format
 from gradscale.histogram.losses import Losses, losses
-from gradscale.torch.watch.sample import Kind, Sample
+from gradscale.watching.sample import Kind, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,7 @@ def rows_table(rows: Iterable[WatchRow], format: Format) -> str:
     return text_table(
         (*columns, f"{format.name} flushed", "subnormal", "overflow", "SNR dB"),
         [(*_cells(row), *_format_cells(row.formats[format.name])) for row in rows],
+        whole=("tensor", "kind"),
     )
 
 

@@ -1,0 +1,1 @@
+"""What every adapter's `Watch` shares: which steps are sampled, what was counted of tensors, rows and tables of it."""

@@ -1,0 +1,37 @@
+"""Which steps are sampled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Ranges = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Each `every`-th step from step 0 on; with `steps`, only those in one of the ranges.
+
+    >>> [step for step in range(10) if Schedule(2, [(1, 4), (6, 9)]).samples(step)]
+    [2, 6, 8]
+
+    Attributes:
+        every: steps from one sample to the next.
+        steps: pairs of the first step and the one after the last; None for all steps.
+    """
+
+    every: int
+    steps: Ranges | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.every) is not int or self.every < 1:
+            raise ValueError(f"`every` must be a positive number of steps. Received: every={self.every!r}.")
+        for pair in self.steps or ():
+            if len(pair) != 2 or not 0 <= pair[0] < pair[1]:
+                raise ValueError(
+                    f"`steps` must be pairs of a first step and the one after the last. Received: {pair!r}. "
+                    "The first hundred are steps=[(0, 100)]."
+                )
+
+    def samples(self, step: int) -> bool:
+        """Returns whether a step is sampled."""
+        inside = self.steps is None or any(first <= step < end for first, end in self.steps)
+        return inside and step % self.every == 0
