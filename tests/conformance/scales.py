@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gradscale import Policy
+from gradscale import FP8_E5M2, Policy
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
 from gradscale.policies.log_max import LogMax
@@ -127,8 +127,8 @@ SCALE_CASES = (
         ),
     ),
     ScaleCase(
-        # At 2**16 something unseen overflowed, so the scale stays 8 bits below. The peak, 2.2 bits above 2**-10, is no
-        # longer normal below 2**-7.
+        # At 2**16 something unseen overflowed, so the scale stays 8 bits below. The peak, 2.2 bits above 2**-10, has 17
+        # binades below it at 2**0, and is no longer normal below 2**-7.
         "logmax answers overflows, zeros and bad losses as headroom does",
         LogMax(),
         (
@@ -136,6 +136,7 @@ SCALE_CASES = (
             Row(ZERO, 2.0**6),
             Row(SMALL, 2.0**8),
             Row(LARGE, 2.0**8, loss=math.nan),
+            Row(INF, 2.0**0),
             Row(INF, 2.0**-7),
             Row(INF, 2.0**-8),
         ),
@@ -177,9 +178,15 @@ SCALE_CASES = (
             Row(SMALL, 2.0**23),
             Row(NAN, 2.0**3),
             Row(SMALL, 2.0**15),
-            Row(MINUS_INF, 2.0**-4),
+            Row(MINUS_INF, 2.0**3),
             Row(SMALL, 2.0**7),
         ),
+    ),
+    ScaleCase(
+        # 2**-10 has 17 binades below it at 2**11, as the smallest is 2**-16. A lesson is 6 of 32 binades.
+        "headroom falls less far in a narrow format",
+        Headroom(FP8_E5M2, init_scale=2.0**23),
+        (Row(SMALL, 2.0**23), Row(NAN, 2.0**11), Row(SMALL, 2.0**17), Row(MINUS_INF, 2.0**11), Row(SMALL, 2.0**11)),
     ),
     ScaleCase(
         # 20 bits down at first, as far as the floor; and up to the aim with the first gradients that it sees.
