@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradscale.policies.arithmetic import bounded, exp2_linear, larger, log2_linear, pow2_floor, root, smaller, two_to
+from gradscale.policies.arithmetic import (
+    Namespace,
+    bounded,
+    exp2_linear,
+    larger,
+    log2_linear,
+    pow2_floor,
+    root,
+    smaller,
+    two_to,
+)
 from gradscale.policies.scalars import SCALARS
 
 
@@ -34,8 +44,9 @@ def test_pow2_floor_reaches_its_upper_end_without_overflow() -> None:
 
 @given(st.floats(width=32))
 def test_pow2_floor_of_scalars_is_that_of_arrays(x: float) -> None:
+    namespaces: list[Namespace] = [np, SCALARS]
     with np.errstate(all="ignore"):
-        expected, found = (pow2_floor(np.float32(x), xp) for xp in (np, SCALARS))
+        expected, found = (pow2_floor(np.float32(x), xp) for xp in namespaces)
     assert np.array_equal(found, expected, equal_nan=True)
     assert type(found) is np.float32
 
