@@ -1,6 +1,6 @@
 """Exponent histograms of many small arrays, in one call of `bincount` for all of them."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -37,12 +37,11 @@ class Pieces:
 
     def add(self, numbers: FloatArray) -> None:
         """Keeps the numbers of a float32 array of any layout, which is not empty."""
-        end = self._used + numbers.size
-        magnitudes, fields = self._magnitudes[self._used : end], self._fields_array[self._used : end]
-        np.bitwise_and(numbers.view(np.int32), MAGNITUDE, out=magnitudes.reshape(numbers.shape))
-        np.right_shift(magnitudes, MANTISSA_BITS, out=fields)
-        fields += len(self._sizes) << SINGLE.exponent_bits  # each array has fields of its own
-        self._sizes.append(numbers.size)
+        # One pass for each array. The others are made over all of them together, in fewer calls.
+        start, end = self._used, self._used + numbers.size
+        magnitudes = self._magnitudes[start:end]
+        np.bitwise_and(numbers.view(np.int32), MAGNITUDE, magnitudes.reshape(numbers.shape))
+        self._sizes.append(end - start)
         self._used = end
 
     def counted(self) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -50,10 +49,16 @@ class Pieces:
 
         NaN is the largest where there is one. Exactly what `count_exponents` and a maximum give for each array.
         """
-        rows, fields = len(self._sizes), self._fields[: self._used]
+        rows = len(self._sizes)
         starts = [0, *accumulate(self._sizes)]
-        magnitudes = self._magnitudes[: self._used]
-        counts = torch.bincount(fields, minlength=rows << SINGLE.exponent_bits).numpy().reshape(rows, -1)
+        magnitudes, fields = self._magnitudes[: self._used], self._fields_array[: self._used]
+        np.right_shift(magnitudes, MANTISSA_BITS, fields)
+        for row, (start, end) in enumerate(pairwise(starts)):
+            part = fields[start:end]
+            np.add(part, np.int32(row << SINGLE.exponent_bits), part)  # each array has fields of its own
+        counts = (
+            torch.bincount(self._fields[: self._used], minlength=rows << SINGLE.exponent_bits).numpy().reshape(rows, -1)
+        )
         bins = np.zeros((rows, EXPONENTS.size), np.int64)
         bins[:, 1 - SINGLE.bias - LOWEST_EXPONENT :] = counts[:, 1 : SINGLE.last]
         outside = np.zeros((rows, 3), np.int64)
