@@ -1,11 +1,14 @@
 """The public API on parameters and losses that are DTensors, on two ranks, against the same on one."""
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.torch.accumulation.test_retry import OverflowAbove
 from tests.torch.helpers import INF, NAN
+from tests.torch.ranks.launch import run_ranks
 from tests.torch.ranks.sharded import (
     KINDS,
     assert_same,
@@ -20,7 +23,7 @@ from tests.torch.ranks.sharded import (
     weights_of,
 )
 from tests.torch.versions import needs_sharding_on_cpu
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradscale import Dynamic
 from gradscale.policies.headroom import Headroom
@@ -300,3 +303,26 @@ def test_retries_of_fsdp_are_refused(kind: str, found: Any) -> None:
     for each in found:
         assert "`retries` cannot run the backward pass of FSDP" in each[with_retries.__name__, kind]
         assert each[with_retries.__name__, kind].endswith("Call `backward(loss)` without `retries`.")
+
+
+def whole_gradient_of_shards(bad: bool) -> tuple[str, list[float], list[str]]:
+    """Returns status, weights and culprits of a step with a gradient that is whole on each of two ranks.
+
+    If it is `bad`, the second rank has a NaN in the part of its copy that belongs to the first.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    parameter: Any = nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=0.5), LossScaler(policy=Dynamic(init_scale=4.0))
+    scaler.backward((parameter * 2).sum().full_tensor())
+    if bad and dist.get_rank() == 1:
+        parameter.grad.to_local()[0] = torch.nan
+    result = scaler.step(optimizer)
+    return result.status(), parameter.full_tensor().tolist(), [culprit.kind for culprit in result.culprits()]
+
+
+def test_a_bad_copy_of_a_whole_gradient_skips_the_step_on_all_ranks(tmp_path: Path) -> None:
+    clean, bad = (run_ranks(2, whole_gradient_of_shards, flag, folder=tmp_path / str(flag)) for flag in (False, True))
+    assert clean == [("applied", [-1.0] * 4, [])] * 2
+    assert bad == [("overflow", [0.0] * 4, ["nan"])] * 2

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,14 @@ def _stride(tensor: Tensor) -> Sequence[int]:
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
+def _placed_gradient(weight: Tensor) -> Any:
+    """Returns the gradient of a weight, after it was placed as the weight is: each rank may hold the whole of it."""
+    grad: Any = weight.grad
+    if hasattr(grad, "placements") and grad.placements != weight.placements:  # type: ignore[attr-defined]
+        grad = weight.grad = grad.redistribute(placements=weight.placements)  # type: ignore[attr-defined]
+    return grad
+
+
 def set_gradients(masters: Sequence[Tensor], weights: Sequence[Tensor], buffer: StepBuffer) -> None:
     """Sets the gradient of every master to that of its weight: the same tensor if it is float32, else a cast.
 
@@ -59,7 +68,7 @@ def set_gradients(masters: Sequence[Tensor], weights: Sequence[Tensor], buffer: 
     """
     to_cast: list[tuple[Tensor, Tensor]] = []
     for master, weight in zip(masters, weights, strict=True):
-        grad = weight.grad
+        grad = _placed_gradient(weight)
         if grad is None:
             continue
         if grad.layout is not torch.strided:

@@ -121,23 +121,22 @@ def keeps_masters(optimizer: Optimizer) -> bool:
     return getattr(type(optimizer), "keeps_masters", False)
 
 
-def place_gradients(parameters: Iterable[Tensor]) -> None:
-    """Places gradients as their parameters, as `collect` does: a collective for each that ranks hold in summands."""
+def sum_parts(parameters: Iterable[Tensor]) -> None:
+    """Sums the gradients that ranks hold in summands, as `collect` does: a collective for each of them."""
     for parameter in parameters:
-        if parameter.grad is not None and _is_placed_otherwise(parameter, parameter.grad):
+        if parameter.grad is not None and _is_partial(parameter.grad):
             values_of(parameter, parameter.grad)
 
 
 def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
     """Returns the dense tensor that holds the numbers of `parameter.grad` here.
 
-    A sparse gradient is coalesced in place, and a DTensor is placed as its parameter, for which one that ranks hold in
-    summands is summed.
+    A sparse gradient is coalesced in place, and one that ranks hold in summands is summed, placed as its parameter.
     """
     if grad.layout is torch.strided:
-        if _is_placed_otherwise(parameter, grad):
+        if _is_partial(grad):
             # Each rank has a summand, as sequence parallel leaves them: no size and no bound is right before the sum.
-            # Or each has all of it, and the parameter is in shards, whose sizes the kernels of masters expect.
+            # One that each rank has as a whole stays so: an inf in a part that is another rank's must be found.
             grad = parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         # The local shard shares its memory with the DTensor, so what is written to it reaches the gradient. Lists that
         # mix DTensors and plain tensors are rejected by torch's multi-tensor kernels.
@@ -150,9 +149,9 @@ def values_of(parameter: Tensor, grad: Tensor) -> Tensor:
     return grad._values()
 
 
-def _is_placed_otherwise(parameter: Tensor, grad: Tensor) -> bool:
-    """Returns whether the ranks hold other parts of a gradient than of its parameter, or summands."""
-    return hasattr(grad, "placements") and grad.placements != parameter.placements  # type: ignore[attr-defined]
+def _is_partial(grad: Tensor) -> bool:
+    """Returns whether ranks hold summands of a gradient."""
+    return any(placement.is_partial() for placement in getattr(grad, "placements", ()))
 
 
 def numbers_of(grad: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from gradscale.torch.ranks.pipeline import Pipeline
 from gradscale.torch.step.agree import Agreement
 from gradscale.torch.step.apply import apply, multiply
 from gradscale.torch.step.decide import Decision, Rule
-from gradscale.torch.step.gradients import Names, collect, parameters_of, place_gradients
+from gradscale.torch.step.gradients import Names, collect, parameters_of, sum_parts
 from gradscale.torch.step.host_copy import host_value
 from gradscale.torch.step.measure import measure, measure_sizes
 from gradscale.torch.step.no_scaling import read_unscaled, step_without_scaling
@@ -101,8 +101,8 @@ class Stages:
         if self._rounds.ranks == 1:
             return
         held = [each for each in optimizers if isinstance(each, Optimizer)]
-        # The others do so before they come to the round.
-        place_gradients(parameters_of(held) if held else self._names.parameters())
+        # The others sum theirs before they come to the round.
+        sum_parts(parameters_of(held) if held else self._names.parameters())
         self._agreement.fail(error, held, self.device, window)
         if self._rounds.missed:  # others have applied this step: it is over
             self._windows.close()
