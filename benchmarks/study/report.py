@@ -38,9 +38,11 @@ def claims(rows: Rows) -> str:
 def coverage(rows: Rows, planned: Sequence[Case]) -> str:
     """Returns a sentence on how much of the study has been run."""
     own = sum(source(case, rows) == case for case in planned if case.key in rows)
+    clipped = [row["clips"] for row in rows.values() if row["rule"] == SUBJECT]
     return (
         f"{len(rows)} of {len(planned)} rows of the full form have been made, by {own} runs: "
-        f"{len(rows) - own} are the same run as another."
+        f"{len(rows) - own} are the same run as another. "
+        f"Of `{SUBJECT}`, {clipped.count(False)} are without clipping, and {clipped.count(True)} with."
     )
 
 

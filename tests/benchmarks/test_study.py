@@ -88,8 +88,10 @@ def test_a_start_that_is_the_policys_own_is_not_run_again() -> None:
         start.key: ("start at 2^32", 7),
         usual.key: ("char-GPT", 7),
     }
-    expected = "2 of 3 rows of the full form have been made, by 1 runs: 1 are the same run as another."
-    assert coverage(found, [start, usual, replace(usual, seed=2)]) == expected
+    assert coverage(found, [start, usual, replace(usual, seed=2)]) == (
+        "2 of 3 rows of the full form have been made, by 1 runs: 1 are the same run as another. "
+        "Of `auto`, 0 are without clipping, and 0 with."
+    )
 
 
 def test_a_policy_without_retries_is_not_run_where_there_was_none() -> None:
