@@ -324,6 +324,14 @@ def test_unscale_clips_by_the_norm_it_returns(how: Any) -> None:
     assert last_of(scaler).grad_norm == 5.0
 
 
+def test_unscale_without_a_bound_returns_the_norm_and_clips_nothing() -> None:
+    owner = parameter(0.0, (2,))
+    scaler, optimizer = ready(OURS("cpu", init_scale=8.0)), torch.optim.SGD([owner], lr=1.0)
+    give((owner, torch.tensor([24.0, 32.0])))
+    assert scaler.unscale_and_clip_(optimizer, None) == 5.0
+    assert grad_of(owner).tolist() == [3.0, 4.0]
+
+
 @pytest.mark.parametrize("how", HOWS)
 def test_unscale_with_a_clip_skips_an_overflow_and_names_it(how: Any) -> None:
     model = linear_pair()

@@ -1,5 +1,6 @@
 """`GradScaler`: a drop-in for torch's own, with its faults fixed and a result for every step."""
 
+import math
 import warnings
 from functools import partial
 from typing import Any, ClassVar
@@ -270,7 +271,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if self._enabled:
             checked.divide(self, optimizer, self._to_unscale(optimizer), allow_fp16=self._unscales_half)
 
-    def unscale_and_clip_(self, optimizer: Optimizer, clip_norm: float) -> Tensor:
+    def unscale_and_clip_(self, optimizer: Optimizer, clip_norm: float | None) -> Tensor:
         """Divides the optimizer's gradients by the scale, clips them, and returns their norm before that, unscaled.
 
         An addition to torch's methods, for gradients that are looked at before the step: `unscale_` and
@@ -280,9 +281,9 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
 
         Args:
             optimizer: the optimizer.
-            clip_norm: bound on the norm of its gradients together, unscaled.
+            clip_norm: bound on the norm of its gradients together, unscaled; None for the norm alone.
         """
-        clip = Clip(clip_norm)
+        clip = Clip(math.inf if clip_norm is None else clip_norm)
         if not self._enabled:
             return clip_norm_of_unscaled(optimizer, clip, self._ranks)
         return ways.unscaled(self, optimizer, self._to_unscale(optimizer), clip)
