@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from gradscale import FP16, Format, Policy, Seen
+from gradscale.engine.retries import FIRST_STEPS
 from gradscale.policies.checks import LOWEST_SCALE
 from gradscale.policies.contract import backed_off
 from gradscale.record import fields, with_values
@@ -61,7 +62,7 @@ def simulate(policy: Policy, stream: Stream, format: Format = FP16, *, retries: 
         policy: the policy.
         stream: the gradients.
         format: what they must fit.
-        retries: until a step was applied, run a backward pass that overflowed once again with the next scale.
+        retries: in the first steps, run a backward pass that overflowed once again with the next scale.
     """
     start = policy.start()
     columns = stream.amax.shape[1]
@@ -79,8 +80,8 @@ def simulate(policy: Policy, stream: Stream, format: Format = FP16, *, retries: 
 
 
 def _retried(policy: Policy, state: Any, largest: Matrix, format: Format) -> Any:
-    """Returns the state with the scale of a second attempt, where no step was applied yet and the first overflows."""
-    again = (state.applied == 0) & (largest * state.scale >= format.overflow_threshold)
+    """Returns the state with the scale of a second attempt, in the first steps, where the first overflows."""
+    again = (state.applied < FIRST_STEPS) & (largest * state.scale >= format.overflow_threshold)
     overflow = Seen(finite=np.zeros_like(again), loss_finite=np.ones_like(again))
     lowered = backed_off(policy, state, overflow, np)
     values = {f.name: np.where(again, getattr(lowered, f.name), getattr(state, f.name)) for f in fields(state)}

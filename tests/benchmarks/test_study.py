@@ -107,7 +107,7 @@ def test_a_policy_without_retries_is_not_run_where_there_was_none() -> None:
 
 
 def test_a_run_without_retries_is_the_same_as_one_that_needed_none() -> None:
-    ours, other = (run(Case("GAN", rule, "fp16", False, 0, 20)) for rule in ("auto", "Headroom, no retry"))
+    ours, other = (run(Case("char-GPT", rule, "fp16", False, 0, 20)) for rule in ("auto", "Headroom, no retry"))
     assert ours["retries"] == 0
     differing = {name for name in ours if ours[name] != other[name]}
     assert differing <= {"rule", "cpu_s"}

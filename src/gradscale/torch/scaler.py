@@ -22,7 +22,7 @@ from gradscale.torch.accumulation.backward import Backward
 from gradscale.torch.accumulation.buffers import BufferGuard
 from gradscale.torch.accumulation.closure import RETRIES, holder_of, make_closure
 from gradscale.torch.accumulation.edits import unscale
-from gradscale.torch.accumulation.first_step import FirstStep
+from gradscale.torch.accumulation.first_steps import FirstSteps
 from gradscale.torch.accumulation.guard import Guard, OnSkip
 from gradscale.torch.accumulation.penalty import unscaled_grad
 from gradscale.torch.accumulation.window import Windows, map_losses
@@ -166,9 +166,9 @@ class LossScaler(OtherNames):
         earlier ones. Post-accumulate hooks are called once, with the sum of all gradients. There is no retry for a loss
         that is not finite, under `Static`, or at the lowest scale. Ranks that share the scale retry together.
 
-        By default an overflow is retried until a step whose gradients are not all zero has been applied, and not from
-        then on, at no cost: under `Headroom` and `LogMax`, whose first scale is a guess, where the model is known, in
-        one process, without DDP or FSDP, and for a graph of torch's own operations. A compiled model, reentrant
+        By default an overflow is retried in the first ten steps, and not from then on, at no cost: under `Headroom` and
+        `LogMax`, whose first scale is a guess, where the model is known, in one process, without DDP or FSDP, and for a
+        graph of torch's own operations. A compiled model, reentrant
         checkpointing, other functions with a backward pass of their own, and `create_graph`, `inputs` or `gradient`
         must be asked for explicitly.
 
@@ -496,7 +496,7 @@ class LossScaler(OtherNames):
         self._rule.load(as_policy(saved.policy), saved.state, saved.amax_ratio)
         self._memory.forget()
         self._rounds.missed.forget()
-        self._backward.first_step = FirstStep()
+        self._backward.first_steps = FirstSteps()
         # Zeros, as `zero_grad(set_to_none=False)` leaves them, have no scale.
         self._windows.close(zeros=False)
 

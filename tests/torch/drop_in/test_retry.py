@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradscale import Dynamic, Headroom, Static
+from gradscale.engine.retries import FIRST_STEPS
 from gradscale.torch import GradScaler
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -158,16 +159,19 @@ def test_a_static_scale_is_not_lowered() -> None:
     assert scaler.get_scale() == 65536.0
 
 
-def test_there_is_no_retry_after_the_first_applied_step_nor_after_loading_one() -> None:
+@pytest.mark.parametrize(("applied", "retries"), [(1, 1), (FIRST_STEPS - 1, 1), (FIRST_STEPS, 0)])
+def test_the_first_steps_retry_and_later_ones_do_not_nor_after_loading(applied: int, retries: int) -> None:
     model, optimizer, scaler = setup(policy="auto")
-    scaler.backward(large_loss(model) * 1e-6)
-    step(scaler, optimizer)
+    for _ in range(applied):
+        scaler.backward(large_loss(model) * 1e-6)
+        step(scaler, optimizer)
+        optimizer.zero_grad()
     loaded = setup(policy="auto")[2]
     loaded.load_state_dict(scaler.state_dict())
     for each in (scaler, loaded):
         optimizer.zero_grad()
         each.backward(large_loss(model) * 1e6)
-        assert step(each, optimizer).retries == 0
+        assert step(each, optimizer).retries == retries
 
 
 def test_a_disabled_scaler_runs_the_backward_pass() -> None:

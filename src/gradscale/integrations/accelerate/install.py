@@ -49,7 +49,7 @@ def install(
             was built with them, and else `"auto"`. With `CheckOnly()`, which scales nothing and skips steps that are
             not finite, the accelerator may be one for BF16 or float32.
         retries: how often a backward pass that overflows is run again at a lower scale, at any step, without a second
-            forward pass; 0 for never. By default once or so until a first step was applied, under `"auto"`.
+            forward pass; 0 for never. By default once in the first ten steps, under `"auto"`.
         max_consecutive_skips: as in `GradScaler`.
         on_stuck: as in `GradScaler`.
         log: whether `accelerator.log` adds the metrics of the scaler. Switch it off for a tracker with fixed columns.

@@ -49,7 +49,7 @@ class FabricMixedPrecision(LightningMixedPrecision, CarriesScaler):
         clip_norm: bound on the norm of each optimizer's gradients, unscaled, at every step.
         clip_value: bound on the magnitude of every element, unscaled, at every step.
         retries: how often a backward pass that overflows is run again at a lower scale, at any step, without a second
-            forward pass; 0 for never. By default once or so until a first step was applied, under `"auto"`.
+            forward pass; 0 for never. By default once in the first ten steps, under `"auto"`.
         precision: `"16-mixed"`, which is the default, or `"bf16-mixed"` for a run in BF16. That has a scaler with the
             policy `CheckOnly()` alone, which skips steps that are not finite.
 

@@ -60,7 +60,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
             as Lightning's plugin does.
         log: log the scaler's metrics.
         retries: how often a backward pass that overflows is run again at a lower scale, at any step, without a second
-            forward pass; 0 for never. By default once or so until a first step was applied, under `"auto"`.
+            forward pass; 0 for never. By default once in the first ten steps, under `"auto"`.
         precision: `"16-mixed"`, which is the default, or `"bf16-mixed"` for a run in BF16. That has a scaler with the
             policy `CheckOnly()` alone, which skips steps that are not finite.
 
@@ -165,7 +165,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Scales the loss and runs the backward pass, by the module's own `backward` if it has one.
 
-        Without, it is run again at a lower scale if it overflows before a step was applied.
+        Without, it is run again at a lower scale if it overflows in the first ten steps.
         """
         if not self._in_trainer:
             self._in_fabric.backward(tensor, model, *args, **kwargs)

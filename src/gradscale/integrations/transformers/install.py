@@ -35,7 +35,7 @@ def install(
         policy: the rule for the scale, or its name; by default `"auto"`. With `CheckOnly()`, which scales nothing and
             skips steps that are not finite, the trainer may be one for BF16 or float32.
         retries: how often a backward pass that overflows is run again at a lower scale, at any step, without a second
-            forward pass; 0 for never. By default once or so until a first step was applied, under `"auto"`.
+            forward pass; 0 for never. By default once in the first ten steps, under `"auto"`.
         max_consecutive_skips: as in `GradScaler`.
         on_stuck: as in `GradScaler`.
         log: whether logs carry the metrics of the scaler.

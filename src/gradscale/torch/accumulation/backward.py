@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradscale.torch.accumulation.first_step import FirstStep
+from gradscale.torch.accumulation.first_steps import FirstSteps
 from gradscale.torch.accumulation.retry import Retry, check_backward, check_retriable, synchronizing
 from gradscale.torch.accumulation.window import Windows
 from gradscale.torch.bf16 import FirstLoss
@@ -19,12 +19,12 @@ class Backward:
 
     Attributes:
         first_loss: what the first loss shows.
-        first_step: whether a gradient has been seen: until then a backward pass is run again by default.
+        first_steps: whether they are over: until then a backward pass is run again by default.
     """
 
     def __init__(self, modules: Sequence[nn.Module], rule: Rule, windows: Windows, rounds: Rounds) -> None:
         self.first_loss = FirstLoss()
-        self.first_step = FirstStep()
+        self.first_steps = FirstSteps()
         self._modules = modules
         self._rule = rule
         self._windows = windows
@@ -50,7 +50,7 @@ class Backward:
         """
         policy = self._rule.policy
         if asked is None:
-            return self.first_step.retries(self._rule, loss, kwargs, last, self._may_retry)
+            return self.first_steps.retries(self._rule, loss, kwargs, last, self._may_retry)
         check_backward(asked, kwargs)
         if asked and policy.needs:
             check_retriable(self._modules)

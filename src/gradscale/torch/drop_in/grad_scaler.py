@@ -20,7 +20,7 @@ from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.static import multiplies
-from gradscale.torch.accumulation.first_step import FirstStep
+from gradscale.torch.accumulation.first_steps import FirstSteps
 from gradscale.torch.accumulation.retry import check_backward
 from gradscale.torch.bf16 import FirstLoss
 from gradscale.torch.drop_in import checked, refusals, retry, saved, settings, stepped, unscale, ways
@@ -125,7 +125,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self._bound = ScaleBound()
         self._divided: list[Optimizer] = []
         self._leaves = Leaves()
-        self._first_step = FirstStep()
+        self._first_steps = FirstSteps()
         self._updated: Updated | None = None
         self._ranks = Ranks(group)
         self._warned_of_fused_sgd = False
@@ -178,9 +178,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         has ended, and a second set of gradients if there are earlier ones. There is no retry for a loss that is not
         finite, under `Static`, or at the lowest scale.
 
-        By default an overflow is retried until a step whose gradients are not all zero has been applied, and not from
-        then on, at no cost: under `Headroom` and `LogMax` (`policy="auto"` is the former), for a graph of torch's own
-        operations, and where `torch.distributed` is not initialized. Where a retry is not possible, one that was asked
+        By default an overflow is retried in the first ten steps, and not from then on, at no cost: under `Headroom` and
+        `LogMax` (`policy="auto"` is the former), for a graph of torch's own operations, and where `torch.distributed` is not initialized. Where a retry is not possible, one that was asked
         for is refused.
 
         Args:
@@ -469,7 +468,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             self._updated = Updated()
             state_dict, self._bounds, self._rule = found.numbers, found.bounds, found.rule
             self._steps.restart(found.counters())
-            self._first_step = FirstStep()
+            self._first_steps = FirstSteps()
         super().load_state_dict(state_dict)
         if self._enabled and self._scale is not None:
             self._settle()

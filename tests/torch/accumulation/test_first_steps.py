@@ -1,4 +1,4 @@
-"""Until a step with a gradient is applied, a backward pass that overflows is run again without being asked to."""
+"""In the first steps of a run, a backward pass that overflows is run again without being asked to."""
 
 import weakref
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradscale import Dynamic, Histogram, LogMax, Policy, Static, preset
+from gradscale.engine.retries import FIRST_STEPS
 from gradscale.policies.headroom import Headroom
 from gradscale.torch import LossScaler, StepResult
 
@@ -32,6 +33,14 @@ def first_result(policy: Policy | str = "auto", **kwargs: Any) -> StepResult:
     model, optimizer, scaler = setup(policy)
     scaler.backward(large_loss(model), **kwargs)
     return scaler.step(optimizer)
+
+
+def take_small_steps(scaler: LossScaler, model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    """Applies steps whose gradients are a millionth of the usual, so that the scale becomes too high for those."""
+    for _ in range(count):
+        scaler.backward(large_loss(model) * 1e-6)
+        assert not scaler.step(optimizer).skipped()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("steps", [3, 10, 50])
@@ -112,11 +121,19 @@ def test_every_micro_batch_of_the_first_step_may_be_run_again() -> None:
     assert same(weights(model), weights(expected))
 
 
-def test_there_is_no_retry_after_the_first_applied_step() -> None:
+@pytest.mark.parametrize("policy", ["auto", LogMax()], ids=str)
+@pytest.mark.parametrize("applied", [1, 2, FIRST_STEPS - 1])
+def test_gradients_that_outgrow_the_scale_of_the_steps_before_lose_no_step(applied: int, policy: Policy | str) -> None:
+    model, optimizer, scaler = setup(policy)
+    take_small_steps(scaler, model, optimizer, applied)
+    scaler.backward(large_loss(model))
+    result = scaler.step(optimizer)
+    assert (result.retries, result.skipped()) == (1, False)
+
+
+def test_there_is_no_retry_after_the_first_steps() -> None:
     model, optimizer, scaler = setup()
-    scaler.backward(large_loss(model) * 1e-6)
-    assert not scaler.step(optimizer).skipped()
-    optimizer.zero_grad()
+    take_small_steps(scaler, model, optimizer, FIRST_STEPS)
     scaler.backward(large_loss(model) * 1e6)
     result = scaler.step(optimizer)
     assert (result.retries, result.skipped()) == (0, True)
@@ -170,14 +187,14 @@ def test_a_loss_that_is_not_finite_is_not_tried_again(bad: float) -> None:
     assert scaler.loss_scale.item() == 65536.0
 
 
-def test_a_loaded_run_that_has_applied_a_step_does_not_begin_again() -> None:
+@pytest.mark.parametrize(("applied", "retries"), [(FIRST_STEPS - 1, 1), (FIRST_STEPS, 0)])
+def test_a_loaded_run_goes_on_where_it_was(applied: int, retries: int) -> None:
     model, optimizer, scaler = setup()
-    scaler.backward(large_loss(model) * 1e-6)
-    scaler.step(optimizer)
+    take_small_steps(scaler, model, optimizer, applied)
     model, optimizer, loaded = setup()
     loaded.load_state_dict(scaler.state_dict())
     loaded.backward(large_loss(model) * 1e6)
-    assert loaded.step(optimizer).retries == 0
+    assert loaded.step(optimizer).retries == retries
 
 
 def kept_loss(model: nn.Sequential) -> tuple[Tensor, Tensor, "weakref.ref[Tensor]"]:

@@ -1,4 +1,4 @@
-"""The steps until a gradient is seen, in which a backward pass that overflows is run again without being asked to."""
+"""The first steps of a run, in which a backward pass that overflows is run again without being asked to."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +15,11 @@ from gradscale.torch.step.result import StepResult
 
 
 @dataclass(slots=True)
-class FirstStep:
-    """Whether a step with a gradient that is not zero has been applied, as far as the host knows.
-
-    Steps whose gradients are all zero do not end it: they raise the scale, as the cause may be that it is too low, and
-    the first gradient that is not zero overflows then.
+class FirstSteps:
+    """Whether the first steps of a run have been applied, as far as the host knows.
 
     Attributes:
-        over: whether one has. Never reset, so that later steps do nothing here.
+        over: whether they have. Never reset, so that later steps do nothing here.
     """
 
     over: bool = False
@@ -37,9 +34,9 @@ class FirstStep:
     ) -> int:
         """Returns how often the backward pass of `loss` may be run again by default.
 
-        0 once a gradient has been seen, for a policy whose first scale is not a guess, with arguments of `backward`
+        0 once the first steps are over, for a policy whose first scale is not a guess, with arguments of `backward`
         other than `retain_graph`, and for a graph that is not known to allow it. Where it is possible, synchronizes
-        with the device for the state after the last step, until a gradient has been seen.
+        with the device for the state after the last step, until they are over.
 
         Args:
             rule: the rule for the scale.
@@ -55,6 +52,7 @@ class FirstStep:
             self.over = last is not None and bool(last.poll())
             return 0
         state = cast(PeakState, rule.state)
-        peak, scale = HostCopy(rule.tensor(state.peak), rule.scale).read()
-        self.over = peak > 0
-        return 0 if self.over or not is_repeatable(loss) else first_retries(rule.policy, scale)
+        facts = HostCopy(rule.tensor(state.peak), rule.tensor(state.applied), rule.scale)
+        count = first_retries(rule.policy, *facts.read())
+        self.over = count == 0
+        return count if count and is_repeatable(loss) else 0
