@@ -168,9 +168,8 @@ class LossScaler(OtherNames):
 
         By default an overflow is retried in the first ten steps, and not from then on, at no cost: under `Headroom` and
         `LogMax`, whose first scale is a guess, where the model is known, in one process, without DDP or FSDP, and for a
-        graph of torch's own operations. A compiled model, reentrant
-        checkpointing, other functions with a backward pass of their own, and `create_graph`, `inputs` or `gradient`
-        must be asked for explicitly.
+        graph of torch's own operations. For a compiled model, reentrant checkpointing, other functions with a backward
+        pass of their own, and with `create_graph`, `inputs` or `gradient` it must be asked for.
 
         Args:
             loss: a scalar loss.

@@ -179,8 +179,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         finite, under `Static`, or at the lowest scale.
 
         By default an overflow is retried in the first ten steps, and not from then on, at no cost: under `Headroom` and
-        `LogMax` (`policy="auto"` is the former), for a graph of torch's own operations, and where `torch.distributed` is not initialized. Where a retry is not possible, one that was asked
-        for is refused.
+        `LogMax` (`policy="auto"` is the former), for a graph of torch's own operations, and where `torch.distributed`
+        is not initialized. Where a retry is not possible, one that was asked for is refused.
 
         Args:
             loss: a scalar loss, not scaled.
