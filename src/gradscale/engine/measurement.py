@@ -70,6 +70,10 @@ class Measurement(NamedTuple):
         finite = self.finite(divisor, xp)
         if overflowed is not None:
             finite = xp.logical_and(finite, xp.logical_not(overflowed))
+        return self.seen_with(finite, divisor, loss_finite, xp)
+
+    def seen_with(self, finite: Array, divisor: Array, loss_finite: Array, xp: Namespace) -> Seen:
+        """Returns the same where it is known already whether every gradient is `finite`, before and after."""
         # Inf after an overflow: the finite elements say nothing about the others, and a rule that took their maximum
         # would learn a peak that is too low.
         sizes, unscale = {"amax": self.amax, "norm": self.norm}, 1.0 / divisor

@@ -1,5 +1,6 @@
 """Kernels on lists of dense torch tensors: groups for multi-tensor kernels, norms, largest magnitudes, shares."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ CAST_AT_ONCE = 262_144
 """Elements of a 16-bit gradient that are cast to float32 together: they stay in the cache until they are multiplied."""
 
 
-JOIN_UP_TO = 8_192
+JOIN_UP_TO = 16_384
 """Elements of a CPU tensor up to which a copy of it beside others costs less than a call of `aminmax` for it alone."""
 
 JOIN_AT_ONCE = 262_144
@@ -100,21 +101,25 @@ def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return _by_group(_group_largest, tensors, device)
 
 
-def largest_joined(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Returns the largest magnitude in all of `tensors`, which are on the CPU, in float32: NaN if there is one.
+def largest_joined(tensors: Sequence[Tensor]) -> float | None:
+    """Returns the largest magnitude in all of `tensors`, which are on the CPU; None if one of them is not finite.
 
-    None where that is not faster than `largest`: it copies small tensors into one, to read them in one call. Autograd
-    must be off.
+    None too where that is not faster than `largest`: it copies small tensors into one, to read them in one call.
+    Autograd must be off.
     """
-    groups = tensor_groups(tensors)
-    if len(groups) != 1 or groups[0].dtype is torch.float64:
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) != 1 or (dtype := dtypes.pop()) is torch.float64 or dtype is torch.complex128:
         return None
-    small = [tensor for tensor in groups[0].tensors if tensor.numel() <= JOIN_UP_TO]
-    if len(small) < 2 or not 0 < sum([tensor.numel() for tensor in small]) <= JOIN_AT_ONCE:
+    real = [as_real(tensor) for tensor in tensors] if dtype.is_complex else tensors
+    sizes = [tensor.numel() for tensor in real]
+    small = [tensor for tensor, size in zip(real, sizes, strict=True) if size <= JOIN_UP_TO]
+    if len(small) < 2 or not 0 < sum([size for size in sizes if size <= JOIN_UP_TO]) <= JOIN_AT_ONCE:
         return None
-    large = [tensor for tensor in groups[0].tensors if tensor.numel() > JOIN_UP_TO]
-    extremes = [extreme for part in (_flatten_dense_tensors(small), *large) for extreme in torch.aminmax(part)]
-    return torch.stack(extremes).abs_().amax().float()
+    large = [tensor for tensor, size in zip(real, sizes, strict=True) if size > JOIN_UP_TO]
+    parts = (_flatten_dense_tensors(small), *large)
+    # Python's numbers: the four tiny operations that would find the largest of these cost as much as reading them all.
+    magnitudes = [abs(extreme.tolist()) for part in parts for extreme in torch.aminmax(part)]
+    return max(magnitudes) if all(map(math.isfinite, magnitudes)) else None
 
 
 @torch.no_grad()

@@ -28,15 +28,6 @@ class Namespace(Protocol):
     def floor(self, x: Array, /) -> Array: ...
 
 
-def may_hold(condition: Array, xp: Namespace) -> bool:
-    """Returns False only if `condition` does not hold, and `xp` is a namespace of scalars, which are read at no cost.
-
-    A rule leaves out what it would compute for that condition alone. On arrays it computes all outcomes, as their
-    values are not known while a step is traced, are on a device, or differ from element to element.
-    """
-    return not getattr(xp, "reads_scalars", False) or bool(condition)
-
-
 def larger(x: Array, y: Array, xp: Namespace) -> Array:
     """Returns the larger of two values; `y` where one is NaN. (`torch.maximum` takes no Python numbers.)"""
     return xp.where(x > y, x, y)
@@ -61,7 +52,7 @@ def pow2_floor(x: Array, xp: Namespace) -> Array:
     >>> float(pow2_floor(np.float32(65535), np)), float(pow2_floor(np.float32(0.3), np))
     (32768.0, 0.25)
     """
-    # A namespace of scalars reads the exponent off the number.
+    # A namespace of scalars reads the exponent off the number, which is faster.
     if (read := getattr(xp, "pow2_floor", None)) is not None:
         return read(x)
     # Not 2**floor(log2(x)): floor(log2) is off by one for 23 of the 254 powers of two on JAX.
@@ -81,6 +72,8 @@ def two_to(bits: Array, like: Array, xp: Namespace) -> Array:
     >>> float(two_to(2.0, np.float32(1), np))
     4.0
     """
+    if (exact := getattr(xp, "two_to", None)) is not None:
+        return exact(bits, like)
     # Up to 2**15, an error in the last place is far below 0.5.
     return xp.floor(2.0 ** (like * 0 + bits) + 0.5)
 

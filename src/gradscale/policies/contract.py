@@ -73,7 +73,11 @@ class Policy(Protocol):
     """
 
     needs: ClassVar[frozenset[str]]
-    """Names of the `Seen` fields that `next` reads. An adapter measures these and no others."""
+    """Names of the `Seen` fields that `next` reads. An adapter measures these and no others.
+
+    A class may also have `is_compiled = True`: `next` consists of operators and functions of `xp` alone, so that in host
+    memory it can be run as one function, `compiled`.
+    """
 
     def start(self) -> Any:
         """Returns the state before the first step, with numpy leaves."""
@@ -119,6 +123,14 @@ def advanced(policy: Policy, state: S, seen: Seen, xp: Namespace) -> S:
     and infinity. Here they stop at 2**-126 and 2**126, and an overflow at 2**-24 or below is `stuck`. Policies that
     never go as low, or as high, are not changed, at no cost.
     """
+    # A namespace of scalars has the rule as one function.
+    if (compiled := getattr(xp, "advanced", None)) is not None:
+        return compiled(policy, state, seen)
+    return bounded_next(policy, state, seen, xp)
+
+
+def bounded_next(policy: Policy, state: S, seen: Seen, xp: Namespace) -> S:
+    """Returns what `advanced` does, operation by operation."""
     after = policy.next(state, seen, xp)
     # Known while a step is traced or before it runs: no value is read.
     if _stays_useful(policy):

@@ -46,6 +46,7 @@ class Dynamic(Record):
     max_scale: float = HIGHEST_SCALE
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
+    is_compiled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -1,6 +1,7 @@
 """The scale that leaves headroom above a leaky peak of the gradients."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -75,6 +76,8 @@ class Headroom(PeakPolicy):
     recovery: float = RECOVERY
     rise_bits: float = RISE_BITS
 
+    is_compiled: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         PeakPolicy.__post_init__(self)  # `super()` finds no class where `slots=True` made a new one
         check_bits(self, "margin_bits", "rise_bits")
@@ -99,7 +102,7 @@ class Headroom(PeakPolicy):
         peak = larger(observed.amax, observed.previous_peak * kept, xp)
         limit = self._limit(state.scale, xp)
         settings = PeakSettings(self, limit, self.recovery, self.rise_bits)
-        return next_state(state, seen, observed, peak, settings, xp)
+        return next_state(state, observed, peak, settings, xp)
 
     def _limit(self, like: Array, xp: Namespace) -> Array:
         """Returns the largest value that a scaled peak may have with the margin, in the type of `like`."""

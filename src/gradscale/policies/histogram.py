@@ -85,6 +85,7 @@ class Histogram(Record):
     max_scale: float = HIGHEST_SCALE
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "upper_share"})
+    is_compiled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_format(self)

@@ -1,6 +1,7 @@
 """The scale that a log-normal model of the largest gradient allows."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -80,6 +81,8 @@ class LogMax(PeakPolicy):
     beta2: float = 0.999
     deviations: float = 3.09
 
+    is_compiled: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         PeakPolicy.__post_init__(self)  # `super()` finds no class where `slots=True` made a new one
         check_share(self, "beta1", "beta2")
@@ -109,7 +112,7 @@ class LogMax(PeakPolicy):
         limit = highest_peak(self.format, state.scale)
         settings = PeakSettings(self, limit)
         kept = {name: xp.where(observed.measured, new, getattr(state, name)) for name, new in model.items()}
-        return next_state(state, seen, observed, peak, settings, xp, **kept)
+        return next_state(state, observed, peak, settings, xp, **kept)
 
     def _model(self, state: LogMaxState, size: Array, xp: Namespace) -> dict[str, Array]:
         """Returns the leaves of the model once `size` has entered it: Welford's update, with decaying weights.

@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 import numpy as np
 
 from gradscale.formats import FP16, Format
-from gradscale.policies.arithmetic import Namespace, bounded, larger, may_hold, pow2_floor, smaller, two_to
+from gradscale.policies.arithmetic import Namespace, bounded, larger, pow2_floor, smaller, two_to
 from gradscale.policies.checks import (
     FORMAT_FP16,
     HIGHEST_SCALE,
@@ -140,6 +140,8 @@ class Observation(NamedTuple):
     """What a step says about the size of the gradients. Its magnitudes are positive, finite and normal float32 numbers.
 
     Attributes:
+        clean: the step was clean.
+        overflow: the step overflowed.
         measured: the step was clean and had a gradient that is not zero.
         all_zero: the step was clean and all its gradients were zero.
         amax: the largest gradient; 1 where nothing was measured.
@@ -147,6 +149,8 @@ class Observation(NamedTuple):
         level: the level after the step.
     """
 
+    clean: Array
+    overflow: Array
     measured: Array
     all_zero: Array
     amax: Array
@@ -183,13 +187,14 @@ def first_state(kind: type[T], policy: PeakPolicy, limit: Array) -> T:
 
 def observe(state: PeakState, seen: Seen, xp: Namespace) -> Observation:
     """Returns what the step says about the size of the gradients, whatever `seen` holds."""
-    clean, _ = verdict(seen, xp)
+    clean, overflow = verdict(seen, xp)
     amax = state.scale * 0 + seen.amax  # an array of the framework, also where `seen` has numpy's default
     measured = xp.logical_and(clean, xp.logical_and(xp.isfinite(amax), amax >= SMALLEST_GRADIENT))
     all_zero = xp.logical_and(clean, amax < SMALLEST_GRADIENT)
     amax = xp.where(measured, amax, 1.0)
     peak = xp.where(state.peak > 0, state.peak, amax)
-    return Observation(measured, all_zero, amax, peak, _level(xp.where(state.level > 0, state.level, amax), amax, xp))
+    level = _level(xp.where(state.level > 0, state.level, amax), amax, xp)
+    return Observation(clean, overflow, measured, all_zero, amax, peak, level)
 
 
 def _level(level: Array, amax: Array, xp: Namespace) -> Array:
@@ -201,26 +206,21 @@ def _level(level: Array, amax: Array, xp: Namespace) -> Array:
 
 
 def next_state(
-    state: T, seen: Seen, observed: Observation, peak: Array, settings: PeakSettings, xp: Namespace, **changes: Array
+    state: T, observed: Observation, peak: Array, settings: PeakSettings, xp: Namespace, **changes: Array
 ) -> T:
     """Returns the state after one step: `observed` is what `observe` returned, `changes` are further leaves.
 
     `peak` is ignored where nothing was measured.
     """
-    measured = observed.measured
-    clean, overflow = verdict(seen, xp)
-    ceiling, recovery_factor = state.ceiling, state.recovery_factor
-    if may_hold(state.failed_scale > 0, xp):
-        ceiling, recovery_factor = _learned(state, observed, settings, xp)
+    measured, overflow = observed.measured, observed.overflow
+    ceiling, recovery_factor = _learned(state, observed, settings, xp)
     ceiling = _recovered(ceiling, recovery_factor, settings, xp)
     target = smaller(_scale_for(settings.limit, peak, xp), _scale_for(ceiling, observed.level, xp), xp)
-    unmeasured = state.scale
-    if may_hold(xp.logical_not(measured), xp):
-        unmeasured = xp.where(overflow, _lowered(state, settings, xp), _searched(state, observed, settings, xp))
+    unmeasured = xp.where(overflow, _lowered(state, settings, xp), _searched(state, observed, settings, xp))
     scale = xp.where(measured, _moved(state, target, settings, xp), unmeasured)
     return counted(
         state,
-        clean,
+        observed.clean,
         xp,
         clean_steps=xp.where(measured, _clean_steps(state, xp), state.clean_steps),
         scale=bounded(scale, settings.policy.min_scale, settings.policy.max_scale, xp),

@@ -6,27 +6,50 @@ times a Python number was a float64.
 """
 
 import math
-from typing import Any, ClassVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 
+from gradscale.policies import exponents
+from gradscale.policies.compiled import compiled
+from gradscale.policies.contract import Seen, bounded_next
 from gradscale.record import Array
 
 EXACT = bool((np.float32(1) * 1.0).dtype == np.float32)
 """Whether rules may be run on scalars: whether a float32 stays one."""
 
 
-LOWEST_POWER, HIGHEST_POWER = 2.0**-126, 2.0**126
-"""The ends of the search in `arithmetic.pow2_floor`."""
-
 PLAIN = frozenset((float, int, bool))
 """Types of Python numbers."""
+
+
+MOST_COMPILED = 128
+"""How many policies are kept compiled. A process has a few; a test suite has thousands."""
 
 
 class Scalars:
     """What a rule may call, for numpy scalars and Python numbers. What is not here is numpy's own."""
 
-    reads_scalars: ClassVar[bool] = True
+    def __init__(self) -> None:
+        self._compiled: dict[int, tuple[Any, Callable[[Any, Any], Any]]] = {}
+
+    def advanced(self, policy: Any, state: Any, seen: Any, /) -> Any:
+        """Returns what `contract.advanced` returns, by a function that is compiled at the first step of a policy."""
+        # By its identity, as its hash would take as long as a step. It is kept, so that no other can have its id.
+        known = self._compiled.get(id(policy))
+        if known is None:
+            if len(self._compiled) >= MOST_COMPILED:
+                self._compiled.clear()
+            known = self._compiled[id(policy)] = policy, self._function(policy)
+        return known[1](state, seen)
+
+    def _function(self, policy: Any) -> Callable[[Any, Any], Any]:
+        # Only what is known to consist of operations of a namespace: a rule of a user may do what cannot be traced.
+        if not vars(type(policy)).get("is_compiled"):
+            return lambda state, seen: bounded_next(policy, state, seen, self)
+        return compiled(partial(bounded_next, policy), policy.start(), Seen())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
@@ -58,13 +81,8 @@ class Scalars:
         """Returns whether `x` is neither infinite nor NaN."""
         return np.bool_(math.isfinite(x))
 
-    @staticmethod
-    def pow2_floor(x: Array, /) -> Array:
-        """Returns what `arithmetic.pow2_floor` finds by a search."""
-        if not math.isfinite(x):
-            return x * 0
-        _, exponent = math.frexp(min(max(x, LOWEST_POWER), HIGHEST_POWER))
-        return type(x)(math.ldexp(0.5, exponent))
+    pow2_floor = staticmethod(exponents.pow2_floor)
+    two_to = staticmethod(exponents.two_to)
 
     @staticmethod
     def asarray(x: Array, /, dtype: Any = None) -> Array:

@@ -8,7 +8,7 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from gradscale.torch.drop_in import update
 from gradscale.torch.drop_in.same_gradients import Start, States, Updated, flags_of
-from gradscale.torch.step.measure import any_overflow
+from gradscale.torch.step.measure import merged_flag
 
 if TYPE_CHECKING:
     from gradscale.torch.drop_in.grad_scaler import GradScaler
@@ -29,10 +29,10 @@ def close_steps(scaler: "GradScaler", scale: Tensor, tracker: Tensor, number: fl
         if reopened := _reopened(scaler, scale, tracker):
             states = reopened | states
             flags = flags_of(states)
-    overflow = any_overflow(flags, scale.device)
-    results = scaler._steps.pending(overflow, scale)
-    _set_scale(scaler, scale, tracker, number, overflow, states)
-    after = scale.clone()
+    found_inf = merged_flag(flags, scale.device)
+    results = scaler._steps.pending(found_inf, scale)
+    _set_scale(scaler, scale, tracker, number, found_inf, states)
+    after = scaler._steps.copied(scale)
     for result in results:
         result.next_scale = after
     if not flags:
@@ -41,7 +41,7 @@ def close_steps(scaler: "GradScaler", scale: Tensor, tracker: Tensor, number: fl
     _forget_optimizers(scaler)
     at_floor = False if scaler._rule is None else scaler._rule.state.stuck
     # Last: it may raise, and the update is complete by then.
-    scaler._steps.close(results, overflow, after, scaler._bounds.min_scale, at_floor)
+    scaler._steps.close(results, found_inf, after, scaler._bounds.min_scale, at_floor)
 
 
 def discard_steps(scaler: "GradScaler") -> None:
@@ -68,13 +68,13 @@ def _reopened(scaler: "GradScaler", scale: Tensor, tracker: Tensor) -> States:
 
 
 def _set_scale(
-    scaler: "GradScaler", scale: Tensor, tracker: Tensor, number: float | None, overflow: Tensor, states: States
+    scaler: "GradScaler", scale: Tensor, tracker: Tensor, number: float | None, found_inf: Tensor, states: States
 ) -> None:
     """Sets the scale to `number`, or as the rule says, and notes what the update started from."""
     rule = None if scaler._rule is None else scaler._rule.position
     before = scale.clone(), tracker.clone()
     if number is None:
-        _follow_rule(scaler, scale, tracker, overflow, states, before)
+        _follow_rule(scaler, scale, tracker, found_inf, states, before)
     else:
         scaler._bound.set(scale.fill_(number), number)
     start = Start(*before, rule, states, (scale._version, tracker._version))
@@ -85,7 +85,7 @@ def _follow_rule(
     scaler: "GradScaler",
     scale: Tensor,
     tracker: Tensor,
-    overflow: Tensor,
+    found_inf: Tensor,
     states: States,
     before: tuple[Tensor, Tensor],
 ) -> None:
@@ -94,10 +94,9 @@ def _follow_rule(
     scaler._bound.revalidate(scale)
     rule, updated = scaler._rule, scaler._updated
     if rule is None:
-        update.by_kernel(scale, tracker, overflow, *scaler._numbers(), scaler._bounds)
+        update.by_kernel(scale, tracker, found_inf, *scaler._numbers(), scaler._bounds)
     else:
         made_with = scale if updated is None or updated.made_with is None else updated.made_with
         sizes = [state["sizes"] for state in states.values() if "sizes" in state]
-        seen, rule.amax_ratio = update.seen_by(rule, sizes, overflow, made_with)
-        update.by_policy(rule, scale, tracker, seen, before, scaler._bounds)
+        update.by_policy(rule, scale, tracker, (sizes, found_inf, made_with), before, scaler._bounds)
     scaler._bound.lowered(scale, by=update.lowest_factor(rule, scaler._backoff_factor))

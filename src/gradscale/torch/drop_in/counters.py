@@ -62,11 +62,11 @@ class Counters:
         """Returns a copy in host memory. Synchronizes with the device."""
         return Counters(float(self.scale), int(self.applied), int(self.skipped), int(self.consecutive_skips))
 
-    def count(self, overflow: Tensor, scale: Tensor, made_with: Tensor, floor: float, at_floor: Any = False) -> None:
+    def count(self, found_inf: Tensor, scale: Tensor, made_with: Tensor, floor: float, at_floor: Any = False) -> None:
         """Counts a step. Does not synchronize with the device.
 
         Args:
-            overflow: whether it was skipped, a 0-d bool.
+            found_inf: 0 unless it was skipped.
             scale: the scale of the next step, a copy: it is kept.
             made_with: the scale that made its gradients.
             floor: scale from which on no lower one is expected to help.
@@ -75,8 +75,9 @@ class Counters:
         self._previous = (self._steps, self.skipped, self._last_applied)
         self._steps += 1
         self._floor, self._at_floor = floor, at_floor
-        known = host_value(overflow)
+        known = host_value(found_inf)
         if known is None:
+            overflow = found_inf != 0
             self.skipped = self.skipped + overflow
             self._last_applied = torch.where(overflow, self._last_applied, self._steps)
             self.scale, self._made_with, self._overflow = scale, made_with, overflow

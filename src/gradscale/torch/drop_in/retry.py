@@ -128,8 +128,7 @@ class DropInScale:
         scale, tracker = self.scaler._scale.clone(), self.scaler._growth_tracker.clone()
         rule, bounds = self.scaler._rule, self.scaler._bounds
         if rule is None:
-            overflow = torch.ones_like(scale, dtype=torch.bool)
-            update.by_kernel(scale, tracker, overflow, *self.scaler._numbers(), bounds=bounds)
+            update.by_kernel(scale, tracker, torch.ones_like(scale), *self.scaler._numbers(), bounds=bounds)
             return tracker, scale
         state = rule.lowered(update.present(rule, scale, tracker))
         return state, rule.tensor(state.scale).clamp(bounds.min_scale, bounds.max_scale)

@@ -11,7 +11,7 @@ from gradscale.torch.drop_in.refusals import refuse_half
 from gradscale.torch.drop_in.unscale import gradients_of
 from gradscale.torch.step import apply
 from gradscale.torch.step.host_copy import host_value
-from gradscale.torch.step.measure import any_overflow, measure_sizes
+from gradscale.torch.step.measure import all_finite, measure_sizes
 
 Optimizer = torch.optim.Optimizer
 
@@ -21,13 +21,13 @@ class Stepped(NamedTuple):
 
     Attributes:
         returned: what the optimizer's `step` returned; None if it was not called.
-        overflow: whether a gradient was not finite, a 0-d bool.
+        gate: whether all gradients were finite, a 0-d bool.
         measured: how large the gradients were; None if that was not read.
         applied: whether the step was applied; None if only the device knows.
     """
 
     returned: Any
-    overflow: Tensor
+    gate: Tensor
     measured: Measurement | None
     applied: bool | None
 
@@ -46,22 +46,22 @@ def step_folded(
 
     `divisor` is None if the gradients are divided already.
     """
-    overflow = any_overflow(state["found_inf_per_device"].values(), scale.device)
-    returned = apply.step_folded(optimizer, divisor, overflow, *args, **kwargs)
-    measured, overflowed = state.get("measured"), host_value(overflow)
-    if measured is None and overflowed:
+    gate = all_finite(state["found_inf_per_device"].values(), scale.device)
+    returned = apply.step_folded(optimizer, divisor, gate, *args, **kwargs)
+    measured, applied = state.get("measured"), host_value(gate)
+    if measured is None and applied == 0:
         measured = measure_sizes(gradients_of(optimizer), scale.device)
-    return Stepped(returned, overflow, measured, None if overflowed is None else not overflowed)
+    return Stepped(returned, gate, measured, None if applied is None else bool(applied))
 
 
 def step_gated(optimizer: Optimizer, state: dict[str, Any], scale: Tensor, *args: Any, **kwargs: Any) -> Stepped:
     """Steps an optimizer on divided gradients if they are finite. Synchronizes with the device, once."""
-    overflow = any_overflow(state["found_inf_per_device"].values(), scale.device)
-    if not bool(overflow):
-        return Stepped(optimizer.step(*args, **kwargs), overflow, None, applied=True)
+    gate = all_finite(state["found_inf_per_device"].values(), scale.device)
+    if bool(gate):
+        return Stepped(optimizer.step(*args, **kwargs), gate, None, applied=True)
     apply.hold(optimizer)
     measured = state.get("measured") or measure_sizes(gradients_of(optimizer), scale.device)
-    return Stepped(None, overflow, measured, applied=False)
+    return Stepped(None, gate, measured, applied=False)
 
 
 def step_with_scaler(optimizer: Optimizer, scaler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -55,11 +55,12 @@ class Steps:
         self._optimizers: list[Optimizer] = []
         self._results: list[StepResult] = []
         self._closed = Closed((), (), {})
+        self._copy: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy: the counts and settings. Results refer to gradients of the original."""
         memory = self._memory.__reduce__()
-        fresh = {"losses": Losses(), "retries": 0, "_optimizers": [], "_results": []}
+        fresh = {"losses": Losses(), "retries": 0, "_optimizers": [], "_results": [], "_copy": None}
         return fresh | {
             "counters": self.counters.on_host(),
             "_memory": memory[0](*memory[1]),
@@ -84,26 +85,35 @@ class Steps:
             scale: the scale that made them.
             stepped: what is known of its step.
         """
-        result = _result(optimizer, state, scale, stepped, self.losses)
+        result = _result(optimizer, state, self.copied(scale), stepped, self.losses)
         result.retries = self.retries
         self._optimizers.append(optimizer)
         self._results.append(result)
         return result
 
-    def pending(self, overflow: Tensor, scale: Tensor) -> list[StepResult]:
+    def pending(self, found_inf: Tensor, scale: Tensor) -> list[StepResult]:
         """Returns the results since the last `update`, or one that stands for the steps of code that has none."""
         if self._results:
             return self._results
         loss_finite = self.losses.finite(scale.device)
-        present = scale.clone()
-        return [StepResult(applied=~overflow, scale=present, next_scale=present, loss_finite=loss_finite)]
+        present = self.copied(scale)
+        return [StepResult(applied=found_inf == 0, scale=present, next_scale=present, loss_finite=loss_finite)]
 
-    def close(self, results: list[StepResult], overflow: Tensor, scale: Tensor, floor: float, at_floor: Any) -> None:
+    def copied(self, scale: Tensor) -> Tensor:
+        """Returns a copy of the scale for results, as `update` writes to it in place; the last one if it is the same.
+
+        In host memory only, where both can be read.
+        """
+        if self._copy is None or (known := host_value(scale)) is None or known != host_value(self._copy):
+            self._copy = scale.clone()
+        return self._copy
+
+    def close(self, results: list[StepResult], found_inf: Tensor, scale: Tensor, floor: float, at_floor: Any) -> None:
         """Counts the step that `update` has ended, and raises, warns or calls if the run is stuck.
 
         Args:
             results: those that `pending` returned before the scale was updated.
-            overflow: whether a gradient was not finite, a 0-d bool.
+            found_inf: 0 unless a gradient was not finite.
             scale: the scale of the next step.
             floor: lowest scale that is allowed.
             at_floor: whether the policy could not lower the scale, a leaf of its state.
@@ -111,7 +121,7 @@ class Steps:
         optimizers = self._optimizers
         self._closed = Closed(optimizers, results, self.losses.kept())
         self.discard()
-        self.counters.count(overflow, scale, results[-1].scale, max(STUCK_AT, floor), at_floor)
+        self.counters.count(found_inf, scale, results[-1].scale, max(STUCK_AT, floor), at_floor)
         # The one that was skipped, where the host knows: its gradients were the cause.
         skipped = [result for result in results if host_value(result.applied) == 0]
         self._memory.keep((skipped or results)[-1], self.counters, optimizers)
@@ -156,24 +166,21 @@ class Steps:
 
 
 def _result(optimizer: Optimizer, state: dict[str, Any], scale: Tensor, stepped: Stepped, losses: Losses) -> StepResult:
-    _, overflow, measured, applied = stepped
-    # A copy: `update` writes to the scale in place, and the result must keep that of its step.
-    present = scale.clone()
+    _, gate, measured, applied = stepped
     found = state["sizes"][0].amax if "sizes" in state else None
-    amax = None if found is None else found * present.reciprocal()
+    amax = None if found is None else found * scale.reciprocal()
     # Finite gradients are applied whatever the loss was, as in torch: where they are known to be, it is not needed.
-    applies = host_value(overflow) == 0
-    gate = ~overflow
+    applies = bool(applied) and host_value(gate) is not None
     loss_finite = gate if applies else losses.finite(scale.device)
     counted = measured.sizes if measured is not None and applied is False else None
     traces = None if applied else state.get("traces") or Traces(collect([optimizer]), counted)
     return StepResult(
         applied=gate,
-        scale=present,
-        next_scale=present,
+        scale=scale,
+        next_scale=scale,
         loss_finite=loss_finite,
         grad_norm=state.get("grad_norm"),
-        amax=amax if amax is None or applies else torch.where(overflow, torch.inf, amax),
+        amax=amax if amax is None or applies else torch.where(gate, amax, torch.inf),
         attempted=bool(state["found_inf_per_device"]),
         sizes=None if measured is None else measured.sizes,
         traces=traces,

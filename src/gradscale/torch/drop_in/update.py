@@ -13,7 +13,7 @@ from gradscale.engine.measurement import Measurement, reads_amax, with_amax
 from gradscale.engine.plan import Plan
 from gradscale.kernels.torch import share_above
 from gradscale.policies.arithmetic import larger
-from gradscale.policies.contract import Policy, ScaleState, Seen
+from gradscale.policies.contract import Policy, ScaleState, Seen, advanced
 from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.static import CheckOnly, Static
 from gradscale.torch.drop_in.settings import Bounds
@@ -23,22 +23,28 @@ from gradscale.torch.step.measure import measure_sizes
 
 LARGEST_TRACKER = 2**31 - 1  # the tracker is an int32
 
+Sizes = tuple[Measurement, Tensor | int]
+"""What a policy needs of one optimizer's scaled gradients, and their number of elements."""
+
 
 def by_kernel(
     scale: Tensor,
     tracker: Tensor,
-    overflow: Tensor,
+    found_inf: Tensor,
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
     bounds: Bounds,
 ) -> None:
-    """Updates `scale` and `tracker` as `Dynamic` with hysteresis 1 does. Does not synchronize with the device."""
+    """Updates `scale` and `tracker` as `Dynamic` with hysteresis 1 does. Does not synchronize with the device.
+
+    `found_inf` is a float32 that is 0 unless a gradient was not finite.
+    """
     # The kernel grows the scale only when the tracker equals the interval: one that is past it, after the interval was
     # lowered, would never meet it again.
     _bound(tracker, -LARGEST_TRACKER, min(growth_interval - 1, LARGEST_TRACKER))
     numbers = (growth_factor, backoff_factor, growth_interval)
-    torch._amp_update_scale_(scale, tracker, overflow.float(), *numbers)  # type: ignore[attr-defined]
+    torch._amp_update_scale_(scale, tracker, found_inf, *numbers)  # type: ignore[attr-defined]
     # The kernel keeps the old scale where a larger one is not finite, and backs off down to 0.
     _bound(scale, bounds.min_scale, bounds.max_scale)
 
@@ -50,14 +56,22 @@ def _bound(value: Tensor, low: float, high: float) -> None:
         value.clamp_(low, high)
 
 
+# numpy warns where a scalar overflows or is divided by 0, and a device does not: inf and NaN are facts here.
+@np.errstate(all="ignore")
 def by_policy(
-    rule: Rule, scale: Tensor, tracker: Tensor, seen: Seen, before: tuple[Tensor, Tensor], bounds: Bounds
+    rule: Rule,
+    scale: Tensor,
+    tracker: Tensor,
+    step: tuple[Sequence[Sizes], Tensor, Tensor],
+    before: tuple[Tensor, Tensor],
+    bounds: Bounds,
 ) -> None:
     """Updates `rule`, and with it `scale` and `tracker`. Does not synchronize with the device.
 
-    `seen` is in leaves, and `before` has copies of the two tensors: a state is never changed.
+    `step` has the arguments of `seen_by`, and `before` has copies of the two tensors: a state is never changed.
     """
-    rule.state = rule.after(present(rule, *before), seen)
+    seen, rule.amax_ratio = seen_by(rule, *step)
+    rule.state = advanced(rule.policy, present(rule, *before), seen, rule.xp)
     rule.steps += 1
     rule.write(rule.state.scale, scale)
     _bound(scale, bounds.min_scale, bounds.max_scale)
@@ -96,9 +110,7 @@ def reads_amax_beside_norm(rule: Rule | None, *, merges: bool) -> bool:
     return Plan.of(policy).edge is not None or reads_amax(rule.steps - merges)
 
 
-def measure_for(
-    policy: Policy, gradients: Sequence[Tensor], scale: Tensor, known: Measurement | None = None
-) -> tuple[Measurement, Tensor | int]:
+def measure_for(policy: Policy, gradients: Sequence[Tensor], scale: Tensor, known: Measurement | None = None) -> Sizes:
     """Returns what `policy` needs of one optimizer's scaled gradients, and their number of elements.
 
     Part of it may be `known` already: the largest magnitude, or a norm from which it is estimated. Elements are 0 for a
@@ -113,41 +125,52 @@ def measure_for(
     return known._replace(upper_share=share_above(gradients, torch.full_like(scale, edge), scale.device)), elements
 
 
-@np.errstate(all="ignore")
-def seen_by(
-    rule: Rule, measured: Sequence[tuple[Measurement, Tensor | int]], overflow: Tensor, scale: Tensor
-) -> tuple[Seen, Any]:
+def seen_by(rule: Rule, measured: Sequence[Sizes], found_inf: Tensor, scale: Tensor) -> tuple[Seen, Any]:
     """Returns what the policy sees of a step, all optimizers together and unscaled, and the ratio of amax to norm.
 
-    Both are in leaves of `rule`; the ratio is that for later steps. `measured` has what `measure_for` returned for each
-    optimizer. torch's scaler does not check the loss, so that every overflow counts as the scale's.
+    Both are in leaves of `rule`; the ratio is that for later steps. torch's scaler does not check the loss, so that
+    every overflow counts as the scale's.
+
+    Args:
+        rule: the rule.
+        measured: what `measure_for` returned for each optimizer.
+        found_inf: 0 unless a gradient was not finite.
+        scale: the scale that made the gradients.
     """
-    default, sizes = rule.default, [found for found, _ in measured]
-    amaxes = [found.amax for found in sizes if found.amax is not None]
-    norms = [found.norm for found in sizes if found.norm is not None]
-    counted = [found.upper_share * size for found, size in measured if found.upper_share is not None]
-    share = default.upper_share
-    if counted:
-        # Numbers of this rank, or tensors that hold those of all ranks.
-        elements = torch.zeros_like(scale) + sum(size for _, size in measured)
-        share = torch.stack(counted).sum() / elements.clamp(min=1)
-    together = Measurement(
+    default = rule.default
+    # Most often of one optimizer: nothing is to be merged.
+    together = measured[0][0] if len(measured) == 1 else _merged(measured, scale)
+    amax, norm = together.amax, together.norm
+    sizes = Measurement(
         None,
-        default.norm,  # Whether all are finite is known, so that nothing is measured for it.
-        amax=rule.leaf(reduce(torch.maximum, amaxes)) if amaxes else default.amax,
-        norm=rule.leaf(_norm_of(norms)) if norms else None,
-        upper_share=rule.leaf(share),
+        default.norm,  # not used: whether all are finite is known
+        amax=default.amax if amax is None else rule.leaf(amax),
+        norm=None if norm is None else rule.leaf(norm),
+        upper_share=default.upper_share if together.upper_share is None else rule.leaf(together.upper_share),
     )
-    seen = together.seen(rule.leaf(scale), default.loss_finite, rule.xp, rule.leaf(overflow))
-    if len(norms) < len(sizes) == len(amaxes) or not norms:
+    finite = rule.xp.logical_not(rule.leaf(found_inf))
+    seen = sizes.seen_with(finite, rule.leaf(scale), default.loss_finite, rule.xp)
+    without_amax = sum([found.amax is None for found, _ in measured])
+    if norm is None or (not without_amax and any(found.norm is None for found, _ in measured)):
         return seen, rule.amax_ratio
-    measured_all = len(amaxes) == len(sizes)
-    known, ratio = with_amax(seen, rule.amax_ratio, rule.xp, measured=measured_all)
-    if amaxes and not measured_all:
+    known, ratio = with_amax(seen, rule.amax_ratio, rule.xp, measured=not without_amax)
+    if 0 < without_amax < len(measured):
         known = replace(known, amax=larger(known.amax, seen.amax, rule.xp))
     return known, ratio
 
 
-def _norm_of(norms: Sequence[Tensor]) -> Tensor:
-    """Returns the norm of all gradients by the norms of several optimizers' ones."""
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)))
+def _merged(measured: Sequence[Sizes], scale: Tensor) -> Measurement:
+    """Returns the sizes of several optimizers' gradients together, or of none."""
+    sizes = [found for found, _ in measured]
+    amaxes = [found.amax for found in sizes if found.amax is not None]
+    norms = [found.norm for found in sizes if found.norm is not None]
+    counted = [found.upper_share * size for found, size in measured if found.upper_share is not None]
+    # Numbers of this rank, or tensors that hold those of all ranks.
+    elements = torch.zeros_like(scale) + sum(size for _, size in measured)
+    return Measurement(
+        None,
+        scale,  # not used
+        amax=reduce(torch.maximum, amaxes) if amaxes else None,
+        norm=torch.linalg.vector_norm(torch.stack(norms)) if norms else None,
+        upper_share=torch.stack(counted).sum() / elements.clamp(min=1) if counted else None,
+    )

@@ -100,9 +100,9 @@ class Gate:
         if self._divisor is None and self.skip is None:
             optimizer.step()
         elif apply.folds(optimizer):
-            # On the CPU the zero is known to the host, and the kernel is called without `found_inf`.
-            skip = torch.zeros((), device="cpu") if self.skip is None else self.skip
-            apply.step_folded(optimizer, self._divisor, skip)
+            # On the CPU it is known to the host, and the kernel is called without `found_inf`.
+            gate = torch.ones((), dtype=torch.bool, device="cpu") if self.skip is None else self.skip == 0
+            apply.step_folded(optimizer, self._divisor, gate)
         elif not self._read_skip():
             if self._divisor is not None:
                 _divide(parameters, self._divisor)

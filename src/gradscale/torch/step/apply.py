@@ -63,20 +63,20 @@ def _has_argument(kind: type[Optimizer], name: str) -> bool:
     return name in inspect.signature(kind.step).parameters
 
 
-def step_folded(optimizer: Optimizer, divisor: Tensor | None, skip: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Runs the optimizer's step with `divisor` and `skip` folded into its kernel, and returns its result.
+def step_folded(optimizer: Optimizer, divisor: Tensor | None, gate: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Runs the optimizer's step with `divisor` and `gate` folded into its kernel, and returns its result.
 
-    `divisor` is a 0-d float32, or None to leave the gradients as they are. `skip`, a 0-d bool or the float32 of
-    one, leaves weights and state alone. Other arguments are passed on to `optimizer.step`. Does not synchronize.
+    `divisor` is a 0-d float32, or None to leave the gradients as they are. Without `gate`, a 0-d bool, weights and
+    state are left alone. Other arguments are passed on to `optimizer.step`. Does not synchronize.
     """
-    # Both must be 0-d: Adam and Adagrad raise for the shape (1,). `skip` must be exactly 1 to skip: with 2, which a sum
-    # of the flags of two devices may be, a fused kernel steps on gradients that are inf.
+    # Both must be 0-d: Adam and Adagrad raise for the shape (1,). `found_inf` must be exactly 1 to skip: with 2, which
+    # a sum of the flags of two devices may be, a fused kernel steps on gradients that are inf.
     _create_momentum(optimizer)
     users_own = getattr(optimizer, "grad_scale", None)
     if users_own is not None:
         divisor = users_own if divisor is None else divisor * users_own
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-    optimizer.found_inf = None if _known_to_apply(optimizer, skip) else skip.float()  # type: ignore[attr-defined]
+    optimizer.found_inf = None if _known_to_apply(optimizer, gate) else (~gate).float()  # type: ignore[attr-defined]
     try:
         return optimizer.step(*args, **kwargs)
     finally:
@@ -92,11 +92,11 @@ def step_unfolded(optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-def _known_to_apply(optimizer: Optimizer, skip: Tensor) -> bool:
+def _known_to_apply(optimizer: Optimizer, gate: Tensor) -> bool:
     """Returns whether the step is known on the host to be applied, and the kernel does not need `found_inf`."""
     # Adam and Adagrad add 1 to every `step`, and then subtract `found_inf` if it is given: for many small parameters
     # that costs as much as reading the gradients. By exact type: only torch's own classes are known to do without.
-    return type(optimizer) in UNGATED and host_value(skip) == 0
+    return type(optimizer) in UNGATED and bool(host_value(gate))
 
 
 def apply(plan: "StepPlan", applied: Tensor, factor: Tensor, known: bool | None = None) -> bool | None:
@@ -120,10 +120,9 @@ def apply(plan: "StepPlan", applied: Tensor, factor: Tensor, known: bool | None 
     if go and divisor is not None:
         rest = [optimizer for optimizer in unfused if optimizer not in plan.divided_first]
         multiply(gradients.owned_by(rest).values, factor)
-    skip = ~applied
     for optimizer in optimizers:
         if optimizer in plan.folding:
-            step_folded(optimizer, None if optimizer in plan.divided_first else divisor, skip)
+            step_folded(optimizer, None if optimizer in plan.divided_first else divisor, applied)
         elif go:
             step_unfolded(optimizer)
         else:

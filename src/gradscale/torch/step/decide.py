@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradscale.engine.decide import decide
 from gradscale.engine.measurement import UNKNOWN_RATIO, with_amax
-from gradscale.policies.contract import Policy, ScaleState, Seen, advanced, backed_off
+from gradscale.policies.contract import Policy, ScaleState, Seen, backed_off
 from gradscale.policies.static import Static
 from gradscale.record import place
 from gradscale.torch.step.numbers import Numbers
@@ -143,11 +143,6 @@ class Rule(Numbers):
         # `hold` returns the present state itself: a step without gradients is not counted.
         self.steps += decision.state is not self.state
         self.state, self.amax_ratio = decision.state, decision.amax_ratio
-
-    @np.errstate(all="ignore")
-    def after(self, state: ScaleState, seen: Seen) -> ScaleState:
-        """Returns the state that follows `state` once `seen`, in leaves, was seen. Does not synchronize."""
-        return advanced(self.policy, state, seen, self.xp)
 
     def hold(self, seen: Seen) -> Decision:
         """Returns the decision of a step without gradients, which is neither applied nor counted."""

@@ -98,8 +98,8 @@ def _largest(gradients: Sequence[Tensor], device: torch.device, *, each: bool = 
     """Returns the largest magnitude in each gradient, or None as `measure_sizes` says, and that in all of them."""
     if not each and host_copy.in_host_memory(device) and all_on_cpu(gradients):
         joined = largest_joined(gradients)
-        if joined is not None and math.isfinite(read_now(joined)):
-            return None, joined
+        if joined is not None:
+            return None, torch.full((), joined, dtype=torch.float32, device=device)
     sizes = largest(gradients, device)
     return sizes, sizes.amax() if gradients else sizes.sum()  # an empty vector has a sum, 0, and no maximum
 
@@ -186,6 +186,19 @@ def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     if not found:
         return torch.zeros((), dtype=torch.bool, device=device)
     return torch.stack([flag.reshape(()) for flag in found]).any()
+
+
+def all_finite(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns the opposite of `any_overflow`."""
+    found = list(flags)
+    return moved(found[0], device) == 0 if len(found) == 1 and not found[0].ndim else ~any_overflow(found, device)
+
+
+def merged_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns one 0-d float32 on `device` that is 0 if no flag is set: a single one itself, if it is that already."""
+    if len(flags) == 1 and flags[0].dtype is torch.float32 and not flags[0].ndim:
+        return moved(flags[0], device)
+    return any_overflow(flags, device).float()
 
 
 def _without_sizes(overflow: Tensor) -> Measurement:

@@ -92,7 +92,7 @@ def _apply(
         optimizers = [optimizer for optimizer in optimizers if optimizer not in folding]
         multiply(gradients.owned_by(optimizers).values if folding else gradients.values, factor)
         for optimizer in folding:
-            step_folded(optimizer, 1.0 / factor, torch.zeros_like(factor))
+            step_folded(optimizer, 1.0 / factor, torch.ones_like(factor, dtype=torch.bool))
     if clip_value is not None:
         # On the CPU, whatever torch's default device is: `clamp` copies it to the device of the gradients.
         clamp(gradients.values, torch.tensor(clip_value, dtype=torch.float32, device="cpu"))
