@@ -544,8 +544,6 @@ def test_lbfgs_is_refused_as_by_lightning() -> None:
 
 
 def test_weights_are_those_of_lightnings_plugin_where_it_is_right() -> None:
-    from tests.integrations.lightning.runs import theirs
-
     module, lightnings = Regression(bad=(5,)), Regression(bad=(5,))
     fit(module, ours(), max_epochs=4)
     fit(lightnings, theirs(), max_epochs=4)
