@@ -1,5 +1,7 @@
 """`MixedPrecision` in `lightning.Trainer`: real training runs in FP16 on the CPU."""
 
+import copy
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -204,19 +206,31 @@ def test_method_that_was_set_on_the_module_is_there_again_after_the_run() -> Non
     assert module.lr_scheduler_step is advance
 
 
+class OwnHook(Regression):
+    """Counts how often its own `lr_scheduler_step` is called."""
+
+    def __init__(self, bad: tuple[int, ...] = ()) -> None:
+        super().__init__(bad=bad, interval="step")
+        self.calls = 0
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.calls += 1
+        scheduler.step()
+
+
 def test_schedules_own_hook_is_called_unless_it_is_held() -> None:
-    class OwnHook(Regression):
-        def __init__(self) -> None:
-            super().__init__(bad=(1,), interval="step")
-            self.calls = 0
-
-        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-            self.calls += 1
-            scheduler.step()
-
-    module = OwnHook()
+    module = OwnHook(bad=(1,))
     fit(module, ours())
     assert module.calls == 3
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copy_that_a_callback_makes_of_the_module_has_its_own_hook(copied: Callable[[Any], Any]) -> None:
+    copies: list[OwnHook] = []
+    module = OwnHook()
+    fit(module, ours(), callbacks=[LambdaCallback(on_train_batch_end=lambda *args: copies.append(copied(args[1])))])
+    fit(copies[0], ours())
+    assert (module.calls, copies[0].calls) == (4, 5)
 
 
 def test_loggers_and_progress_bar_get_the_metrics(tmp_path: Any) -> None:
@@ -494,6 +508,7 @@ def test_device_is_that_of_the_strategy() -> None:
         (lambda: MixedPrecision(on_skip="wait"), ValueError, '`on_skip` must be "hold" or "advance"'),  # type: ignore[arg-type]
         (lambda: MixedPrecision(retries=-1), ValueError, "`retries` must not be negative"),
         (lambda: MixedPrecision("no such policy"), ValueError, "no such policy"),
+        (lambda: MixedPrecision(None), TypeError, "`policy` must be a policy"),  # type: ignore[arg-type]
         (lambda: MixedPrecision("16-mixed", precision="bf16-mixed"), ValueError, "The precision is given twice"),
         (lambda: MixedPrecision("32-true"), ValueError, r"Passed `MixedPrecision\(precision='32-true'\)`"),
         (lambda: MixedPrecision(16), ValueError, r"Passed `MixedPrecision\(precision=16\)`"),  # type: ignore[arg-type]
@@ -529,8 +544,6 @@ def test_lbfgs_is_refused_as_by_lightning() -> None:
 
 
 def test_weights_are_those_of_lightnings_plugin_where_it_is_right() -> None:
-    from tests.integrations.lightning.runs import theirs
-
     module, lightnings = Regression(bad=(5,)), Regression(bad=(5,))
     fit(module, ours(), max_epochs=4)
     fit(lightnings, theirs(), max_epochs=4)

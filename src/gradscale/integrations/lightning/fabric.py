@@ -90,7 +90,7 @@ class FabricMixedPrecision(LightningMixedPrecision, CarriesScaler):
         return _nested(first, *others) if others else first
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Scales the loss and runs the backward pass: again at a lower scale if it overflows before the first step."""
+        """Scales the loss and runs the backward pass: again at a lower scale if it overflows in the first ten steps."""
         if args or not isinstance(self.scaler, GradScaler):
             super().backward(tensor, model, *args, **kwargs)
         else:

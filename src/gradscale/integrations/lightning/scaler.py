@@ -79,7 +79,7 @@ def scaler_of(policy: Policy | str, scaler: Any, precision: AnyPrecision, device
     if precision == BF16 and not _checks(policy):
         return None
     # Where the device is not known yet, the CPU: a type that is always there. The first loss says where the scale is.
-    return GradScaler(device if isinstance(device, str) else "cpu", policy=policy)
+    return GradScaler(device if isinstance(device, str) else "cpu", policy=as_policy(policy))
 
 
 def _checks(policy: Policy | str) -> bool:

@@ -1,8 +1,8 @@
 """Learning-rate schedules of a `Trainer`, held once for every step that is skipped."""
 
 from collections import deque
-from collections.abc import Iterable
-from functools import wraps
+from collections.abc import Callable, Iterable
+from functools import partial, update_wrapper
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -21,6 +21,22 @@ def check_on_skip(on_skip: str) -> OnSkip:
     if on_skip not in ("hold", "advance"):
         raise ValueError(f'`on_skip` must be "hold" or "advance". Received: on_skip={on_skip!r}.')
     return on_skip
+
+
+class _Unless:
+    """The `lr_scheduler_step` of a module during a run: its own, unless the schedule is held."""
+
+    def __init__(self, holds: Callable[[Any], bool], advance: Callable[[Any, Any], None]) -> None:
+        self._holds, self._advance = holds, advance
+        update_wrapper(self, advance)  # Lightning asks whether the module has a method of its own
+
+    def __call__(self, scheduler: Any, metric: Any) -> None:
+        if not self._holds(scheduler):
+            self._advance(scheduler, metric)
+
+    def __reduce__(self) -> tuple[type[partial[None]], tuple[Callable[[Any, Any], None]]]:
+        """A copy of the module, which a callback may make or save during a run, has its own method alone."""
+        return partial, (self._advance,)
 
 
 class HeldSchedules:
@@ -44,16 +60,9 @@ class HeldSchedules:
         # The Trainer asks no plugin before it advances a schedule; this hook is what it calls.
         if not self._to_hold:
             return
-        advance = module.lr_scheduler_step
-
-        @wraps(advance)
-        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-            if not self._holds(scheduler):
-                advance(scheduler, metric)
-
         # What was set on the module itself, and not by its class, is set again when the run ends.
         self._before = {name: value for name, value in vars(module).items() if name == HOOK}
-        module.lr_scheduler_step = lr_scheduler_step  # type: ignore[method-assign]
+        module.lr_scheduler_step = _Unless(self._holds, module.lr_scheduler_step)  # type: ignore[method-assign]
         self._module = module
 
     def detach(self) -> None:
