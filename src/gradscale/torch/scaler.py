@@ -439,9 +439,12 @@ class LossScaler(OtherNames):
             on_report: called with each report. What it raises ends training.
 
         Raises:
+            TypeError: `step` is not a function.
             ValueError: the scaler was built without the model, or `skips` is not positive.
         """
         check_count("skips", skips)
+        if not callable(step):
+            raise TypeError(f"`step` must be a function that returns the loss. Received: {type(step).__name__}.")
         if not self._modules:
             raise ValueError("`probe_after` needs the model, whose state it restores. Build it as `LossScaler(model)`.")
 
