@@ -30,6 +30,12 @@ CASES = {
     "a run before its first step": (Vitals(65536.0, 0, 0), Condition.OK),
     "one skip among many steps": (OVERFLOWED, Condition.OK),
     "a policy that does not scale": (replace(GOOD, scaling=False, in_bf16=True), Condition.OK),
+    "BF16 that is only checked": (replace(GOOD, multiplies=False, in_bf16=True), Condition.OK),
+    "small gradients that are only checked": (replace(GOOD, multiplies=False, headroom_bits=20.0), Condition.OK),
+    "an early skip of a run that is only checked": (
+        replace(GOOD, multiplies=False, applied=5, recent=(5, 1)),
+        Condition.OK,
+    ),
     "the first steps": (replace(OVERFLOWED, applied=0, skipped=3, recent=(0, 3)), Condition.CALIBRATING),
     "a few skips in a row later": (replace(OVERFLOWED, consecutive_skips=3), Condition.CALIBRATING),
     "a tenth of the steps skipped": (replace(GOOD, recent=(90, 10)), Condition.THRASHING),

@@ -64,7 +64,8 @@ class Vitals:
         without_gradients: parameters of the optimizers that had none.
         weights: how large the weights are; None where that is not known.
         in_bf16: the backward pass runs in BF16.
-        scaling: whether the policy scales at all.
+        scaling: whether the policy scales or checks at all.
+        multiplies: whether it multiplies losses, and does not only check gradients.
     """
 
     scale: float
@@ -81,6 +82,7 @@ class Vitals:
     weights: Weights | None = None
     in_bf16: bool = False
     scaling: bool = True
+    multiplies: bool = True
 
     @property
     def recent_rate(self) -> float:
@@ -127,13 +129,13 @@ def condition_of(seen: Vitals) -> Condition:
         return Condition.FORWARD_OVERFLOW
     if seen.stuck and seen.consecutive_skips > 1:
         return Condition.STUCK
-    if seen.in_bf16:
+    if seen.in_bf16 and seen.multiplies:
         return Condition.UNNEEDED
-    if seen.skipped and (seen.applied < CALIBRATION_STEPS or seen.consecutive_skips > 1):
+    if seen.multiplies and seen.skipped and (seen.applied < CALIBRATION_STEPS or seen.consecutive_skips > 1):
         return Condition.CALIBRATING
     if seen.recent_rate > THRASHING_RATE:
         return Condition.THRASHING
-    if seen.headroom_bits > UNDERFLOW_BITS:
+    if seen.multiplies and seen.headroom_bits > UNDERFLOW_BITS:
         return Condition.UNDERFLOWING
     return Condition.OK
 
@@ -148,13 +150,20 @@ def _advice(condition: Condition, seen: Vitals) -> str:
         return _underflow(seen)
     return {
         Condition.CALIBRATING: "The scale is still being found. To lose no batch, use `backward(loss, retries=8)`.",
-        Condition.THRASHING: (
-            f"{seen.recent_rate:.0%} of the steps are skipped. Use `Headroom()`, or a larger margin or interval, and "
-            "look at the culprits of a skipped step, or probe it: one module may overflow alone."
-        ),
+        Condition.THRASHING: _skips(seen),
         Condition.UNNEEDED: "The backward pass runs in BF16, which needs no scale: use `NoScaling()`.",
         Condition.OK: _fine(seen),
     }[condition]
+
+
+def _skips(seen: Vitals) -> str:
+    rate = f"{seen.recent_rate:.0%} of the steps are skipped."
+    if not seen.multiplies:
+        return f"{rate} No scale is the cause: look at the culprits of a skipped step and at its batch, or probe it."
+    return (
+        f"{rate} Use `Headroom()`, or a larger margin or interval, and look at the culprits of a skipped step, or "
+        "probe it: one module may overflow alone."
+    )
 
 
 def _fine(seen: Vitals) -> str:
