@@ -41,6 +41,11 @@ CASES = {
     "a tenth of the steps skipped": (replace(GOOD, recent=(90, 10)), Condition.THRASHING),
     "two of few recent steps skipped": (replace(GOOD, recent=(8, 2)), Condition.OK),
     "overflows at the floor": (replace(OVERFLOWED, stuck=True, consecutive_skips=9, scale=1.0), Condition.STUCK),
+    "no step with a gradient": (
+        replace(GOOD, status=Status.NO_GRADS, applied=0, skipped=0, recent=(0, 0)),
+        Condition.STUCK,
+    ),
+    "one step without a gradient": (replace(GOOD, status=Status.NO_GRADS), Condition.OK),
     "small gradients": (replace(GOOD, headroom_bits=20.0), Condition.UNDERFLOWING),
     "gradients of zero": (replace(GOOD, headroom_bits=math.inf), Condition.UNDERFLOWING),
     "gradients of unknown size": (replace(GOOD, headroom_bits=math.nan), Condition.OK),

@@ -28,7 +28,7 @@ class Condition(StrEnum):
         OK: steps are applied, and gradients fit the format.
         CALIBRATING: the scale is still being found. Skips are normal.
         THRASHING: too many steps are skipped, one by one.
-        STUCK: every step overflows, and no lower scale is left.
+        STUCK: every step overflows, and no lower scale is left; or no step has had a gradient.
         UNDERFLOWING: gradients are so small that many of them are zero.
         UNNEEDED: the backward pass runs in BF16, and needs no scale.
         FORWARD_OVERFLOW: the loss is inf or NaN, and the weights look sound.
@@ -127,7 +127,8 @@ def condition_of(seen: Vitals) -> Condition:
         return Condition.BROKEN
     if seen.status is Status.NONFINITE_LOSS:
         return Condition.FORWARD_OVERFLOW
-    if seen.stuck and seen.consecutive_skips > 1:
+    never_stepped = seen.status is Status.NO_GRADS and not seen.applied
+    if never_stepped or (seen.stuck and seen.consecutive_skips > 1):
         return Condition.STUCK
     if seen.in_bf16 and seen.multiplies:
         return Condition.UNNEEDED
@@ -141,6 +142,11 @@ def condition_of(seen: Vitals) -> Condition:
 
 
 def _advice(condition: Condition, seen: Vitals) -> str:
+    if condition is Condition.STUCK and seen.status is Status.NO_GRADS:
+        return (
+            "No parameter of the optimizer has a gradient. Look whether it was built with the parameters of this "
+            "model, after they were last replaced, and whether they require gradients."
+        )
     if condition in (Condition.BROKEN, Condition.FORWARD_OVERFLOW, Condition.STUCK):
         status = Status.APPLIED if seen.status is None else seen.status
         return "Likely cause: " + likely_cause(
