@@ -68,3 +68,8 @@ def test_a_pair_that_is_no_range_is_refused(pair: Any) -> None:
 def test_no_format_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`formats` must name at least one format. Received: \(\)"):
         WatchRecord(1, None, ())
+
+
+def test_ranges_may_come_from_a_generator() -> None:
+    schedule: Any = Schedule(1, ((first, first + 1) for first in (2, 5)))  # type: ignore[arg-type]
+    assert [step for step in range(8) if schedule.samples(step)] == [2, 5]

@@ -1,7 +1,8 @@
 """Which steps are sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -24,14 +25,28 @@ class Schedule:
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
             raise ValueError(f"`every` must be a positive number of steps. Received: every={self.every!r}.")
-        for pair in self.steps or ():
-            if len(pair) != 2 or not 0 <= pair[0] < pair[1]:
-                raise ValueError(
-                    f"`steps` must be pairs of a first step and the one after the last. Received: {pair!r}. "
-                    "The first hundred are steps=[(0, 100)]."
-                )
+        given: Any = self.steps
+        if given is not None:
+            # Kept as a tuple: a generator would be used up by the checks.
+            pairs: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
+            object.__setattr__(self, "steps", pairs)
+            for pair in pairs:
+                _check_range(pair)
 
     def samples(self, step: int) -> bool:
         """Returns whether a step is sampled."""
         inside = self.steps is None or any(first <= step < end for first, end in self.steps)
         return inside and step % self.every == 0
+
+
+def _check_range(pair: Any) -> None:
+    try:
+        first, end = pair
+        right = 0 <= first < end
+    except (TypeError, ValueError):  # not two of them, or no numbers
+        right = False
+    if not right:
+        raise ValueError(
+            f"`steps` must be pairs of a first step and the one after the last. Received: {pair!r}. "
+            "The first hundred are steps=[(0, 100)]."
+        )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gradscale import FP16, Static
 from gradscale.histogram import exponent_histogram, losses
@@ -133,6 +134,22 @@ def test_a_forward_pass_without_gradients_is_not_recorded() -> None:
     assert row_of(watched, "0", "input").amax == float(batch().abs().max())
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_module_is_counted_once(reentrant: bool) -> None:
+    model = model_of()
+    scaler = LossScaler(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watched = watch(model, scaler, every=1)
+    x = batch().requires_grad_()
+    for _ in range(2):
+        loss = model(x) if watched.step_index == 0 else checkpoint(model, x, use_reentrant=reentrant)
+        scaler.backward(loss.square().mean())  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    elements = [{(row.name, row.kind): row.elements for row in watched.rows() if row.step == step} for step in (0, 1)]
+    assert elements[0] == elements[1]
+
+
 def test_an_output_that_a_later_layer_changes_in_place_is_recorded_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True))
     watched = watch(model)
@@ -225,6 +242,8 @@ def test_a_compiled_model_is_refused() -> None:
     [
         ({"every": 0}, "`every` must be a positive number of steps. Received: every=0"),
         ({"steps": [(5, 5)]}, r"`steps` must be pairs .* Received: \(5, 5\)"),
+        ({"steps": (0, 100)}, r"`steps` must be pairs .* Received: 0\. The first hundred are steps=\[\(0, 100\)\]"),
+        ({"steps": 100}, r"`steps` must be pairs .* Received: 100"),
         ({"layers": "encoder"}, "`layers` must be found in the name of a module"),
     ],
 )
