@@ -1,6 +1,6 @@
 """Which steps are sampled."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,9 @@ class Schedule:
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
             raise ValueError(f"`every` must be a positive number of steps. Received: every={self.every!r}.")
-        given: Any = self.steps
-        if given is not None:
+        if self.steps is not None:
             # Kept as a tuple: a generator would be used up by the checks.
-            pairs: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
-            object.__setattr__(self, "steps", pairs)
-            for pair in pairs:
-                _check_range(pair)
+            object.__setattr__(self, "steps", tuple(_checked_ranges(self.steps)))
 
     def samples(self, step: int) -> bool:
         """Returns whether a step is sampled."""
@@ -39,14 +35,16 @@ class Schedule:
         return inside and step % self.every == 0
 
 
-def _check_range(pair: Any) -> None:
-    try:
-        first, end = pair
-        right = 0 <= first < end
-    except (TypeError, ValueError):  # not two of them, or no numbers
-        right = False
-    if not right:
-        raise ValueError(
-            f"`steps` must be pairs of a first step and the one after the last. Received: {pair!r}. "
-            "The first hundred are steps=[(0, 100)]."
-        )
+def _checked_ranges(ranges: Any) -> Iterator[tuple[int, int]]:
+    for pair in ranges if hasattr(ranges, "__iter__") else (ranges,):
+        try:
+            first, end = pair
+            right = 0 <= first < end
+        except (TypeError, ValueError):  # not two of them, or no numbers
+            right = False
+        if not right:
+            raise ValueError(
+                f"`steps` must be pairs of a first step and the one after the last. Received: {pair!r}. "
+                "The first hundred are steps=[(0, 100)]."
+            )
+        yield pair

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradscale import FP16, Static
+from gradscale import FP16, Dynamic, Static
 from gradscale.histogram import exponent_histogram, losses
 from gradscale.torch import GradScaler, LossScaler, Watch, WatchRow, watch
 
@@ -122,6 +122,17 @@ def test_micro_batches_are_counted_together_and_their_gradient_once() -> None:
     assert row_of(watched, "2", "output").elements == 3 * 5 * 2
     assert row_of(watched, "0.weight", "weight_grad").elements == 4 * 3
     assert row_of(watched, "0.weight", "weight_grad").amax == float(summed)
+
+
+def test_a_backward_pass_that_is_run_again_at_a_lower_scale_is_counted_once() -> None:
+    model = model_of()
+    scaler = LossScaler(model, Dynamic(init_scale=2.0**126))
+    watched = watch(model, scaler, every=1)
+    scaler.backward(1e3 * loss_of(model), retries=16)
+    assert scaler.step(torch.optim.SGD(model.parameters(), lr=0.1)).retries > 1
+    row = row_of(watched, "2", "output_grad")
+    assert (row.elements, row.infs, row.nans) == (10, 0, 0)
+    assert row.scale < 2.0**126
 
 
 def test_a_forward_pass_without_gradients_is_not_recorded() -> None:

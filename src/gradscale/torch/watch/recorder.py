@@ -117,7 +117,8 @@ class Recorder:
         if "output_grad" in self._kinds:
             for tensor in _floating(output):
                 if tensor.requires_grad:
-                    self._handles.append(tensor.register_hook(partial(self._output_grad, (shown, "output_grad"))))
+                    record = partial(self._output_grad, (shown, "output_grad"), [])
+                    self._handles.append(tensor.register_hook(record))
 
     def _is_first_pass(self, name: str) -> bool:
         """Returns whether a forward pass is of training, and not one of numbers that are recorded already."""
@@ -130,8 +131,14 @@ class Recorder:
         # Inside of a backward pass it is run again. Checkpoints that are not reentrant had gradients the first time.
         return name in self._without_gradients
 
-    def _output_grad(self, key: Key, grad: Tensor) -> None:
-        self._add(key, grad, self._scale_of())
+    def _output_grad(self, key: Key, last: list[tuple[int, float]], grad: Tensor) -> None:
+        """Adds the gradient of an output; `last` is where that of its last backward pass was counted, and its scale."""
+        scale, slots = self._scale_of(), self._slots.setdefault(key, [])
+        # A pass that has overflowed is run again at a lower scale, and its gradients are not used.
+        if last and last[0][1] != scale:
+            slots.remove(last[0][0])
+        self._add(key, grad, scale)
+        last[:] = [(slots[-1], scale)]
 
     def _weight_grad(self, key: Key, parameter: Tensor) -> None:
         if parameter.grad is not None:
