@@ -25,6 +25,23 @@ def trained():
 
 def only_a_model():
     return parts()[0]
+
+def batches_that_are_none():
+    model, _, loss_fn = parts()
+    return model, 5, loss_fn
+
+def optimizer_that_is_none():
+    return *parts(), 0.1
+
+def fail(*_):
+    raise ValueError("in the user's function")
+
+def a_loss_that_fails():
+    return *parts()[:2], fail
+
+def batches_that_fail():
+    model, _, loss_fn = parts()
+    return model, map(fail, range(3)), loss_fn
 """
 
 
@@ -68,6 +85,8 @@ def test_the_losses_are_drawn(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("own_parts:only_a_model",), "must return a model, batches, a function of both"),
+        (("own_parts:batches_that_are_none",), "Received: Sequential, int, function from own_parts"),
+        (("own_parts:optimizer_that_is_none",), "Received: Sequential, list, function, float from own_parts"),
         (("own_parts",), "must be MODULE:FUNCTION"),
         (("own_parts:parts", "--format", "fp17"), "no format of that name"),
         (("own_parts:parts", "--plot", "scales.txt"), "ends in .png or .svg"),
@@ -79,3 +98,10 @@ def test_what_cannot_be_measured_is_refused_in_one_line(arguments: tuple[str, ..
     assert shown.exit_code == 2
     assert message in shown.stderr
     assert len(shown.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["fail", "a_loss_that_fails", "batches_that_fail"])
+def test_an_error_of_the_users_function_keeps_its_traceback(name: str) -> None:
+    error = invoke(f"own_parts:{name}").exception
+    assert isinstance(error, ValueError)
+    assert str(error) == "in the user's function"

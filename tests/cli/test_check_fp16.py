@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gradscale.cli import app
-from gradscale.cli._checkpoint import DTYPES, tensors_of
+from gradscale.cli._checkpoint import DTYPES, TORCH_FILES, tensors_of
 from gradscale.cli._survival import survival
 
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()} | {np.dtype(np.int64): "I64"}
@@ -159,18 +159,24 @@ def broken(tmp_path: Path, name: str) -> Path:
     file = tmp_path / "m.safetensors"
     whole = save(file, {"a": weights(1.0, 2.0)}).read_bytes()
     header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}'
+    infinite = header.replace(b"[2]", b"[1e999]")
+    deep = b"[" * 100_000
     contents = {
         "empty": b"",
         "cut short": whole[:-4],
         "not JSON": (4).to_bytes(8, "little") + b"nope" + whole,
         "a list": (2).to_bytes(8, "little") + b"[]" + whole,
         "a wrong size": len(header).to_bytes(8, "little") + header + bytes(8),
+        "an infinite size": len(infinite).to_bytes(8, "little") + infinite + bytes(8),
+        "nested deeply": len(deep).to_bytes(8, "little") + deep,
     }
     file.write_bytes(contents[name])
     return file
 
 
-@pytest.mark.parametrize("name", ["empty", "cut short", "not JSON", "a list", "a wrong size"])
+@pytest.mark.parametrize(
+    "name", ["empty", "cut short", "not JSON", "a list", "a wrong size", "an infinite size", "nested deeply"]
+)
 def test_a_broken_file_is_one_line(name: str, tmp_path: Path) -> None:
     found = check(broken(tmp_path, name))
     assert found.exit_code == 2
@@ -192,6 +198,42 @@ def test_names_in_an_index_stay_in_its_folder(tmp_path: Path) -> None:
     index = tmp_path / "m.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
     assert "a name is a path" in check(index).output
+
+
+@pytest.mark.parametrize(
+    "text", ['{"weight_map": {"a": "m.index.json"}}', '{"weight_map": {"a": ".."}}', "[" * 100_000]
+)
+def test_an_index_that_leads_nowhere_is_one_line(text: str, tmp_path: Path) -> None:
+    index = tmp_path / "m.index.json"
+    index.write_text(text)
+    found = check(index)
+    assert found.exit_code == 2
+    assert "m.index.json is not the index of a checkpoint" in found.output
+    assert found.output.count("\n") == 1
+
+
+def test_a_file_that_contains_itself_is_one_line(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    held: dict[str, Any] = {"w": torch.ones(2)}
+    held["held"] = held
+    torch.save(held, tmp_path / "m.pt")
+    found = check(tmp_path / "m.pt")
+    assert found.exit_code == 2
+    assert "nested too deeply, or contains itself" in found.output
+    assert found.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("ending", TORCH_FILES)
+def test_a_folder_with_one_file_of_torch_is_read(ending: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"w": torch.ones(2)}, tmp_path / f"last{ending}")
+    assert [name for name, _ in tensors_of(str(tmp_path))] == ["w"]
+
+
+def test_a_name_cannot_move_the_cursor(tmp_path: Path) -> None:
+    found = check(save(tmp_path / "m.safetensors", {"a\x1b[2J[bold]": weights(1e6)}))
+    assert "a\\x1b[2J[bold]" in found.output
+    assert "\x1b" not in found.output
 
 
 def test_a_folder_with_several_or_no_checkpoints_is_refused(tmp_path: Path) -> None:

@@ -24,3 +24,14 @@ def test_every_leaf_is_measured_over_all_batches() -> None:
 def test_no_batches_are_refused() -> None:
     with pytest.raises(ValueError, match="needs batches and parameters"):
         calibrate(loss_of, {"a": jnp.ones(3), "b": jnp.ones(3)}, [])
+
+
+def test_half_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"measures in float32.*Received: b of float16\."):
+        calibrate(loss_of, {"a": jnp.ones(3), "b": jnp.ones(3, jnp.float16)}, [jnp.ones(3)])
+
+
+def test_a_batch_with_nan_is_named() -> None:
+    params = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    with pytest.raises(ValueError, match="inf or NaN in batch 1, counted from 0, in the gradients of a, b"):
+        calibrate(loss_of, params, [jnp.ones(3), jnp.full(3, jnp.nan)])

@@ -131,3 +131,28 @@ def _raise(model: nn.Module, batch: Tensor) -> Tensor:
 def test_gradients_that_are_all_zero_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a gradient that is not zero\. Received: \d+ gradients that are all zero"):
         calibrate(model_of(), batches(), lambda model, batch: loss_of(model, batch) * 0.0)
+
+
+def test_a_batch_with_nan_is_named_before_the_optimizer_has_seen_it() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    good, bad, _ = batches()
+    with pytest.raises(ValueError, match=r"inf or NaN in batch 1, counted from 0, in the gradients of .* and \d+ more"):
+        calibrate(model, [good, bad * float("nan")], loss_of, optimizer=optimizer)
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(3, 2).requires_grad_(False)], ids=["no parameters", "frozen"])
+def test_a_model_without_anything_to_train_is_refused(model: nn.Module) -> None:
+    with pytest.raises(ValueError, match="needs parameters that require gradients"):
+        calibrate(model, batches(), loss_of)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"`model` must be a module\. Received: NoneType"):
+        calibrate(None, batches(), loss_of)  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_a_plain_number_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"`loss_fn` must return the loss.*Received: float\."):
+        calibrate(model_of(), batches(), lambda model, batch: loss_of(model, batch).item())  # type: ignore[arg-type,return-value]

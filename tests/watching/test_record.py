@@ -68,3 +68,19 @@ def test_a_pair_that_is_no_range_is_refused(pair: Any) -> None:
 def test_no_format_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`formats` must name at least one format. Received: \(\)"):
         WatchRecord(1, None, ())
+
+
+def test_ranges_may_come_from_a_generator() -> None:
+    schedule: Any = Schedule(1, ((first, first + 1) for first in (2, 5)))  # type: ignore[arg-type]
+    assert [step for step in range(8) if schedule.samples(step)] == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("scale", "flushed", "overflow"), [(0.0, 1.0, 0.0), (2.0**-140, 1.0, 0.0), (math.inf, 0.0, 1.0)]
+)
+def test_a_scale_that_has_left_its_range_has_losses_too(scale: float, flushed: float, overflow: float) -> None:
+    found = counted(np.array([3.0, 0.25], np.float32), scales=(scale,), shifts=(0,))
+    record = WatchRecord(100, None, ["fp16"])
+    record._samples[0] = Sample({("w", "weight_grad"): [0]}, found)
+    (row,) = record.rows()
+    assert (row.scale, row.formats["FP16"].flushed, row.formats["FP16"].overflow) == (scale, flushed, overflow)

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from gradscale.bench.targets import BadTarget, load_function
 from gradscale.engine.health import Condition, Health
+from gradscale.engine.result import Status
 from gradscale.torch import LossScaler, ProbeReport, StepResult, Verdict
+from gradscale.torch.probing.run import check_loss
 
 Optimizer = torch.optim.Optimizer
 
@@ -48,7 +50,8 @@ class Checkup:
         scales: after every step.
         skipped: the steps that were skipped, counted from 1, each with its status and its non-finite parameters.
         health: of the run after the last step.
-        report: of a probe of the last step that was skipped; None if the run is healthy.
+        report: of a probe of the last step that was skipped, first of those whose loss was not finite; None if the run
+            is healthy.
     """
 
     losses: list[float]
@@ -84,30 +87,34 @@ def load_training(path: str) -> Training:
 
 
 def check_training(training: Training, steps: int, policy: Any = "auto") -> Checkup:
-    """Runs a few steps, with a probe of the last skipped one if the run is not healthy."""
+    """Runs a few steps, with a probe of the last skipped one if the run is not healthy or a loss was not finite."""
     model, loss_fn = training.model, training.loss_fn
     optimizer = training.optimizer or torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     scaler = LossScaler(model, policy, on_stuck="ignore")
     losses: list[float] = []
     scales: list[float] = []
     skipped: dict[int, str] = {}
-    last_bad: Any = None
+    last_bad: dict[Status, tuple[Any, float]] = {}
     last_good: Any = None
     for index, batch in enumerate(_repeated(training.batches, steps), 1):
-        loss = loss_fn(model, batch)
+        loss = _checked(loss_fn(model, batch))
         losses.append(float(loss.detach()))
         scaler.backward(loss)
         result = scaler.step(optimizer)
         optimizer.zero_grad()
         scales.append(float(result.next_scale))
         if result.skipped():
-            skipped[index], last_bad = _described(result), (batch, float(result.scale))
+            skipped[index] = _described(result)
+            last_bad[result.status()] = batch, float(result.scale)
         else:
             last_good = (batch,)
     checkup = Checkup(losses, scales, skipped, scaler.health())
-    if last_bad is None or (checkup.healthy and len(losses) not in skipped):
+    # A loss that is not finite comes first: no search for a scale explains it, however many steps were applied since.
+    chosen = last_bad.get(Status.NONFINITE_LOSS) or last_bad.get(Status.OVERFLOW)
+    ended_well = checkup.healthy and len(losses) not in skipped
+    if chosen is None or (ended_well and Status.NONFINITE_LOSS not in last_bad):
         return checkup
-    batch, scale = last_bad
+    batch, scale = chosen
     other = None if last_good is None else lambda: loss_fn(model, last_good[0])
     report = scaler.probe(lambda: loss_fn(model, batch), other=other, scale=scale)
     return Checkup(losses, scales, skipped, checkup.health, report)
@@ -121,7 +128,14 @@ def _repeated(batches: Iterable[Any], steps: int) -> Iterator[Any]:
     return islice(cycle(held), steps)
 
 
+def _checked(loss: Any) -> Tensor:
+    try:
+        return check_loss(loss, "loss_fn")
+    except TypeError as error:
+        raise BadTarget(str(error)) from None
+
+
 def _described(result: StepResult) -> str:
     culprits = result.culprits()
     named = ", ".join(f"{each.name} ({each.kind})" for each in culprits[:3])
-    return f"{result.status()}: {named}{', ...' if len(culprits) > 3 else ''}"
+    return f"{result.status()}{': ' if named else ''}{named}{', ...' if len(culprits) > 3 else ''}"

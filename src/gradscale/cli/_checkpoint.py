@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +28,10 @@ DTYPES: dict[str, Any] = {
 LARGEST_HEADER = 100_000_000
 """Bytes. The limit of the format's own reader."""
 
-TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+TORCH_FILES = (".bin", ".pt", ".pth", ".ckpt")
+
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What JSON raises that is broken, nested too deeply, or not what it should be."""
 
 
 def tensors_of(path: str) -> Iterator[tuple[str, Array]]:
@@ -60,7 +64,7 @@ def _chosen(path: Path) -> Path:
     """Returns the file to read: of a folder, the index of its parts, or the one checkpoint in it."""
     if not path.is_dir():
         return path
-    for pattern in ("*.safetensors.index.json", "*.bin.index.json", "*.safetensors", "*.bin", "*.pt", "*.pth"):
+    for pattern in ("*.safetensors.index.json", "*.bin.index.json", "*.safetensors", *map("*{}".format, TORCH_FILES)):
         found = sorted(path.glob(pattern))
         if len(found) == 1:
             return found[0]
@@ -78,7 +82,9 @@ def _parts(index: Path) -> list[Path]:
         # Beside the index: a name that leads elsewhere is not one that a trainer writes.
         if any(os.path.basename(name) != name for name in names):
             raise ValueError("a name is a path")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if wrong := [name for name in names if not name.endswith((".safetensors", *TORCH_FILES))]:
+            raise ValueError(f"{wrong[0]!r} is no file with tensors")
+    except DAMAGED as error:
         raise ValueError(f"{index} is not the index of a checkpoint: {error}.") from None
     return [index.parent / name for name in names]
 
@@ -94,7 +100,7 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Array]]:
     try:
         header = cast(dict[str, Any], json.loads(text))
         entries = [(name, _entry(each, 8 + length, size)) for name, each in header.items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except DAMAGED as error:
         raise ValueError(f"{file} is not a safetensors file, or is cut short: {error}.") from None
     for name, entry in entries:
         if entry is not None:
@@ -124,7 +130,8 @@ def _saved_by_torch(file: Path) -> Iterator[tuple[str, Array]]:
 
     file.open("rb").close()  # raises for a file that is not there, as for the others
     try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # about a pickle that is refused below
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # of many types: a bad zip file, a pickle that is refused, a file that ends early
         # Not torch's text, which advises to load the file without this protection.
         held = re.search(r"GLOBAL (\S+)", str(error))
@@ -133,7 +140,11 @@ def _saved_by_torch(file: Path) -> Iterator[tuple[str, Array]]:
             f"{file} cannot be loaded as weights only, since no pickled code is run: it {kind}. Save the weights "
             "alone: `torch.save(model.state_dict(), path)`, or safetensors."
         ) from None
-    for name, tensor in _flat("", loaded):
+    try:
+        leaves = list(_flat("", loaded))
+    except RecursionError:
+        raise ValueError(f"{file} is nested too deeply, or contains itself. Save the weights alone.") from None
+    for name, tensor in leaves:
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout is torch.strided:
             yield name, tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).numpy()
 

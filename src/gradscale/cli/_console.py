@@ -9,6 +9,7 @@ from typing import NoReturn
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 FAILURE = 1
@@ -51,6 +52,15 @@ def counted(count: int, noun: str) -> str:
     ('1 step', '2,000 steps')
     """
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def as_text(name: str) -> str:
+    """Returns a name from a file for a table: neither markup nor control characters, which a terminal would follow.
+
+    >>> as_text("layer[0]\\x1b[2J")
+    'layer[0]\\\\x1b[2J'
+    """
+    return escape("".join(one if one.isprintable() else ascii(one)[1:-1] for one in name))
 
 
 @contextmanager

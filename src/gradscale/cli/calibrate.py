@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -12,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gradscale._extras import require
-from gradscale.cli._console import console, counted, number, table, usage_errors
+from gradscale.cli._console import console, counted, fail, number, table, usage_errors
 from gradscale.formats import get_format
 from gradscale.histogram.calibration import Calibration
 from gradscale.record import plain
@@ -54,7 +55,7 @@ def calibrate(
         get_format(format)
         if plot is not None:
             _check_plot(plot)
-        found = _calibrated(factory, batches, format, margin_bits, hidden=as_json)
+    found = _calibrated(factory, batches, format, margin_bits, hidden=as_json)
     if plot is not None:
         _draw(found, plot)
     if as_json:
@@ -63,33 +64,75 @@ def calibrate(
         _show(found, layers, plot)
 
 
+class UsersError(Exception):
+    """Carries an error of the user's own functions past `usage_errors`, so that it keeps its traceback."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+@contextmanager
+def _users_code() -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise UsersError(error) from error
+
+
 def _calibrated(factory: str, most: int, format: str, margin_bits: float, *, hidden: bool) -> Calibration:
-    from gradscale.bench.targets import load_function
+    from gradscale.bench.targets import BadTarget, load_function
     from gradscale.torch import calibrate as run
 
-    model, data, loss_fn, optimizer = _parts(factory, load_function("FACTORY", factory)())
+    try:
+        model, data, loss_fn, optimizer = _parts(factory, load_function("FACTORY", factory)())
+    except BadTarget as error:
+        fail(str(error))
+
+    def batches() -> Generator[Any]:
+        with _users_code():
+            yield from islice(data, most)
+
+    def loss(model: Any, batch: Any) -> Any:
+        with _users_code():
+            return loss_fn(model, batch)
+
     columns = (TextColumn("batches"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console(), disable=hidden) as progress:
+    with usage_errors(), Progress(*columns, console=console(), disable=hidden) as progress:
         bar = progress.add_task("batches", total=min(most, len(data)) if hasattr(data, "__len__") else most)
-        chosen = islice(data, most)
         settings: dict[str, Any] = {"margin_bits": margin_bits, "optimizer": optimizer}
-        return run(model, chosen, loss_fn, format, **settings, tick=lambda: progress.advance(bar))
+        try:
+            return run(model, batches(), loss, format, **settings, tick=lambda: progress.advance(bar))
+        except UsersError as carried:
+            error = carried.error
+    raise error
 
 
 def _parts(factory: str, made: Any) -> tuple[Any, Any, Callable[..., Any], Any]:
     """Returns model, batches, loss function and optimizer or None."""
+    import torch
     from torch import nn
+
+    from gradscale.bench.targets import BadTarget
 
     # A model may be iterable, over its layers.
     several = isinstance(made, Iterable) and not isinstance(made, nn.Module)
     given: list[Any] = list(cast(Iterable[Any], made)) if several else [made]
-    if len(given) not in (3, 4) or not isinstance(given[0], nn.Module) or not callable(given[2]):
+    is_right = (
+        len(given) in (3, 4)
+        and isinstance(given[0], nn.Module)
+        and isinstance(given[1], Iterable)
+        and callable(given[2])
+        and isinstance(given[3] if len(given) == 4 else None, torch.optim.Optimizer | None)
+    )
+    if not is_right:
         names = ", ".join(type(each).__name__ for each in given)
-        raise ValueError(
+        raise BadTarget(
             "The function must return a model, batches, a function of both that returns the loss and, if the model "
             f"should be trained meanwhile, an optimizer. Received: {names} from {factory}."
         )
-    return given[0], given[1], given[2], given[3] if len(given) == 4 else None
+    found: list[Any] = [*given, None]
+    return found[0], found[1], found[2], found[3]
 
 
 def _show(found: Calibration, most: int, plot: Path | None) -> None:

@@ -6,10 +6,9 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from gradscale.cli._checkpoint import tensors_of
-from gradscale.cli._console import FAILURE, console, counted, table, usage_errors
+from gradscale.cli._console import FAILURE, as_text, console, counted, table, usage_errors
 from gradscale.cli._survival import Survival, survival
 
 MOST_ROWS = 20
@@ -76,7 +75,7 @@ def _show(found: Sequence[Survival], shown: Sequence[Survival]) -> None:
         # The worst first: what fails, then the largest shares.
         for each in sorted(shown, key=lambda one: (not one.fails, -one.flushed_share, -one.amax))[:MOST_ROWS]:
             rows.add_row(
-                escape(each.name),
+                as_text(each.name),
                 f"{each.amax:.3g}",
                 str(each.overflowed),
                 f"{each.flushed_share:.2%}",

@@ -28,7 +28,7 @@ class Condition(StrEnum):
         OK: steps are applied, and gradients fit the format.
         CALIBRATING: the scale is still being found. Skips are normal.
         THRASHING: too many steps are skipped, one by one.
-        STUCK: every step overflows, and no lower scale is left.
+        STUCK: every step overflows, and no lower scale is left; or no step has had a gradient.
         UNDERFLOWING: gradients are so small that many of them are zero.
         UNNEEDED: the backward pass runs in BF16, and needs no scale.
         FORWARD_OVERFLOW: the loss is inf or NaN, and the weights look sound.
@@ -64,7 +64,8 @@ class Vitals:
         without_gradients: parameters of the optimizers that had none.
         weights: how large the weights are; None where that is not known.
         in_bf16: the backward pass runs in BF16.
-        scaling: whether the policy scales at all.
+        scaling: whether the policy scales or checks at all.
+        multiplies: whether it multiplies losses, and does not only check gradients.
     """
 
     scale: float
@@ -81,6 +82,7 @@ class Vitals:
     weights: Weights | None = None
     in_bf16: bool = False
     scaling: bool = True
+    multiplies: bool = True
 
     @property
     def recent_rate(self) -> float:
@@ -125,20 +127,26 @@ def condition_of(seen: Vitals) -> Condition:
         return Condition.BROKEN
     if seen.status is Status.NONFINITE_LOSS:
         return Condition.FORWARD_OVERFLOW
-    if seen.stuck and seen.consecutive_skips > 1:
+    never_stepped = seen.status is Status.NO_GRADS and not seen.applied
+    if never_stepped or (seen.stuck and seen.consecutive_skips > 1):
         return Condition.STUCK
-    if seen.in_bf16:
+    if seen.in_bf16 and seen.multiplies:
         return Condition.UNNEEDED
-    if seen.skipped and (seen.applied < CALIBRATION_STEPS or seen.consecutive_skips > 1):
+    if seen.multiplies and seen.skipped and (seen.applied < CALIBRATION_STEPS or seen.consecutive_skips > 1):
         return Condition.CALIBRATING
     if seen.recent_rate > THRASHING_RATE:
         return Condition.THRASHING
-    if seen.headroom_bits > UNDERFLOW_BITS:
+    if seen.multiplies and seen.headroom_bits > UNDERFLOW_BITS:
         return Condition.UNDERFLOWING
     return Condition.OK
 
 
 def _advice(condition: Condition, seen: Vitals) -> str:
+    if condition is Condition.STUCK and seen.status is Status.NO_GRADS:
+        return (
+            "No parameter of the optimizer has a gradient. Look whether it was built with the parameters of this "
+            "model, after they were last replaced, and whether they require gradients."
+        )
     if condition in (Condition.BROKEN, Condition.FORWARD_OVERFLOW, Condition.STUCK):
         status = Status.APPLIED if seen.status is None else seen.status
         return "Likely cause: " + likely_cause(
@@ -148,13 +156,20 @@ def _advice(condition: Condition, seen: Vitals) -> str:
         return _underflow(seen)
     return {
         Condition.CALIBRATING: "The scale is still being found. To lose no batch, use `backward(loss, retries=8)`.",
-        Condition.THRASHING: (
-            f"{seen.recent_rate:.0%} of the steps are skipped. Use `Headroom()`, or a larger margin or interval, and "
-            "look at the culprits of a skipped step, or probe it: one module may overflow alone."
-        ),
+        Condition.THRASHING: _skips(seen),
         Condition.UNNEEDED: "The backward pass runs in BF16, which needs no scale: use `NoScaling()`.",
         Condition.OK: _fine(seen),
     }[condition]
+
+
+def _skips(seen: Vitals) -> str:
+    rate = f"{seen.recent_rate:.0%} of the steps are skipped."
+    if not seen.multiplies:
+        return f"{rate} No scale is the cause: look at the culprits of a skipped step and at its batch, or probe it."
+    return (
+        f"{rate} Use `Headroom()`, or a larger margin or interval, and look at the culprits of a skipped step, or "
+        "probe it: one module may overflow alone."
+    )
 
 
 def _fine(seen: Vitals) -> str:

@@ -135,6 +135,21 @@ def calibration_of(
     )
 
 
+def check_finite(histograms: Mapping[str, ExponentHistogram], batch: int) -> None:
+    """Raises if a gradient of a batch, counted from 0, is inf or NaN: no scale could be the cause in float32.
+
+    Raises:
+        ValueError: one is.
+    """
+    if wrong := [name for name, histogram in histograms.items() if int(histogram.nonfinite)]:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(
+            "Gradients must be finite in float32, or the largest is not known. Received: inf or NaN in batch "
+            f"{batch}, counted from 0, in the gradients of {', '.join(wrong[:3])}{more}. Look at this batch and its "
+            "loss, or leave it out."
+        )
+
+
 def _layer(
     name: str, histogram: ExponentHistogram, limits: Format, scale: float, margin_bits: float
 ) -> LayerCalibration:

@@ -1,12 +1,13 @@
 """`calibrate`: the best static scale for the gradients of parameters, measured in float32."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gradscale.formats import FP16, Format, get_format
-from gradscale.histogram.calibration import Calibration, calibration_of
+from gradscale.histogram.calibration import Calibration, calibration_of, check_finite
 from gradscale.histogram.counts import ExponentHistogram
 from gradscale.jax.histogram import exponent_histogram
 from gradscale.jax.tree import path_name
@@ -37,23 +38,40 @@ def calibrate(
     8192.0
 
     Raises:
-        ValueError: there are no batches, or gradients are all zero, inf or NaN.
+        ValueError: there are no batches, a parameter is narrower than float32, gradients are all zero, or one is inf
+            or NaN.
     """
     limits = get_format(format)
+    named = [(path_name(path) or "params", leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    _check_single(named)
 
     @jax.jit
     def count(params: Any, batch: Any) -> list[ExponentHistogram]:
         return [exponent_histogram(leaf) for leaf in jax.tree.leaves(jax.grad(loss_fn)(params, batch))]
 
-    names = [path_name(path) or "params" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     found: dict[str, ExponentHistogram] = {}
-    for batch in batches:
-        for name, counted in zip(names, count(params, batch), strict=True):
-            # In int64: uint32 would overflow over many batches.
-            histogram = ExponentHistogram(
-                counted.host_counts, *(int(number) for number in (counted.zeros, counted.infs, counted.nans))
-            )
+    for index, batch in enumerate(batches):
+        measured = zip((name for name, _ in named), map(_in_host_memory, count(params, batch)), strict=True)
+        counted = dict(measured)
+        check_finite(counted, index)
+        for name, histogram in counted.items():
             found[name] = found[name] + histogram if name in found else histogram
     if not found:
         raise ValueError("`calibrate` needs batches and parameters. Received: none.")
     return calibration_of(found, limits, margin_bits)
+
+
+def _in_host_memory(counted: ExponentHistogram) -> ExponentHistogram:
+    # In int64: uint32 would overflow over many batches.
+    outside = (int(number) for number in (counted.zeros, counted.infs, counted.nans))
+    return ExponentHistogram(counted.host_counts, *outside)
+
+
+def _check_single(named: Sequence[tuple[str, Any]]) -> None:
+    for name, leaf in named:
+        dtype = jnp.result_type(leaf)
+        if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < 4:
+            raise ValueError(
+                "`calibrate` measures in float32, where no gradient is lost. "
+                f"Received: {name} of {dtype}. Pass float32 parameters."
+            )

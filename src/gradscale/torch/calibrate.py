@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gradscale.formats import FP16, Format, get_format
-from gradscale.histogram.calibration import Calibration, calibration_of
+from gradscale.histogram.calibration import Calibration, calibration_of, check_finite
 from gradscale.histogram.counts import ExponentHistogram
+from gradscale.torch.probing.run import check_loss
 from gradscale.torch.watch.recorder import Recorder
 
 
@@ -41,15 +42,19 @@ def calibrate(
         tick: called after every batch.
 
     Raises:
-        ValueError: there are no batches, a parameter is not float32, or gradients are all zero, inf or NaN.
+        TypeError: `model` is no module, or `loss_fn` returns no loss.
+        ValueError: there are no batches or parameters to train, a parameter is narrower than float32, gradients are all
+            zero, or one is inf or NaN: before the optimizer has stepped.
     """
     limits = get_format(format)
-    _check_single(model)
+    _check(model)
     recorder = Recorder(model, "", lambda: 1.0, ("output_grad", "weight_grad"))
     found: dict[str, ExponentHistogram] = {}
     with _restored(model, buffers=optimizer is None):
-        for batch in batches:
-            for name, histogram in _gradients(model, recorder, loss_fn, batch).items():
+        for index, batch in enumerate(batches):
+            counted = _gradients(model, recorder, loss_fn, batch)
+            check_finite(counted, index)
+            for name, histogram in counted.items():
                 found[name] = found[name] + histogram if name in found else histogram
             if optimizer is not None:
                 optimizer.step()
@@ -67,7 +72,7 @@ def _gradients(
     try:
         device = next(model.parameters()).device.type
         with _no_autocast(), torch.autocast(device, enabled=False):
-            loss_fn(model, batch).backward()
+            check_loss(loss_fn(model, batch), "loss_fn").backward()
     finally:
         sample = recorder.detach()
     suffixes = {"output_grad": " (output)", "weight_grad": ""}
@@ -114,7 +119,11 @@ def _restored(model: nn.Module, *, buffers: bool) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def _check_single(model: nn.Module) -> None:
+def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a module. Received: {type(model).__name__}.")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("`calibrate` needs parameters that require gradients. Received: a model without one.")
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype.itemsize < 4:
             raise ValueError(

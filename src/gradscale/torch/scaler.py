@@ -18,6 +18,7 @@ from gradscale.engine.texts import policy_text, scaler_text
 from gradscale.peers.specs import as_policy
 from gradscale.policies.checks import check_count
 from gradscale.policies.contract import Policy
+from gradscale.policies.static import multiplies
 from gradscale.torch.accumulation.backward import Backward
 from gradscale.torch.accumulation.buffers import BufferGuard
 from gradscale.torch.accumulation.closure import RETRIES, holder_of, make_closure
@@ -370,7 +371,10 @@ class LossScaler(OtherNames):
         healthy. Call it now and then, as once per epoch.
         """
         return self._memory.health(
-            self._rule.state, scaling=bool(self.policy.needs), in_bf16=self._backward.first_loss.in_bf16
+            self._rule.state,
+            scaling=bool(self.policy.needs),
+            in_bf16=self._backward.first_loss.in_bf16,
+            multiplies=multiplies(self.policy),
         )
 
     def probe(
@@ -439,9 +443,12 @@ class LossScaler(OtherNames):
             on_report: called with each report. What it raises ends training.
 
         Raises:
+            TypeError: `step` is not a function.
             ValueError: the scaler was built without the model, or `skips` is not positive.
         """
         check_count("skips", skips)
+        if not callable(step):
+            raise TypeError(f"`step` must be a function that returns the loss. Received: {type(step).__name__}.")
         if not self._modules:
             raise ValueError("`probe_after` needs the model, whose state it restores. Build it as `LossScaler(model)`.")
 

@@ -8,6 +8,7 @@ from typing import Any
 from gradscale._table import text_table
 from gradscale.formats import Format
 from gradscale.histogram.losses import Losses, losses
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE
 from gradscale.watching.sample import Kind, Sample
 
 
@@ -60,6 +61,8 @@ def rows_of(sample: Sample, step: int, formats: Sequence[Format]) -> Iterator[Wa
     for name, kind, histogram, amax, dtype, scale in sample.tallies():
         zeros, infs, nans = (int(number) for number in (histogram.zeros, histogram.infs, histogram.nans))
         elements = histogram.nonzero + zeros + infs + nans
+        # torch's own scaler goes to 0 and to inf. At the bounds, too, all is flushed or overflows.
+        within = min(max(scale, LOWEST_SCALE), HIGHEST_SCALE)
         yield WatchRow(
             step=step,
             name=name,
@@ -73,7 +76,7 @@ def rows_of(sample: Sample, step: int, formats: Sequence[Format]) -> Iterator[Wa
             zeros=zeros / max(1, elements),
             infs=infs,
             nans=nans,
-            formats={format.name: losses(histogram, format, scale) for format in formats},
+            formats={format.name: losses(histogram, format, within) for format in formats},
         )
 
 

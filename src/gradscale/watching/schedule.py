@@ -1,7 +1,8 @@
 """Which steps are sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -24,14 +25,26 @@ class Schedule:
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
             raise ValueError(f"`every` must be a positive number of steps. Received: every={self.every!r}.")
-        for pair in self.steps or ():
-            if len(pair) != 2 or not 0 <= pair[0] < pair[1]:
-                raise ValueError(
-                    f"`steps` must be pairs of a first step and the one after the last. Received: {pair!r}. "
-                    "The first hundred are steps=[(0, 100)]."
-                )
+        if self.steps is not None:
+            # Kept as a tuple: a generator would be used up by the checks.
+            object.__setattr__(self, "steps", tuple(_checked_ranges(self.steps)))
 
     def samples(self, step: int) -> bool:
         """Returns whether a step is sampled."""
         inside = self.steps is None or any(first <= step < end for first, end in self.steps)
         return inside and step % self.every == 0
+
+
+def _checked_ranges(ranges: Any) -> Iterator[tuple[int, int]]:
+    for pair in ranges if hasattr(ranges, "__iter__") else (ranges,):
+        try:
+            first, end = pair
+            right = 0 <= first < end
+        except (TypeError, ValueError):  # not two of them, or no numbers
+            right = False
+        if not right:
+            raise ValueError(
+                f"`steps` must be pairs of a first step and the one after the last. Received: {pair!r}. "
+                "The first hundred are steps=[(0, 100)]."
+            )
+        yield pair

@@ -51,6 +51,21 @@ def test_gradients_that_underflow_are_found() -> None:
     assert doctor("tiny_loss").exit_code == 0  # the default policy follows them
 
 
+def test_a_batch_with_nan_is_found_although_the_run_went_on() -> None:
+    found = doctor("one_nan_batch")
+    assert found.exit_code == 1
+    assert "20 steps, 1 skipped" in found.output
+    assert "Probe of a skipped step: broken_data: an input, float32 of shape [8, 4] is inf or NaN" in found.output
+
+
+def test_an_optimizer_without_gradients_is_found() -> None:
+    found = doctor("optimizer_of_another_model", "--steps", "2")
+    assert found.exit_code == 1
+    assert "step 2: no_grads\n" in found.output
+    assert "Health: stuck: 0 updates in 0 steps. No parameter of the optimizer has a gradient." in found.output
+    assert "Probe" not in found.output
+
+
 def test_a_scale_that_is_too_high_is_found_with_the_one_that_fits() -> None:
     found = doctor("healthy", "--policy", "static:2**40", "--steps", "3")
     assert found.exit_code == 1
@@ -70,6 +85,7 @@ def test_json_has_the_diagnosis() -> None:
     [
         ("a_model", "must return (model, batches, loss_fn)"),
         ("no_batches", "at least one batch"),
+        ("loss_that_is_a_number", "`loss_fn` must return the loss: a tensor of one number"),
         ("missing", "must name a function"),
         ("no.such:thing", "must name a module"),
     ],

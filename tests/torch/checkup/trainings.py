@@ -44,6 +44,22 @@ def tiny_loss() -> Made:
     return model, batches, lambda model, x: loss(model, x) * 1e-9
 
 
+def one_nan_batch() -> Made:
+    model, _, loss = healthy()
+    batches = [rows(seed) for seed in range(20)]
+    batches[4][0, 0] = math.nan
+    return model, batches, loss
+
+
+def optimizer_of_another_model() -> tuple[Any, ...]:
+    return (*healthy(), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1e-3))
+
+
+def loss_that_is_a_number() -> tuple[Any, ...]:
+    model, batches, loss = healthy()
+    return model, batches, lambda model, x: loss(model, x).item()
+
+
 def no_batches() -> Made:
     model, _, loss = healthy()
     return model, [], loss

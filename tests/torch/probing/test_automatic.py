@@ -359,6 +359,8 @@ def test_what_cannot_be_probed_is_refused() -> None:
         LossScaler().probe_after(2, lambda: torch.zeros(()))
     with pytest.raises(ValueError, match=r"`skips` must be between 1 and 2\*\*31 - 1. Received: skips=0"):
         LossScaler(two_blocks()).probe_after(0, lambda: torch.zeros(()))
+    with pytest.raises(TypeError, match=r"must be a function that returns the loss\. Received: Tensor"):
+        LossScaler(nn.Linear(1, 1)).probe_after(1, torch.ones(()))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("on_a_device")

@@ -51,10 +51,11 @@ def test_a_nan_in_one_weight() -> None:
     check_place(report, "forward", "parts.1.fc2", "h = self.fc2(torch.tanh(self.fc1(x)))")
 
 
-def test_an_inf_in_the_input() -> None:
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_an_inf_in_the_input(value: float) -> None:
     model = two_blocks()
     x = rows()
-    x[3, 1] = math.inf
+    x[3, 1] = value
     scaler, health = train(model, fp16_step(model, x), Headroom(), steps=3)
     assert health.condition is Condition.FORWARD_OVERFLOW
     assert "the input batch" in health.advice

@@ -138,6 +138,22 @@ def test_a_row_that_is_masked_as_a_whole_is_named_at_its_softmax() -> None:
     assert (report.verdict, report.operation.name) == (Verdict.UNDEFINED, "_softmax")
 
 
+def test_an_input_mask_that_hides_a_whole_row_is_named_at_the_softmax() -> None:
+    model = nn.Linear(4, 4)
+    mask = torch.zeros(8, 4)
+    mask[0] = -math.inf
+    report = LossScaler(model).probe(lambda: torch.softmax(model(rows()) + mask, -1).sum())
+    assert report.operation is not None
+    assert (report.verdict, report.operation.name) == (Verdict.UNDEFINED, "_softmax")
+
+
+def test_a_mask_multiplied_by_minus_infinity_is_named_at_the_product() -> None:
+    model, mask = nn.Linear(4, 4), torch.zeros(8, 4)
+    report = LossScaler(model).probe(lambda: torch.softmax(model(rows()) + mask * -math.inf, -1).sum())
+    assert report.operation is not None
+    assert (report.verdict, report.operation.name) == (Verdict.UNDEFINED, "mul")
+
+
 def test_infinities_that_do_not_reach_the_loss_are_not_named() -> None:
     model = nn.Linear(4, 1)
 
@@ -307,6 +323,39 @@ def test_a_step_that_returns_no_loss_is_refused() -> None:
     model = nn.Linear(4, 2)
     with pytest.raises(TypeError, match=r"must return the loss.*shape \[8, 2\]"):
         probe(lambda: model(rows()), model)
+
+
+def test_a_step_that_returns_a_plain_number_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"must return the loss.*Received: float\."):
+        probe(lambda: 1.0, nn.Linear(4, 2))  # type: ignore[arg-type,return-value]
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"takes modules after the step\. Received: NoneType"):
+        probe(lambda: torch.ones((), requires_grad=True), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_a_scale_that_multiplies_no_loss_is_refused(scale: float) -> None:
+    model = nn.Linear(4, 2)
+    with pytest.raises(ValueError, match="`scale` must be positive and finite"):
+        probe(lambda: model(rows()).sum(), model, scale=scale)
+
+
+def test_a_number_that_needs_a_gradient_may_overflow() -> None:
+    model = nn.Linear(4, 2)
+    gain = nn.Parameter(torch.tensor(1e30))
+    report = probe(lambda: (model(rows()).abs().sum() + 1) * gain * gain, model)
+    assert report.operation is not None
+    assert report.operation.name == "mul"
+
+
+def test_a_complex_number_may_overflow() -> None:
+    model = nn.Linear(4, 2)
+    large = torch.tensor(1e30 + 1e30j)
+    report = probe(lambda: (model(rows()).sum() * large * large).abs(), model)
+    assert report.operation is not None
+    assert report.operation.name == "mul"
 
 
 def test_importing_the_adapter_does_not_load_the_compiler() -> None:

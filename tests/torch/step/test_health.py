@@ -7,7 +7,7 @@ import torch
 from tests.torch.helpers import autocast, batch, small_model, train_step
 from torch import nn
 
-from gradscale import Condition, Dynamic, NoScaling, Static
+from gradscale import CheckOnly, Condition, Dynamic, NoScaling, Static
 from gradscale.torch import LossScaler
 
 
@@ -63,6 +63,17 @@ def test_bf16_needs_no_scale() -> None:
     scaler.backward(loss)
     scaler.step(optimizer)
     assert scaler.health().condition is Condition.UNNEEDED
+
+
+def test_a_check_in_bf16_is_not_scaling() -> None:
+    model = small_model()
+    scaler = LossScaler(model, CheckOnly())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with autocast(torch.bfloat16):
+        loss = model(batch()[0]).float().square().mean()
+    scaler.backward(loss)
+    scaler.step(optimizer)
+    assert str(scaler.health()) == "ok: 1 updates in 1 steps. Nothing to do."
 
 
 def test_without_scaling_there_is_nothing_to_say() -> None:

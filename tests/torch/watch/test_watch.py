@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from gradscale import FP16, Static
+from gradscale import FP16, Dynamic, Static
 from gradscale.histogram import exponent_histogram, losses
 from gradscale.torch import GradScaler, LossScaler, Watch, WatchRow, watch
 
@@ -123,6 +124,17 @@ def test_micro_batches_are_counted_together_and_their_gradient_once() -> None:
     assert row_of(watched, "0.weight", "weight_grad").amax == float(summed)
 
 
+def test_a_backward_pass_that_is_run_again_at_a_lower_scale_is_counted_once() -> None:
+    model = model_of()
+    scaler = LossScaler(model, Dynamic(init_scale=2.0**126))
+    watched = watch(model, scaler, every=1)
+    scaler.backward(1e3 * loss_of(model), retries=16)
+    assert scaler.step(torch.optim.SGD(model.parameters(), lr=0.1)).retries > 1
+    row = row_of(watched, "2", "output_grad")
+    assert (row.elements, row.infs, row.nans) == (10, 0, 0)
+    assert row.scale < 2.0**126
+
+
 def test_a_forward_pass_without_gradients_is_not_recorded() -> None:
     model = model_of()
     watched = watch(model)
@@ -131,6 +143,22 @@ def test_a_forward_pass_without_gradients_is_not_recorded() -> None:
     loss_of(model).backward()
     watched.step()
     assert row_of(watched, "0", "input").amax == float(batch().abs().max())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_module_is_counted_once(reentrant: bool) -> None:
+    model = model_of()
+    scaler = LossScaler(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watched = watch(model, scaler, every=1)
+    x = batch().requires_grad_()
+    for _ in range(2):
+        loss = model(x) if watched.step_index == 0 else checkpoint(model, x, use_reentrant=reentrant)
+        scaler.backward(loss.square().mean())  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    elements = [{(row.name, row.kind): row.elements for row in watched.rows() if row.step == step} for step in (0, 1)]
+    assert elements[0] == elements[1]
 
 
 def test_an_output_that_a_later_layer_changes_in_place_is_recorded_as_it_was() -> None:
@@ -225,6 +253,8 @@ def test_a_compiled_model_is_refused() -> None:
     [
         ({"every": 0}, "`every` must be a positive number of steps. Received: every=0"),
         ({"steps": [(5, 5)]}, r"`steps` must be pairs .* Received: \(5, 5\)"),
+        ({"steps": (0, 100)}, r"`steps` must be pairs .* Received: 0\. The first hundred are steps=\[\(0, 100\)\]"),
+        ({"steps": 100}, r"`steps` must be pairs .* Received: 100"),
         ({"layers": "encoder"}, "`layers` must be found in the name of a module"),
     ],
 )

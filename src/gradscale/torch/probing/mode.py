@@ -4,6 +4,7 @@ Running a mode loads torch's compiler, which takes a second. So this is imported
 `gradscale.torch`.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,9 @@ OVERWRITING = {
 
 ONE_RESULT = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 """Attention also returns the logarithms of sums for its backward pass, which may be infinite and padded."""
+
+MASKED = ("softmax", *ONE_RESULT)
+"""Parts of the names of operators that masks with -inf are made for."""
 
 COLLECTIVES = {"c10d", "_c10d_functional", "fsdp"}
 """Namespaces of operators that fill memory they are given, which may not be complete when they return."""
@@ -152,11 +156,12 @@ class ProbeMode(TorchDispatchMode):
         """Notes where the results of an operation have their non-finite numbers from."""
         bad = [each for each, facts in zip(inputs, operation.inputs, strict=True) if not facts.finite]
         known = [self.origins.of(each) or self._outside(each, operation) for each in bad]
+        takes_masks = any(part in operation.name for part in MASKED)
         new: Origin | None = None
         for output, facts in zip(outputs, operation.outputs, strict=True):
             origin = None
             if not facts.finite:
-                origin = inherited(known, has_nan=facts.amax != facts.amax)
+                origin = inherited(known, has_nan=math.isnan(facts.amax), takes_masks=takes_masks)
                 if origin is None:
                     origin = new = new or self._made(func, args, kwargs, operation, inputs, outputs)
             self.origins.note(output, origin, partly=any(output is each for each in inputs))
@@ -187,8 +192,10 @@ class ProbeMode(TorchDispatchMode):
         """Returns the origin of numbers that are not finite for the first time in the results of an operation."""
         numbers = [*tree_leaves(args), *tree_leaves(kwargs)]
         # An infinity of a 0-d tensor is a number, too: `torch.where(mask, scores, -inf)`.
-        points = [float(each) for each in inputs if each.dim() == 0]
-        intended = has_infinite_number([*numbers, *points])
+        points = [float(each.detach()) for each in inputs if each.dim() == 0 and each.is_floating_point()]
+        # Not if it has become NaN at once, as in `(1 - mask) * -inf`.
+        has_nan = any(math.isnan(each.amax) for each in operation.outputs)
+        intended = not has_nan and has_infinite_number([*numbers, *points])
         overflow = None
         written = any(output is each for output in outputs for each in inputs)
         if not (intended or written) and operation.inputs_finite and self._repeated < MOST_REPEATED:

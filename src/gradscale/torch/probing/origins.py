@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,16 +62,17 @@ class Origins:
         return min(found, key=lambda origin: origin.operation.index, default=None)
 
 
-def inherited(inputs: Sequence[Origin], *, has_nan: bool) -> Origin | None:
+def inherited(inputs: Sequence[Origin], *, has_nan: bool, takes_masks: bool) -> Origin | None:
     """Returns the origin that a result has from the inputs of its operation; None if the operation is the origin.
 
-    An intended infinity passes through an operation as an infinity. Where it becomes NaN, as in a softmax over a row
-    that is masked as a whole, that operation is the origin.
+    An intended infinity passes through an operation as an infinity. Where it becomes NaN in one that takes masks, as in
+    a softmax over a row that is masked as a whole, that operation is the origin. Where it becomes NaN in another, as in
+    a product, a tensor that it came in with was no mask.
     """
-    for origin in inputs:
-        if not origin.intended or not has_nan:
-            return origin
-    return None
+    certain = next((origin for origin in inputs if not (origin.intended and has_nan)), None)
+    if certain is not None or takes_masks:
+        return certain
+    return next((replace(origin, intended=False) for origin in inputs if origin.outside is not None), None)
 
 
 def has_infinite_number(args: Iterable[object]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradscale.engine.culprits import Culprit, culprits_of
 from gradscale.engine.diagnosis import Weights
-from gradscale.policies.checks import USELESS_SCALE
+from gradscale.policies.checks import USELESS_SCALE, check_number
 from gradscale.torch.accumulation.leaves import leaves_of
 from gradscale.torch.local import local
 from gradscale.torch.probing.operation import TensorFacts, is_number_tensor
@@ -166,9 +166,20 @@ def probe(
         frames: how many operations the report keeps.
         weights_at_start: the largest weight before training, to recognize weights that have diverged.
         any_rank: returns which of a few flags are set on any rank, where several probe together.
+
+    Raises:
+        TypeError: `step` does not return a loss, or a module is none.
+        ValueError: there is no module, or `scale` is not positive and finite.
     """
     if not modules:
         raise ValueError("`probe` needs the model, whose state it restores. Call `probe(step, model)`.")
+    if wrong := [type(each).__name__ for each in modules if not isinstance(each, nn.Module)]:
+        raise TypeError(f"`probe` takes modules after the step. Received: {wrong[0]}. Call `probe(step, model)`.")
+    check_number("scale", scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(
+            f"`scale` must be positive and finite: the loss is multiplied by it. Received: scale={scale!r}."
+        )
     from gradscale.torch.probing.mode import ProbeMode
 
     runs = Probe(step, modules, any_rank or _this_rank)
@@ -201,14 +212,17 @@ def probe(
     return ProbeReport.of(found)
 
 
-def check_loss(loss: Tensor) -> Tensor:
-    """Returns the loss of a step, or raises if it is none."""
+def check_loss(loss: Tensor, returned_by: str = "step") -> Tensor:
+    """Returns the loss that a function of the user's has returned, or raises if it is none."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        shown = f"a tensor of shape {list(loss.shape)}, requires_grad={loss.requires_grad}"
+        shown = (
+            f"a tensor of shape {list(loss.shape)}, requires_grad={loss.requires_grad}"
+            if isinstance(loss, Tensor)
+            else type(loss).__name__
+        )
         raise TypeError(
-            "`step` must return the loss: a tensor of one number that can be differentiated. "
-            f"Received: {shown if isinstance(loss, Tensor) else type(loss).__name__}. Return it as it is, neither "
-            "scaled nor after `.backward()` or `.item()`."
+            f"`{returned_by}` must return the loss: a tensor of one number that can be differentiated. "
+            f"Received: {shown}. Return it as it is, neither scaled nor after `.backward()` or `.item()`."
         )
     return loss
 

@@ -196,12 +196,12 @@ class Memory:
         """Returns whether a copy that was started at a step is to be read now."""
         return self._steps - copied_at >= SAMPLE_EVERY - 1 if self.together() else copy.arrived
 
-    def health(self, state: Counted, *, scaling: bool, in_bf16: bool) -> Health:
+    def health(self, state: Counted, *, scaling: bool, in_bf16: bool, multiplies: bool = True) -> Health:
         """Returns how the run is doing, and logs it on rank 0 if it has changed. Synchronizes with the device."""
         optimizers = [each for reference in self._optimizers if (each := reference()) is not None]
         seen = vitals(self.last, state, optimizers, self._weights, self._amax, self._counted)
         self._counted = seen.applied, seen.skipped
-        health = health_of(replace(seen, scaling=scaling, in_bf16=in_bf16))
+        health = health_of(replace(seen, scaling=scaling, in_bf16=in_bf16, multiplies=multiplies))
         if is_first_rank():
             self._log.note(health)
         return health

@@ -86,6 +86,7 @@ class Recorder:
         """Forgets what was recorded."""
         self._counter = Counter(self._pieces)
         self._slots: dict[Key, list[int]] = {}
+        self._without_gradients: set[str] = set()
         # By the identity of a tensor: a weak reference to it, its version, the scale, and where it was counted.
         self._known: dict[int, tuple[weakref.ref[Tensor], int, float, int]] = {}
 
@@ -100,8 +101,7 @@ class Recorder:
     def _forward(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        # Without gradients it is no training: validation, or the first pass of a checkpointed module. Nor is a probe.
-        if not torch.is_grad_enabled() or probing.get():
+        if probing.get() or not self._is_first_pass(name):
             return
         shown = name or MODEL
         if "weight" in self._kinds:
@@ -117,10 +117,28 @@ class Recorder:
         if "output_grad" in self._kinds:
             for tensor in _floating(output):
                 if tensor.requires_grad:
-                    self._handles.append(tensor.register_hook(partial(self._output_grad, (shown, "output_grad"))))
+                    record = partial(self._output_grad, (shown, "output_grad"), [])
+                    self._handles.append(tensor.register_hook(record))
 
-    def _output_grad(self, key: Key, grad: Tensor) -> None:
-        self._add(key, grad, self._scale_of())
+    def _is_first_pass(self, name: str) -> bool:
+        """Returns whether a forward pass is of training, and not one of numbers that are recorded already."""
+        if not torch.is_grad_enabled():
+            # Validation, or the first pass of a checkpointed module, which is run again with gradients.
+            self._without_gradients.add(name)
+            return False
+        if torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateImportUsage]
+            return True
+        # Inside of a backward pass it is run again. Checkpoints that are not reentrant had gradients the first time.
+        return name in self._without_gradients
+
+    def _output_grad(self, key: Key, last: list[tuple[int, float]], grad: Tensor) -> None:
+        """Adds the gradient of an output; `last` is where that of its last backward pass was counted, and its scale."""
+        scale, slots = self._scale_of(), self._slots.setdefault(key, [])
+        # A pass that has overflowed is run again at a lower scale, and its gradients are not used.
+        if last and last[0][1] != scale:
+            slots.remove(last[0][0])
+        self._add(key, grad, scale)
+        last[:] = [(slots[-1], scale)]
 
     def _weight_grad(self, key: Key, parameter: Tensor) -> None:
         if parameter.grad is not None:
