@@ -75,8 +75,8 @@ class Policy(Protocol):
     needs: ClassVar[frozenset[str]]
     """Names of the `Seen` fields that `next` reads. An adapter measures these and no others.
 
-    A class may also have `is_compiled = True`: `next` consists of operators and functions of `xp` alone, so that in host
-    memory it can be run as one function, `compiled`.
+    A class may also have `is_compiled = True`: `next` consists of operators and functions of `xp` alone, so that in
+    host memory it can be run as one function (`gradscale.policies.compiled`).
     """
 
     def start(self) -> Any:

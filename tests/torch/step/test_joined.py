@@ -32,9 +32,7 @@ def test_the_largest_of_all_is_that_of_each_alone(sizes: Any, dtype: torch.dtype
         if value is not None and given[index].numel():
             given[index][-1] = value
         found = largest_joined(given)
-        assert found is not None
-        assert found.dtype is torch.float32
-        assert found.item() == largest(given, CPU).amax().item()
+        assert found == largest(given, CPU).amax().item()
 
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
@@ -42,7 +40,7 @@ def test_the_largest_of_all_is_that_of_each_alone(sizes: Any, dtype: torch.dtype
 def test_what_is_not_finite_is_found_and_measured_alone(bad: float, where: int) -> None:
     given = tensors(5, 2 * JOIN_UP_TO, 3)
     given[where][1] = bad
-    assert not math.isfinite(float(largest_joined(given)))  # type: ignore[arg-type]
+    assert largest_joined(given) is None
     found = measure_sizes(given, CPU, each=False)
     assert found.sizes is not None
     assert [math.isfinite(size) for size in found.sizes.tolist()] == [index != where for index in range(3)]

@@ -196,7 +196,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             check_backward(retries, kwargs)
         if not self._enabled:
             loss.backward(**kwargs)
-        elif count := retry.retries_of(self, loss, retries, kwargs):
+        elif (retries or not self._first_steps.over) and (count := retry.retries_of(self, loss, retries, kwargs)):
             self._retry(loss, count, kwargs)
         else:
             self._leaves.complete = False
@@ -347,8 +347,9 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             clip = Clip.for_step(optimizer, {"clip_norm": clip_norm, "clip_value": clip_value}, kwargs)
         if not self._enabled:
             return step_unscaled(optimizer, clip, self._ranks, *args, **kwargs)
-        refusals.refuse_closure(*args, **kwargs)
-        refusals.refuse_clip(optimizer, kwargs)
+        if args or kwargs:
+            refusals.refuse_closure(*args, **kwargs)
+            refusals.refuse_clip(optimizer, kwargs)
         scale = divisor_of(self, optimizer, "step")
         state = self._per_optimizer_states[id(optimizer)]
         refusals.refuse_second_step(state["stage"])

@@ -85,7 +85,8 @@ def retries_of(scaler: Any, loss: Tensor, retries: int | None, kwargs: dict[str,
 
     `retries` is what the user asked for, and None the default; `kwargs` are those of `Tensor.backward`.
     """
-    if retries is None and (scaler._rule is None or scaler._first_steps.over):
+    if retries is None and scaler._rule is None:
+        scaler._first_steps.over = True
         return 0
 
     def find_obstacle() -> str | None:

@@ -77,6 +77,8 @@ class Updated(NamedTuple):
             merges: whether another may merge with it.
             previous: what the update before it left, if there were no new gradients since.
         """
+        if previous is None and all([state["stage"] is OptState.STEPPED for state in states.values()]):
+            return Updated(start.scale, start if merges else None, frozenset(states))
         previous = Updated(start.scale) if previous is None else previous
         known = previous.made_with is not None or not states
         stepped = previous.stepped.union([key for key, state in states.items() if state["stage"] is OptState.STEPPED])

@@ -40,9 +40,10 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 
 def gradients_and_sharing(optimizer: Optimizer) -> tuple[list[Tensor], bool]:
     """Returns the same, and whether one of the gradients is held twice: by two parameters, or by one listed twice."""
-    parameters = list(parameters_of([optimizer]))
-    values = grads = [grad for each in parameters if (grad := each.grad) is not None]
+    groups = optimizer.param_groups
+    values = grads = [grad for group in groups for each in group["params"] if (grad := each.grad) is not None]
     if not hold_their_numbers(grads):
+        parameters = list(parameters_of([optimizer]))
         values = [_values(each, grad) for each in parameters if (grad := each.grad) is not None]
         # Read again: coalescing and summing replace it.
         grads = [grad for each in parameters if (grad := each.grad) is not None]

@@ -40,6 +40,8 @@ class HostCopy:
 
 def moved(value: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Returns `value` on `device`. Synchronizes only where it is copied to the host: gradients may be kept there."""
+    if value.device == device and dtype is None:
+        return value
     # Memory of the host is not valid before a copy has arrived; on a device, kernels are queued behind the copy.
     return value.to(device, dtype, non_blocking=device.type != "cpu")
 

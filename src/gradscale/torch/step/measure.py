@@ -46,7 +46,6 @@ def measure(plan: StepPlan, weights: Sequence[float] | None = None) -> Measureme
     return measure_sizes(values, divisor.device, edge=plan.edge, weights=weights, **asked, each=False)
 
 
-@torch.no_grad()
 def measure_sizes(
     gradients: Sequence[Tensor],
     device: torch.device,
@@ -75,12 +74,36 @@ def measure_sizes(
         each: give the largest magnitude of each gradient. Without, small gradients in host memory are measured
             together, and those of each are given only if one is not finite.
     """
+    if not (norm or each or half) and edge is None and (found := _joined(gradients, device)) is not None:
+        return Measurement(None, found, amax=found)
+    return _measured(gradients, device, norm, amax, edge, weights, half)
+
+
+def _joined(gradients: Sequence[Tensor], device: torch.device) -> Tensor | None:
+    """Returns the largest magnitude of small gradients in host memory; None for others and where it is not finite."""
+    if not host_copy.in_host_memory(device) or not all_on_cpu(gradients):
+        return None
+    joined = largest_joined(gradients)
+    return None if joined is None else torch.full((), joined, dtype=torch.float32, device=device)
+
+
+@torch.no_grad()
+def _measured(
+    gradients: Sequence[Tensor],
+    device: torch.device,
+    norm: bool,
+    amax: bool,
+    edge: float | None,
+    weights: Sequence[float] | None,
+    half: bool,
+) -> Measurement:
+    """Returns what `measure_sizes` does, with the size of each gradient."""
     if norm:
         sizes = norms(gradients, device)
         total = torch.linalg.vector_norm(sizes)  # the norm of the norms is the norm of all gradients
-        peak = _largest(gradients, device, each=each)[1] if amax else None
+        peak = _largest(gradients, device)[1] if amax else None
     else:
-        sizes, total = _largest(gradients, device, each=each)
+        sizes, total = _largest(gradients, device)
         peak = total
     halves = [grad for grad in gradients if grad.dtype in HALF] if half else []
     return Measurement(
@@ -94,19 +117,15 @@ def measure_sizes(
     )
 
 
-def _largest(gradients: Sequence[Tensor], device: torch.device, *, each: bool = True) -> tuple[Tensor | None, Tensor]:
-    """Returns the largest magnitude in each gradient, or None as `measure_sizes` says, and that in all of them."""
-    if not each and host_copy.in_host_memory(device) and all_on_cpu(gradients):
-        joined = largest_joined(gradients)
-        if joined is not None:
-            return None, torch.full((), joined, dtype=torch.float32, device=device)
+def _largest(gradients: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the largest magnitude in each gradient, and that in all of them."""
     sizes = largest(gradients, device)
     return sizes, sizes.amax() if gradients else sizes.sum()  # an empty vector has a sum, 0, and no maximum
 
 
-def _single_total(gradients: Sequence[Tensor], sizes: Tensor | None) -> Tensor | None:
+def _single_total(gradients: Sequence[Tensor], sizes: Tensor) -> Tensor | None:
     """Returns the largest size of gradients narrower than float64, in float32, if there are wider ones beside them."""
-    if sizes is None or sizes.dtype is not torch.float64:
+    if sizes.dtype is not torch.float64:
         return None
     # Not by an index, which would be copied to the device.
     found = [size for size, grad in zip(sizes.unbind(), gradients, strict=True) if grad.dtype not in DOUBLE]
