@@ -1,6 +1,7 @@
-"""Rules on scalars of the host, which leave out what no outcome needs, beside the same rules on arrays."""
+"""Rules on scalars of the host, called and compiled, beside the same rules on arrays."""
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ from hypothesis import strategies as st
 from tests.stories import same
 
 from gradscale import FP8_E5M2, Dynamic, Headroom, Histogram, LogMax, Policy
-from gradscale.policies.contract import Seen
-from gradscale.policies.scalars import EXACT, SCALARS
+from gradscale.policies.compiled import compiled
+from gradscale.policies.contract import Seen, advanced
+from gradscale.policies.scalars import EXACT, MOST_COMPILED, SCALARS, Scalars
+from gradscale.record import fields, place
 
 pytestmark = pytest.mark.skipif(not EXACT, reason="numpy 1 makes float64 of a float32 scalar times a number")
 
@@ -46,3 +49,67 @@ def test_rule_on_scalars_has_the_states_of_the_rule_on_arrays(policy: Policy, st
         for seen in story:
             states = [policy.next(state, seen, xp) for state, xp in zip(states, namespaces, strict=True)]
             assert same(*states)
+
+
+def scalars(record: Any) -> Any:
+    return place(record, lambda array: array[()])
+
+
+def types_of(state: Any) -> list[type]:
+    return [type(getattr(state, field.name)) for field in fields(state)]
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, Dynamic(min_scale=2.0**-126)], ids=repr)
+@given(story=st.lists(steps, max_size=30))
+def test_a_compiled_rule_has_the_states_of_the_rule_on_arrays(policy: Policy, story: list[Seen]) -> None:
+    ours, expected = scalars(policy.start()), policy.start()
+    with np.errstate(all="ignore"):
+        for seen in story:
+            ours, expected = advanced(policy, ours, seen, SCALARS), advanced(policy, expected, seen, np)
+            assert same(ours, expected)
+            assert types_of(ours) == types_of(scalars(policy.start()))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Branching(Headroom):
+    """A rule of a user, which cannot be traced."""
+
+    def next(self, state: Any, seen: Seen, xp: Any) -> Any:
+        return state if state.scale < 4 else replace(state, scale=state.scale * np.float32(0.5))
+
+
+def test_a_rule_of_a_user_is_called() -> None:
+    policy = Branching()
+    state = policy.start()
+    for _ in range(20):
+        state = advanced(policy, state, Seen(), SCALARS)
+    assert state.scale == 2.0
+
+
+def test_a_rule_that_branches_on_a_value_cannot_be_compiled() -> None:
+    with pytest.raises(TypeError, match="A rule may not branch on a value: it is known only when the step is run"):
+        compiled(Branching().next, Branching().start(), Seen())
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Half(Dynamic):
+    """A rule without operations, and one that is the same twice."""
+
+    is_compiled: ClassVar[bool] = True
+
+    def next(self, state: Any, seen: Seen, xp: Any) -> Any:
+        return replace(state, scale=state.scale * 0.5 + state.scale * 0.5, applied=np.int32(7))
+
+
+def test_numbers_and_operations_that_are_the_same_are_kept() -> None:
+    state = advanced(Half(), scalars(Half().start()), Seen(), SCALARS)
+    assert (state.scale, state.applied) == (65536.0, 7)
+
+
+def test_only_so_many_policies_are_kept_and_none_is_taken_for_another() -> None:
+    namespace = Scalars()
+    for count in range(2 * MOST_COMPILED):
+        policy = Dynamic(init_scale=float(count + 1))
+        state = scalars(policy.start())
+        assert namespace.advanced(policy, state, Seen(finite=np.bool_(False))).scale == max(1.0, (count + 1) / 2)
+    assert len(namespace._compiled) <= MOST_COMPILED

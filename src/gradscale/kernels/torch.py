@@ -20,7 +20,7 @@ CAST_AT_ONCE = 262_144
 """Elements of a 16-bit gradient that are cast to float32 together: they stay in the cache until they are multiplied."""
 
 
-JOIN_UP_TO = 16_384
+JOIN_UP_TO = 8_192
 """Elements of a CPU tensor up to which a copy of it beside others costs less than a call of `aminmax` for it alone."""
 
 JOIN_AT_ONCE = 262_144
@@ -118,7 +118,7 @@ def largest_joined(tensors: Sequence[Tensor]) -> float | None:
     large = [tensor for tensor, size in zip(real, sizes, strict=True) if size > JOIN_UP_TO]
     parts = (_flatten_dense_tensors(small), *large)
     # Python's numbers: the four tiny operations that would find the largest of these cost as much as reading them all.
-    magnitudes = [abs(extreme.tolist()) for part in parts for extreme in torch.aminmax(part)]
+    magnitudes = [abs(extreme.item()) for part in parts for extreme in torch.aminmax(part)]
     return max(magnitudes) if all(map(math.isfinite, magnitudes)) else None
 
 

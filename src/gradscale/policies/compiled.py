@@ -151,7 +151,7 @@ class _Source:
 
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
-        self._numbers: dict[tuple[type, Any], str] = {}
+        self._numbers: dict[tuple[type, Array], str] = {}
         self._uses: dict[int, int] = {}
         self._same: dict[tuple[Any, ...], Traced] = {}
         self._merged: dict[int, Traced] = {}
@@ -175,7 +175,7 @@ class _Source:
             return value
         if id(value) not in self._merged:
             operands = tuple(map(self._merge, value.operands))
-            key = value.text, *(id(each) if isinstance(each, Traced) else (type(each), each) for each in operands)
+            key = value.text, *(id(each) if isinstance(each, Traced) else _typed(each) for each in operands)
             self._merged[id(value)] = self._same.setdefault(key, Traced(value.text, operands, value.kind))
         return self._merged[id(value)]
 
@@ -206,6 +206,12 @@ class _Source:
     def _number(self, value: Array) -> str:
         if type(value) in (int, float, bool) and math.isfinite(value):
             return repr(value)
-        name = self._numbers.setdefault((type(value), value), f"c{len(self._numbers)}")
+        name = self._numbers.setdefault(_typed(value), f"c{len(self._numbers)}")
         self._names[name] = value
         return name
+
+
+def _typed(number: Array) -> tuple[type, Array]:
+    """Returns a number as a key that one of another type does not equal."""
+    kind: type[Any] = type(number)
+    return kind, number

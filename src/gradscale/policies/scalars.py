@@ -46,9 +46,10 @@ class Scalars:
         return known[1](state, seen)
 
     def _function(self, policy: Any) -> Callable[[Any, Any], Any]:
-        # Only what is known to consist of operations of a namespace: a rule of a user may do what cannot be traced.
-        if not vars(type(policy)).get("is_compiled"):
-            return lambda state, seen: bounded_next(policy, state, seen, self)
+        # By its own class, and not one that it is derived from: what a user has added may not be traced.
+        kind: type[Any] = type(policy)
+        if not vars(kind).get("is_compiled"):
+            return lambda state, seen: bounded_next(policy, state, seen, SCALARS)
         return compiled(partial(bounded_next, policy), policy.start(), Seen())
 
     def __getattr__(self, name: str) -> Any:

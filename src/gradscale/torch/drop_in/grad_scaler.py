@@ -167,7 +167,6 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """Whether losses and gradients are multiplied at all: not by a scale that is always 1."""
         return self._rule is None or multiplies(self._rule.policy)
 
-    @_disable_dynamo
     def backward(self, loss: Tensor, retries: int | None = None, **kwargs: Any) -> None:
         """Scales `loss` and runs its backward pass: `scale(loss).backward()`, which can be run again if it overflows.
 
@@ -194,6 +193,15 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """
         if retries is not None:
             check_backward(retries, kwargs)
+        # Inside a compiled function a graph break. The switch itself takes longer than all else that is done here.
+        run = self._run_uncompiled if torch.compiler.is_compiling() else self._run_backward
+        run(loss, retries, kwargs)
+
+    @_disable_dynamo
+    def _run_uncompiled(self, loss: Tensor, retries: int | None, kwargs: dict[str, Any]) -> None:
+        self._run_backward(loss, retries, kwargs)
+
+    def _run_backward(self, loss: Tensor, retries: int | None, kwargs: dict[str, Any]) -> None:
         if not self._enabled:
             loss.backward(**kwargs)
         elif (retries or not self._first_steps.over) and (count := retry.retries_of(self, loss, retries, kwargs)):
@@ -356,7 +364,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if state["stage"] is OptState.UNSCALED and state["found_inf_per_device"]:
             refusals.refuse_replaced(optimizer, state)
             refusals.refuse_added_groups(optimizer, state.get("groups"))
-        self._warn_of_fused_sgd(optimizer)
+        if isinstance(optimizer, torch.optim.SGD):
+            self._warn_of_fused_sgd(optimizer)
         self._steps.begin(optimizer, scale.device)
         if apply.takes_scaler(optimizer):
             refusals.refuse_clip_by(optimizer, clip.asked)
