@@ -1,7 +1,7 @@
 """Counts what each policy skips, and how low it leaves the scale, on synthetic streams of gradients.
 
 Claim:    of the overflows that a lower scale would have prevented, `Headroom` has at most a tenth as many as `Dynamic`
-          over all streams, with one retry of the first step, and on no stream more.
+          over all streams, with one retry in each of the first ten steps, and on no stream more.
 Baseline: `Dynamic()`, torch's rule; and the plain headroom rule, which has the leaky peak but learns nothing from
           overflows.
 Machine:  any; the counts do not depend on it.

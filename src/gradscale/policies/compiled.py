@@ -213,5 +213,4 @@ class _Source:
 
 def _typed(number: Array) -> tuple[type, Array]:
     """Returns a number as a key that one of another type does not equal."""
-    kind: type[Any] = type(number)
-    return kind, number
+    return number.__class__, number

@@ -14,7 +14,7 @@ import numpy as np
 
 from gradscale.policies import exponents
 from gradscale.policies.compiled import compiled
-from gradscale.policies.contract import Seen, bounded_next
+from gradscale.policies.contract import Policy, Seen, bounded_next
 from gradscale.record import Array
 
 EXACT = bool((np.float32(1) * 1.0).dtype == np.float32)
@@ -33,9 +33,9 @@ class Scalars:
     """What a rule may call, for numpy scalars and Python numbers. What is not here is numpy's own."""
 
     def __init__(self) -> None:
-        self._compiled: dict[int, tuple[Any, Callable[[Any, Any], Any]]] = {}
+        self._compiled: dict[int, tuple[Policy, Callable[[Any, Any], Any]]] = {}
 
-    def advanced(self, policy: Any, state: Any, seen: Any, /) -> Any:
+    def advanced(self, policy: Policy, state: Any, seen: Any, /) -> Any:
         """Returns what `contract.advanced` returns, by a function that is compiled at the first step of a policy."""
         # By its identity, as its hash would take as long as a step. It is kept, so that no other can have its id.
         known = self._compiled.get(id(policy))
@@ -45,10 +45,9 @@ class Scalars:
             known = self._compiled[id(policy)] = policy, self._function(policy)
         return known[1](state, seen)
 
-    def _function(self, policy: Any) -> Callable[[Any, Any], Any]:
+    def _function(self, policy: Policy) -> Callable[[Any, Any], Any]:
         # By its own class, and not one that it is derived from: what a user has added may not be traced.
-        kind: type[Any] = type(policy)
-        if not vars(kind).get("is_compiled"):
+        if not vars(type(policy)).get("is_compiled"):
             return lambda state, seen: bounded_next(policy, state, seen, SCALARS)
         return compiled(partial(bounded_next, policy), policy.start(), Seen())
 
