@@ -25,7 +25,9 @@ class Plan:
     @classmethod
     def of(cls, policy: Policy, *, norm: bool = False, clip_norm: float | None = None) -> Self:
         """Returns the plan for a step under `policy`: its `needs`, and the norm if it is asked for or clipped."""
-        edge = float(policy.edge_magnitude) if "upper_share" in policy.needs else None  # type: ignore[attr-defined]
-        return cls(
-            checks=bool(policy.needs), amax="amax" in policy.needs, norm=norm or clip_norm is not None, edge=edge
-        )
+        return cls(bool(policy.needs), "amax" in policy.needs, norm or clip_norm is not None, edge_of(policy))
+
+
+def edge_of(policy: Policy) -> float | None:
+    """Returns the scaled magnitude above which elements are counted for the policy; None if it does not need them."""
+    return float(policy.edge_magnitude) if "upper_share" in policy.needs else None  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,7 +118,8 @@ def largest_joined(tensors: Sequence[Tensor]) -> float | None:
     large = [tensor for tensor, size in zip(real, sizes, strict=True) if size > JOIN_UP_TO]
     parts = (_flatten_dense_tensors(small), *large)
     # Python's numbers: the four tiny operations that would find the largest of these cost as much as reading them all.
-    magnitudes = [abs(extreme.item()) for part in parts for extreme in torch.aminmax(part)]
+    extremes: list[Any] = [extreme.tolist() for part in parts for extreme in torch.aminmax(part)]
+    magnitudes: list[float] = list(map(abs, extremes))
     return max(magnitudes) if all(map(math.isfinite, magnitudes)) else None
 
 

@@ -8,6 +8,7 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from gradscale.torch.drop_in import update
 from gradscale.torch.drop_in.same_gradients import Start, States, Updated, flags_of
+from gradscale.torch.step import host_copy
 from gradscale.torch.step.measure import merged_flag
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _set_scale(
 ) -> None:
     """Sets the scale to `number`, or as the rule says, and notes what the update started from."""
     rule = None if scaler._rule is None else scaler._rule.position
-    before = scale.clone(), tracker.clone()
+    before = scaler._steps.copied(scale), tracker.clone()
     if number is None:
         _follow_rule(scaler, scale, tracker, found_inf, states, before)
     else:
@@ -90,8 +91,10 @@ def _follow_rule(
     before: tuple[Tensor, Tensor],
 ) -> None:
     """Updates the scale and its tracker as the rule says. `before` has copies of both."""
-    # Before the update, which changes the version that distinguishes writes by others.
-    scaler._bound.revalidate(scale)
+    tracks = not host_copy.in_host_memory(scale.device)  # else the scale is read, and needs no bound
+    if tracks:
+        # Before the update, which changes the version that distinguishes writes by others.
+        scaler._bound.revalidate(scale)
     rule, updated = scaler._rule, scaler._updated
     if rule is None:
         update.by_kernel(scale, tracker, found_inf, *scaler._numbers(), scaler._bounds)
@@ -99,4 +102,5 @@ def _follow_rule(
         made_with = scale if updated is None or updated.made_with is None else updated.made_with
         sizes = [state["sizes"] for state in states.values() if "sizes" in state]
         update.by_policy(rule, scale, tracker, (sizes, found_inf, made_with), before, scaler._bounds)
-    scaler._bound.lowered(scale, by=update.lowest_factor(rule, scaler._backoff_factor))
+    if tracks:
+        scaler._bound.lowered(scale, by=update.lowest_factor(rule, scaler._backoff_factor))

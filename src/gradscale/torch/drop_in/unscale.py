@@ -23,7 +23,7 @@ from gradscale.torch.step.gradients import (
     values_of,
 )
 from gradscale.torch.step.host_copy import host_value, moved
-from gradscale.torch.step.measure import any_overflow, check, measure_sizes
+from gradscale.torch.step.measure import check, measure_sizes
 from gradscale.torch.step.numbers import Numbers
 from gradscale.torch.step.result import Traces
 
@@ -180,7 +180,7 @@ def note_unscaled(
     state["found_inf_per_device"] = flags
     state["stage"] = OptState.UNSCALED
     state["groups"] = len(optimizer.param_groups)
-    if host_value(any_overflow(flags.values(), device)):
+    if any(map(host_value, flags.values())):
         # Measured now, before the user clips: `clip_grad_norm_` with a norm of NaN makes every element NaN, and every
         # parameter would count as non-finite.
         state["measured"] = measure_sizes(gradients_of(optimizer), device)

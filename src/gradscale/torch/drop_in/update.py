@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradscale.engine.measurement import Measurement, reads_amax, with_amax
-from gradscale.engine.plan import Plan
+from gradscale.engine.plan import edge_of
 from gradscale.kernels.torch import share_above
 from gradscale.policies.arithmetic import larger
 from gradscale.policies.contract import Policy, ScaleState, Seen, advanced
@@ -71,11 +71,15 @@ def by_policy(
     `step` has the arguments of `seen_by`, and `before` has copies of the two tensors: a state is never changed.
     """
     seen, rule.amax_ratio = seen_by(rule, *step)
-    rule.state = advanced(rule.policy, present(rule, *before), seen, rule.xp)
+    start = present(rule, *before)
+    after = rule.state = advanced(rule.policy, start, seen, rule.xp)
     rule.steps += 1
-    rule.write(rule.state.scale, scale)
-    _bound(scale, bounds.min_scale, bounds.max_scale)
-    rule.write(rule.state.clean_steps, tracker)
+    # In host memory, where it can be compared, what stays the same is not written: mostly the scale.
+    if not rule.hosted or after.scale != start.scale:
+        rule.write(after.scale, scale)
+        _bound(scale, bounds.min_scale, bounds.max_scale)
+    if not rule.hosted or after.clean_steps != start.clean_steps:
+        rule.write(after.clean_steps, tracker)
 
 
 def present(rule: Rule, scale: Tensor, tracker: Tensor) -> ScaleState:
@@ -107,7 +111,7 @@ def reads_amax_beside_norm(rule: Rule | None, *, merges: bool) -> bool:
     policy = sizing_policy(rule)
     if rule is None or policy is None:
         return False
-    return Plan.of(policy).edge is not None or reads_amax(rule.steps - merges)
+    return edge_of(policy) is not None or reads_amax(rule.steps - merges)
 
 
 def measure_for(policy: Policy, gradients: Sequence[Tensor], scale: Tensor, known: Measurement | None = None) -> Sizes:
@@ -116,7 +120,7 @@ def measure_for(policy: Policy, gradients: Sequence[Tensor], scale: Tensor, know
     Part of it may be `known` already: the largest magnitude, or a norm from which it is estimated. Elements are 0 for a
     policy that needs no share of them.
     """
-    edge = Plan.of(policy).edge
+    edge = edge_of(policy)
     elements = 0 if edge is None else sum([grad.numel() for grad in gradients])
     if known is None or known.amax is known.norm is None:
         return measure_sizes(gradients, scale.device, edge=edge, each=False), elements

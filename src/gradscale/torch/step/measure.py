@@ -87,7 +87,6 @@ def _joined(gradients: Sequence[Tensor], device: torch.device) -> Tensor | None:
     return None if joined is None else torch.full((), joined, dtype=torch.float32, device=device)
 
 
-@torch.no_grad()
 def _measured(
     gradients: Sequence[Tensor],
     device: torch.device,

@@ -63,13 +63,9 @@ class Numbers:
         return torch.full((), number.item(), dtype=_TORCH[type(number)], device=self.device)
 
     def write(self, leaf: Any, target: Tensor) -> None:
-        """Writes a leaf into a 0-d tensor of its type on the device, unless the host knows that it is the same.
-
-        Does not synchronize with the device.
-        """
+        """Writes a leaf into a 0-d tensor of its type on the device. Does not synchronize with the device."""
         if self.hosted:
-            if read_now(target) != (number := leaf.item()):
-                target.fill_(number)
+            target.fill_(leaf.item())
         else:
             target.copy_(self.tensor(leaf))
 
