@@ -293,4 +293,5 @@ def _is_due(trainer: Trainer, result: StepResult) -> bool:
         return False  # it refuses to log
     if trainer.is_last_batch or result.poll() is False:
         return True
-    return trainer._logger_connector.should_update_logs and bool(trainer.loggers or trainer.progress_bar_callback)
+    # In this order: whether it is time for it takes longer to find out than whether anything shows it.
+    return bool(trainer.loggers or trainer.progress_bar_callback) and trainer._logger_connector.should_update_logs
