@@ -16,7 +16,7 @@ from gradscale.engine.other_arguments import explains_settings
 from gradscale.engine.other_names import OtherNames
 from gradscale.engine.result import StepResult
 from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
-from gradscale.engine.saved_text import note_policy
+from gradscale.engine.saved_text import note_policy, replaces_policy
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck
 from gradscale.engine.texts import policy_text, scaler_text
 from gradscale.formats import FP32
@@ -110,6 +110,8 @@ class HostScaler(OtherNames, ABC):
 
     def _load(self, saved: Saved) -> None:
         note_policy(self._policy, saved.policy)
+        if not replaces_policy(self._policy, saved.policy):
+            return
         self._policy, self._state, self._last = saved.policy, saved.state, None
         self._last_finite_loss = None
         self._stuck_check.forget()

@@ -8,6 +8,7 @@ from typing import Any, cast
 from gradscale._shown import short
 from gradscale.engine.texts import policy_text
 from gradscale.policies.contract import Policy
+from gradscale.policies.static import CheckOnly
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +48,28 @@ def opened(mapping: Any) -> Any:
     return mapping  # pyright: ignore[reportUnknownVariableType]
 
 
-def note_policy(present: Policy | None, saved: Policy | None) -> None:
-    """Logs that a load has replaced the policy by another, the saved one: once per process for each such pair.
+REPLACED = (
+    "The saved policy replaces the one that the scaler was built with: %s, not %s. To continue with another "
+    "policy, do not load the scaler's state. This is logged once."
+)
+KEPT = (
+    "The saved state of the scaler is not loaded: it is one of %s, and the scaler was built with %s. One of the two "
+    "scales, and the other only checks, as for BF16: the run goes on in another format. This is logged once."
+)
 
-    None is torch's own rule.
+
+def replaces_policy(present: Policy | None, saved: Policy | None) -> bool:
+    """Returns whether a load replaces the policy by the saved one. None is torch's own rule.
+
+    Not where one of the two is `CheckOnly` and the other is not: a run in FP16 that is resumed from one in BF16 would
+    be trained without a scale. `note_policy` logs it.
     """
+    return isinstance(present, CheckOnly) == isinstance(saved, CheckOnly)
+
+
+def note_policy(present: Policy | None, saved: Policy | None) -> None:
+    """Logs what a load does with a saved policy that is another one: once per process for each such pair."""
     pair = tuple("torch's own rule" if policy is None else policy_text(policy) for policy in (saved, present))
     if present != saved and pair not in _noted:
         _noted.add(pair)
-        logger.warning(
-            "The saved policy replaces the one that the scaler was built with: %s, not %s. To continue with another "
-            "policy, do not load the scaler's state. This is logged once.",
-            *pair,
-        )
+        logger.warning(REPLACED if replaces_policy(present, saved) else KEPT, *pair)

@@ -12,7 +12,7 @@ from gradscale.engine.health import Health
 from gradscale.engine.other_arguments import explains_arguments, explains_settings
 from gradscale.engine.other_names import OtherNames
 from gradscale.engine.saved import write_saved
-from gradscale.engine.saved_text import KEY, write_text
+from gradscale.engine.saved_text import KEY, replaces_policy, write_text
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.engine.texts import policy_text, scaler_text
 from gradscale.peers.specs import as_policy
@@ -489,7 +489,8 @@ class LossScaler(OtherNames):
     def load_state_dict(self, mapping: Mapping[str, Any] | bytes, system: str | None = None) -> None:
         """Loads a saved policy and state, and discards gradients not yet stepped.
 
-        The saved policy replaces the present one, which the log says if it is another.
+        The saved policy replaces the present one, which the log says if it is another. Nothing is loaded where only one
+        of the two is `CheckOnly`: the run goes on in another format, and the log says that.
 
         Args:
             mapping: what `state_dict` returned; or the dict of torch's `GradScaler`; or another system's, or the bytes
@@ -498,6 +499,8 @@ class LossScaler(OtherNames):
         """
         saved = read_any(mapping, system)
         note_loaded_policy(self.policy, saved.policy)
+        if not replaces_policy(self.policy, saved.policy):
+            return
         self._agreement.compared = self._agreement.compared and not self.policy.needs
         self._rule.load(as_policy(saved.policy), saved.state, saved.amax_ratio)
         self._memory.forget()

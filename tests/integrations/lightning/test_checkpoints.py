@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.integrations.lightning.runs import Regression, fit, ours, theirs, weights_of
 
+from gradscale import CheckOnly, Headroom
 from gradscale.integrations.lightning import MixedPrecision
 from gradscale.torch import GradScaler
 
@@ -67,3 +68,12 @@ def test_schedules_that_must_still_be_held_are_saved() -> None:
     fresh = ours()
     fresh.load_state_dict(saved)
     assert "held_schedules" not in fresh.state_dict()
+
+
+def test_a_run_in_fp16_that_is_resumed_from_one_in_bf16_scales(tmp_path: Path) -> None:
+    checks = MixedPrecision(CheckOnly(), precision="bf16-mixed")
+    fit(Regression(), checks, max_epochs=1).save_checkpoint(tmp_path / "bf16.ckpt")
+    fit(Regression(), plugin := MixedPrecision(), max_epochs=2, ckpt_path=tmp_path / "bf16.ckpt")
+    assert plugin.scaler is not None
+    assert plugin.scaler.get_scale() > 1.0
+    assert plugin.scaler._policy == Headroom()

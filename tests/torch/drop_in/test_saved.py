@@ -11,7 +11,8 @@ import pytest
 import torch
 from tests.torch.drop_in.helpers import OURS, TORCH, give, parameter, ready
 
-from gradscale import Dynamic, Headroom, Histogram, Static
+from gradscale import CheckOnly, Dynamic, Headroom, Histogram, Static
+from gradscale.engine import saved_text
 from gradscale.peers import export_state, preset
 from gradscale.torch import GradScaler
 
@@ -258,3 +259,17 @@ def test_scale_can_be_made_without_a_loss_from_the_name_of_a_device() -> None:
     scaler._lazy_init_scale_growth_tracker(scaler._device)  # type: ignore[arg-type]
     assert scaler.get_scale() == 256.0
     assert run(scaler, [True, True]) == [256.0, 128.0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "saved"), [("auto", CheckOnly()), (CheckOnly(), "auto"), (None, CheckOnly())], ids=str
+)
+def test_a_state_of_another_format_is_not_loaded_and_logged(
+    policy: Any, saved: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_text, "_noted", set())
+    scaler = GradScaler("cpu", policy=policy)
+    before = scaler.state_dict()
+    scaler.load_state_dict(GradScaler("cpu", policy=saved).state_dict())
+    assert scaler.state_dict() == before
+    assert "The saved state of the scaler is not loaded: it is one of" in caplog.text

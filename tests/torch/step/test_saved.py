@@ -11,7 +11,7 @@ import torch
 from tests.torch.helpers import INF, loss_of, poison, same, small_model, train_step, weights
 from torch import Tensor, nn
 
-from gradscale import Dynamic, NoScaling, Policy, Static, export_state, preset
+from gradscale import CheckOnly, Dynamic, NoScaling, Policy, Static, export_state, preset
 from gradscale.engine.saved import write_saved
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
@@ -227,4 +227,12 @@ def test_a_state_of_torch_whose_scale_no_gradient_can_be_divided_by_is_refused(
     saved = export_state("torch", Dynamic(), Dynamic().start()) | {"scale": scale}
     with pytest.raises(ValueError, match=r"between 2\*\*-126 and 2\*\*126, .* Received: scale="):
         scaler.load_state_dict(saved, system)
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize(("policy", "saved"), [("auto", CheckOnly()), (CheckOnly(), "auto")], ids=str)
+def test_a_state_of_another_format_is_not_loaded(policy: Any, saved: Any) -> None:
+    scaler = LossScaler(policy=policy)
+    before = scaler.state_dict()
+    scaler.load_state_dict(LossScaler(policy=saved).state_dict())
     assert scaler.state_dict() == before

@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import OptState
 from gradscale.engine.health import Health
 from gradscale.engine.other_arguments import explains_arguments
 from gradscale.engine.other_names import OtherNames
+from gradscale.engine.saved_text import replaces_policy
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.engine.texts import policy_text
 from gradscale.peers.specs import as_policy
@@ -469,12 +470,18 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         return numbers
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a saved state of this class or of torch's, before the first `scale` or after."""
+        """Loads a saved state of this class or of torch's, before the first `scale` or after.
+
+        The saved policy replaces the present one. Nothing is loaded where only one of the two is `CheckOnly`: the run
+        goes on in another format. The log says either.
+        """
         if self._enabled and state_dict:
             # All of it is read and checked before anything is set.
             present = None if self._rule is None else self._rule.policy
             found = saved.read_scaler(state_dict, present, self._bounds)
             note_loaded_policy(present, found.policy)
+            if not replaces_policy(present, found.policy):
+                return
             self._updated = Updated()
             state_dict, self._bounds, self._rule = found.numbers, found.bounds, found.rule
             self._steps.restart(found.counters())

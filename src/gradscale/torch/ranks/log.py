@@ -12,6 +12,6 @@ def is_first_rank() -> bool:
 
 
 def note_loaded_policy(present: Policy | None, saved: Policy | None) -> None:
-    """Logs on rank 0 that a load has replaced the policy, if it has. None is torch's own rule."""
+    """Logs on rank 0 what a load does with a saved policy that is another one. None is torch's own rule."""
     if is_first_rank():
         note_policy(present, saved)
