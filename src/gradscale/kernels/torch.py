@@ -105,7 +105,6 @@ def largest_joined(tensors: Sequence[Tensor]) -> float | None:
     """Returns the largest magnitude in all of `tensors`, which are on the CPU; None if one of them is not finite.
 
     None too where that is not faster than `largest`: it copies small tensors into one, to read them in one call.
-    Autograd must be off.
     """
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) != 1 or (dtype := dtypes.pop()) is torch.float64 or dtype is torch.complex128:
