@@ -134,7 +134,7 @@ def _single_total(gradients: Sequence[Tensor], sizes: Tensor) -> Tensor | None:
 def check(
     gradients: Sequence[Tensor], divisor: Tensor, *, grows: bool, half: bool = True, amax: bool = False
 ) -> tuple[Tensor, Measurement | None]:
-    """Returns whether a gradient is not finite, as a 0-d bool, and the sizes of the gradients if they were read.
+    """Returns whether a gradient is not finite, as a 0-d bool or the float32 of one, and the sizes if they were read.
 
     Changes no gradient and does not synchronize with the device. On the CPU, where the outcome is in host memory, sizes
     are read only if they must be, and the largest finite number is no overflow. Elsewhere norms are read, by one
@@ -158,7 +158,7 @@ def check(
     measurement = measure_sizes(gradients, divisor.device, norm=norm, amax=False, half=half, each=False)
     if on_cpu and not grows:
         # Divided by 1 or more, a finite gradient stays finite.
-        return torch.full_like(divisor, not math.isfinite(read_now(measurement.total)), dtype=torch.bool), measurement
+        return torch.full_like(divisor, not math.isfinite(read_now(measurement.total))), measurement
     return ~measurement.finite(divisor, torch), measurement
 
 
