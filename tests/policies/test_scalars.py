@@ -86,6 +86,12 @@ def test_a_rule_of_a_user_is_called() -> None:
     assert state.scale == 2.0
 
 
+def test_a_rule_of_a_user_is_not_kept() -> None:
+    namespace, policy = Scalars(), Branching()
+    namespace.advanced(policy, policy.start(), Seen())
+    assert not namespace._compiled
+
+
 def test_a_rule_that_branches_on_a_value_cannot_be_compiled() -> None:
     with pytest.raises(TypeError, match="A rule may not branch on a value: it is known only when the step is run"):
         compiled(Branching().next, Branching().start(), Seen())

@@ -40,16 +40,15 @@ class Scalars:
         # By its identity, as its hash would take as long as a step. It is kept, so that no other can have its id.
         known = self._compiled.get(id(policy))
         if known is None:
+            # By its own class, and not one that it is derived from: what a user has added may not be traced. Such a
+            # policy is not kept either: it may refer to a model.
+            if not vars(type(policy)).get("is_compiled"):
+                return bounded_next(policy, state, seen, SCALARS)
             if len(self._compiled) >= MOST_COMPILED:
                 self._compiled.clear()
-            known = self._compiled[id(policy)] = policy, self._function(policy)
+            function = compiled(partial(bounded_next, policy), policy.start(), Seen())
+            known = self._compiled[id(policy)] = policy, function
         return known[1](state, seen)
-
-    def _function(self, policy: Policy) -> Callable[[Any, Any], Any]:
-        # By its own class, and not one that it is derived from: what a user has added may not be traced.
-        if not vars(type(policy)).get("is_compiled"):
-            return lambda state, seen: bounded_next(policy, state, seen, SCALARS)
-        return compiled(partial(bounded_next, policy), policy.start(), Seen())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)

@@ -125,3 +125,34 @@ def test_earlier_results_keep_their_scales() -> None:
         scaler.update()
         results.append(last_of(scaler))
     assert [(result.scale.item(), result.next_scale.item()) for result in results] == [(8, 4), (4, 2), (2, 1)]
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("policy", [None, "auto"])
+def test_what_is_written_to_a_result_changes_no_other(policy: str | None) -> None:
+    owner = parameter()
+    optimizer = torch.optim.SGD([owner], lr=0.1)
+    scaler = ready(GradScaler("cpu", policy=policy))
+    results = []
+    for _ in range(4):
+        give((owner, 64.0))
+        scaler.step(optimizer)
+        scaler.update()
+        results.append(last_of(scaler))
+    before = [(result.scale.item(), result.next_scale.item()) for result in results]
+    results[-1].scale.log2_()
+    after = [(result.scale.item(), result.next_scale.item()) for result in results]
+    assert after == [*before[:-1], (results[-1].scale.item(), before[-1][1])]
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("policy", [None, "auto"])
+def test_what_is_written_to_a_result_changes_no_later_step(policy: str | None) -> None:
+    owners = [parameter(), parameter()]
+    scaler = GradScaler("cpu", policy=policy)
+    scaler.scale(sum(owner.sum() for owner in owners)).backward()
+    for owner in owners:
+        scaler.step(torch.optim.SGD([owner], lr=0.5))
+        scaler.update()
+        last_of(scaler).scale.zero_()
+    assert [owner.tolist() for owner in owners] == [[0.5] * 3] * 2

@@ -13,6 +13,7 @@ from tests.torch.drop_in.helpers import TORCH, give, last_of, parameter, ready
 from gradscale import CheckOnly, Dynamic, Headroom, Histogram, LogMax, NoScaling, Static
 from gradscale.engine.measurement import Measurement
 from gradscale.peers import preset
+from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE
 from gradscale.policies.contract import Policy, Seen
 from gradscale.torch import GradScaler
 from gradscale.torch.drop_in.update import seen_by
@@ -159,6 +160,19 @@ def test_interval_may_be_longer_than_any_run() -> None:
 def test_static_policy_never_moves_the_scale() -> None:
     found = scales_of(GradScaler("cpu", policy=Static(64.0)), [True, False, False, True])
     assert [scale for scale, _ in found] == [64.0] * 4
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize(
+    ("policy", "written", "bounded"),
+    [(Static(64.0), torch.inf, HIGHEST_SCALE), (Static(64.0), 0.0, LOWEST_SCALE), (CheckOnly(), 8.0, 1.0)],
+)
+def test_scale_that_other_code_sets_is_bounded_by_a_policy_that_keeps_it(
+    policy: Policy, written: float, bounded: float
+) -> None:
+    scaler = ready(GradScaler("cpu", policy=policy))
+    scaler._scale.fill_(written)
+    assert [scale for scale, _ in scales_of(scaler, [False])] == [bounded]
 
 
 def test_no_scaling_is_a_disabled_scaler() -> None:

@@ -33,7 +33,7 @@ def close_steps(scaler: "GradScaler", scale: Tensor, tracker: Tensor, number: fl
     found_inf = merged_flag(flags, scale.device)
     results = scaler._steps.pending(found_inf, scale)
     _set_scale(scaler, scale, tracker, number, found_inf, states)
-    after = scaler._steps.copied(scale)
+    after = scale.clone()
     for result in results:
         result.next_scale = after
     if not flags:

@@ -85,7 +85,8 @@ class Steps:
             scale: the scale that made them.
             stepped: what is known of its step.
         """
-        result = _result(optimizer, state, self.copied(scale), stepped, self.losses)
+        # A copy of its own: `update` writes to the scale in place, and the user may write to the result's.
+        result = _result(optimizer, state, scale.clone(), stepped, self.losses)
         result.retries = self.retries
         self._optimizers.append(optimizer)
         self._results.append(result)
@@ -96,13 +97,13 @@ class Steps:
         if self._results:
             return self._results
         loss_finite = self.losses.finite(scale.device)
-        present = self.copied(scale)
+        present = scale.clone()
         return [StepResult(applied=found_inf == 0, scale=present, next_scale=present, loss_finite=loss_finite)]
 
     def copied(self, scale: Tensor) -> Tensor:
-        """Returns a copy of the scale for results, as `update` writes to it in place; the last one if it is the same.
+        """Returns a copy of the scale that no result holds; the last one if it is the same.
 
-        In host memory only, where both can be read.
+        In host memory only, where both can be read. Not for results: what is written to one must not reach the others.
         """
         if self._copy is None or (known := host_value(scale)) is None or known != host_value(self._copy):
             self._copy = scale.clone()

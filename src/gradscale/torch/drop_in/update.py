@@ -77,7 +77,8 @@ def by_policy(
     # In host memory, where it can be compared, what stays the same is not written: mostly the scale.
     if not rule.hosted or after.scale != start.scale:
         rule.write(after.scale, scale)
-        _bound(scale, bounds.min_scale, bounds.max_scale)
+    # Also where it stays the same: other code may have set one that is out of bounds.
+    _bound(scale, bounds.min_scale, bounds.max_scale)
     if not rule.hosted or after.clean_steps != start.clean_steps:
         rule.write(after.clean_steps, tracker)
 
