@@ -73,7 +73,7 @@ def _set_scale(
 ) -> None:
     """Sets the scale to `number`, or as the rule says, and notes what the update started from."""
     rule = None if scaler._rule is None else scaler._rule.position
-    before = scaler._steps.copied(scale), tracker.clone()
+    before = scale.clone(), tracker.clone()
     if number is None:
         _follow_rule(scaler, scale, tracker, found_inf, states, before)
     else:

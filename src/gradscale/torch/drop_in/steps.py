@@ -55,12 +55,11 @@ class Steps:
         self._optimizers: list[Optimizer] = []
         self._results: list[StepResult] = []
         self._closed = Closed((), (), {})
-        self._copy: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy: the counts and settings. Results refer to gradients of the original."""
         memory = self._memory.__reduce__()
-        fresh = {"losses": Losses(), "retries": 0, "_optimizers": [], "_results": [], "_copy": None}
+        fresh = {"losses": Losses(), "retries": 0, "_optimizers": [], "_results": []}
         return fresh | {
             "counters": self.counters.on_host(),
             "_memory": memory[0](*memory[1]),
@@ -99,15 +98,6 @@ class Steps:
         loss_finite = self.losses.finite(scale.device)
         present = scale.clone()
         return [StepResult(applied=found_inf == 0, scale=present, next_scale=present, loss_finite=loss_finite)]
-
-    def copied(self, scale: Tensor) -> Tensor:
-        """Returns a copy of the scale that no result holds; the last one if it is the same.
-
-        In host memory only, where both can be read. Not for results: what is written to one must not reach the others.
-        """
-        if self._copy is None or (known := host_value(scale)) is None or known != host_value(self._copy):
-            self._copy = scale.clone()
-        return self._copy
 
     def close(self, results: list[StepResult], found_inf: Tensor, scale: Tensor, floor: float, at_floor: Any) -> None:
         """Counts the step that `update` has ended, and raises, warns or calls if the run is stuck.
