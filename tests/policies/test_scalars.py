@@ -70,6 +70,16 @@ def test_a_compiled_rule_has_the_states_of_the_rule_on_arrays(policy: Policy, st
             assert types_of(ours) == types_of(scalars(policy.start()))
 
 
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if "amax" in policy.needs], ids=repr)
+@given(story=st.lists(steps, max_size=30))
+def test_a_compiled_rule_that_predicts_does_not_warn_of_a_clean_step(policy: Policy, story: list[Seen]) -> None:
+    state = scalars(policy.start())
+    for seen in story:
+        with np.errstate(all="warn" if seen.finite else "ignore", under="ignore"):
+            state = advanced(policy, state, seen, SCALARS)
+    assert np.isfinite(state.scale)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Branching(Headroom):
     """A rule of a user, which cannot be traced."""

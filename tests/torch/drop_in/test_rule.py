@@ -294,3 +294,18 @@ def test_check_alone_needs_no_call_of_scale(fused: bool) -> None:
     assert skipped == [False, True, False]
     assert owner.tolist() == [-1.0] * 3
     assert scaler.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("policy", [Headroom(), LogMax()], ids=repr)
+@pytest.mark.parametrize("clip", [{}, {"clip_norm": 1.0}], ids=str)
+@pytest.mark.parametrize("grad", [0.0, 1e-45, 1e-38, 3e38])
+def test_no_gradient_makes_numpy_warn(grad: float, clip: dict[str, float], policy: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = GradScaler("cpu", policy=policy)
+    for _ in range(3):
+        scaler.scale(weight.sum())
+        weight.grad = torch.full_like(weight, grad)
+        scaler.step(optimizer, **clip)
+        scaler.update()
+    assert scaler.get_scale() > 0
