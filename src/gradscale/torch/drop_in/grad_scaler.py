@@ -433,7 +433,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
 
         Whether gradients underflow is known only with a policy that reads the largest one, and BF16 is not recognized.
         """
-        return self._steps.health(self.is_enabled())
+        return self._steps.health(self.is_enabled(), self._multiplies)
 
     def _numbers(self) -> tuple[float, float, int]:
         """Returns the numbers of torch's rule that its kernel takes."""
