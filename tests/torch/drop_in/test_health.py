@@ -5,7 +5,7 @@ import math
 import torch
 from tests.torch.helpers import loss_of, poison, small_model
 
-from gradscale import Condition
+from gradscale import CheckOnly, Condition
 from gradscale.torch import GradScaler
 
 
@@ -38,4 +38,11 @@ def test_overflows_at_the_floor_are_stuck_with_the_parameter() -> None:
 def test_a_disabled_one_has_nothing_to_say() -> None:
     model, scaler = small_model(), GradScaler(torch.get_default_device().type, enabled=False)
     run(scaler, model, 2)
+    assert scaler.health().condition is Condition.OK
+
+
+def test_a_skip_of_a_policy_that_only_checks_is_not_one_of_calibration() -> None:
+    model, scaler = small_model(), GradScaler(torch.get_default_device().type, policy=CheckOnly())
+    run(scaler, model, 1, bad=math.inf)
+    run(scaler, model, 9)
     assert scaler.health().condition is Condition.OK

@@ -362,3 +362,29 @@ def test_update_leaves_the_tracker_alone_when_it_sets_the_scale() -> None:
     ours, theirs = both(run)
     assert ours == theirs
     assert (ours[0]["scale"], ours[1]["scale"], ours[1]["_growth_tracker"]) == (2.0, 4.0, 1)
+
+
+@pytest.mark.not_simulated("kernels in Python, which the compiler traces")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # read by the compiler itself
+@pytest.mark.parametrize("policy", [None, "auto"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_whole_step_inside_a_compiled_function_is_that_outside(fused: bool, policy: str | None) -> None:
+    def trained(compile: Callable[[Any], Any]) -> list[Tensor]:
+        model, scaler = linear_pair(), OURS("cpu", policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+
+        def step(x: Tensor, y: Tensor) -> None:
+            optimizer.zero_grad()
+            scaler.scale((model(x) - y).square().mean()).backward()
+            scaler.unscale_and_clip_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+        run = compile(step)
+        for index, (x, y) in enumerate(batches()):
+            run(x * torch.inf if index == 1 else x, y)
+        assert (scaler.metrics()["applied"], scaler.metrics()["skipped"]) == (3, 1)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    found = trained(lambda function: torch.compile(function, backend="eager"))
+    torch.testing.assert_close(found, trained(lambda function: function))

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -46,6 +47,14 @@ NO_CLIP = Clip()
 
 TORCHS_RULE = Dynamic()
 """The policy that torch's kernel runs, with the defaults of its settings."""
+
+
+@_disable_dynamo
+def _uncompiled(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns what a method returns, which runs as outside of a compiled function: there it is a graph break."""
+    # When it is traced, `step` finds no gradients. Not as a decorator of the methods: each call would pay for the
+    # switch, which takes longer than much that they do.
+    return method(*args, **kwargs)
 
 
 class GradScaler(torch.amp.GradScaler, OtherNames):
@@ -276,6 +285,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
 
         One read and one write of the gradients; one read more while the scale is below 1. Does not synchronize.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _uncompiled(GradScaler.unscale_, self, optimizer)
         if self._enabled:
             checked.divide(self, optimizer, self._to_unscale(optimizer), allow_fp16=self._unscales_half)
 
@@ -291,6 +302,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             optimizer: the optimizer.
             clip_norm: bound on the norm of its gradients together, unscaled; None for the norm alone.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _uncompiled(GradScaler.unscale_and_clip_, self, optimizer, clip_norm)
         clip = Clip(math.inf if clip_norm is None else clip_norm)
         if not self._enabled:
             return clip_norm_of_unscaled(optimizer, clip, self._ranks)
@@ -351,6 +364,9 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             clip_value: bound on the magnitude of every element, unscaled. A pass of its own.
             kwargs: for its `step`; so are the two bounds if that has arguments of these names.
         """
+        if torch.compiler.is_dynamo_compiling():
+            bounds = {"clip_norm": clip_norm, "clip_value": clip_value}
+            return _uncompiled(GradScaler.step, self, optimizer, *args, **bounds, **kwargs)
         clip = NO_CLIP
         if clip_norm is not None or clip_value is not None:
             clip = Clip.for_step(optimizer, {"clip_norm": clip_norm, "clip_value": clip_value}, kwargs)
@@ -408,6 +424,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         Raises:
             ScaleStuck: the run is stuck, and `on_stuck` is `"raise"`. The scale has been updated then.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _uncompiled(GradScaler.update, self, new_scale)
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
@@ -433,7 +451,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
 
         Whether gradients underflow is known only with a policy that reads the largest one, and BF16 is not recognized.
         """
-        return self._steps.health(self.is_enabled())
+        return self._steps.health(self.is_enabled(), self._multiplies)
 
     def _numbers(self) -> tuple[float, float, int]:
         """Returns the numbers of torch's rule that its kernel takes."""

@@ -143,9 +143,9 @@ class Steps:
         """Returns the newest numbers known on the host. Never synchronizes."""
         return self._memory.metrics(self.counters)
 
-    def health(self, scaling: bool) -> Health:
+    def health(self, scaling: bool, multiplies: bool) -> Health:
         """Returns how the run is doing. Synchronizes with the device."""
-        return self._memory.health(self.counters, scaling=scaling, in_bf16=False)
+        return self._memory.health(self.counters, scaling=scaling, in_bf16=False, multiplies=multiplies)
 
     def text(self, name: str, about: Sequence[str], scale: Any, last: StepResult | None) -> str:
         """Returns the scaler as text: its `name`, `about`, scale, counts and last status. Never synchronizes."""
