@@ -201,17 +201,10 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
                 initialized, an optimizer was unscaled or stepped since the last `update`, a loss was scaled by `scale`
                 since then, or the graph has reentrant checkpoints.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _uncompiled(GradScaler.backward, self, loss, retries, **kwargs)
         if retries is not None:
             check_backward(retries, kwargs)
-        # Inside a compiled function a graph break. The switch itself takes longer than all else that is done here.
-        run = self._run_uncompiled if torch.compiler.is_compiling() else self._run_backward
-        run(loss, retries, kwargs)
-
-    @_disable_dynamo
-    def _run_uncompiled(self, loss: Tensor, retries: int | None, kwargs: dict[str, Any]) -> None:
-        self._run_backward(loss, retries, kwargs)
-
-    def _run_backward(self, loss: Tensor, retries: int | None, kwargs: dict[str, Any]) -> None:
         if not self._enabled:
             loss.backward(**kwargs)
         elif (retries or not self._first_steps.over) and (count := retry.retries_of(self, loss, retries, kwargs)):
