@@ -33,22 +33,20 @@ class Scalars:
     """What a rule may call, for numpy scalars and Python numbers. What is not here is numpy's own."""
 
     def __init__(self) -> None:
-        self._compiled: dict[int, tuple[Policy, Callable[[Any, Any], Any]]] = {}
+        self._compiled: dict[Policy, Callable[[Any, Any], Any]] = {}
 
     def advanced(self, policy: Policy, state: Any, seen: Any, /) -> Any:
         """Returns what `contract.advanced` returns, by a function that is compiled at the first step of a policy."""
-        # By its identity, as its hash would take as long as a step. It is kept, so that no other can have its id.
-        known = self._compiled.get(id(policy))
-        if known is None:
-            # By its own class, and not one that it is derived from: what a user has added may not be traced. Such a
-            # policy is not kept either: it may refer to a model.
-            if not vars(type(policy)).get("is_compiled"):
-                return bounded_next(policy, state, seen, SCALARS)
+        # By its own class, and not one that it is derived from: what a user has added may not be traced. Such a policy
+        # is not kept either: it may refer to a model.
+        if not vars(type(policy)).get("is_compiled"):
+            return bounded_next(policy, state, seen, SCALARS)
+        function = self._compiled.get(policy)
+        if function is None:
             if len(self._compiled) >= MOST_COMPILED:
                 self._compiled.clear()
-            function = compiled(partial(bounded_next, policy), policy.start(), Seen())
-            known = self._compiled[id(policy)] = policy, function
-        return known[1](state, seen)
+            function = self._compiled[policy] = compiled(partial(bounded_next, policy), policy.start(), Seen())
+        return function(state, seen)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
