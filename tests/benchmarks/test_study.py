@@ -297,6 +297,7 @@ def test_a_warmed_up_task_is_the_same_each_time() -> None:
 SHORT = [Case("fine-tuning, 3 steps", rule, "fp16", False, 0, 3) for rule in ("torch", "auto", "Megatron")]
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_the_number_of_processes() -> None:
     # Both in processes of one thread: this one may have more, and then sums round differently.
     one, two = ({case: row | {"cpu_s": None} for case, row in run_all(SHORT, count, math.inf)} for count in (1, 2))
@@ -364,6 +365,7 @@ def interrupted(folder: Path, times: int) -> str:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends signals to a group of processes")
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_rows_of_the_runs_in_progress_and_starts_no_other(tmp_path: Path) -> None:
     printed = interrupted(tmp_path, times=1)
     assert printed.splitlines()[-1] == "rows [0, 1]"
@@ -371,6 +373,7 @@ def test_ctrl_c_keeps_the_rows_of_the_runs_in_progress_and_starts_no_other(tmp_p
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends signals to a group of processes")
+@pytest.mark.slow
 def test_a_second_ctrl_c_gives_the_runs_in_progress_up(tmp_path: Path) -> None:
     assert "rows" not in interrupted(tmp_path, times=2)
 

@@ -14,6 +14,7 @@ from gradscale.demo.jax import language  # noqa: E402
 from gradscale.demo.jax.gpt import gpt, init_gpt, init_taps  # noqa: E402
 
 
+@pytest.mark.slow
 class TestJax(FiveRecipes):
     framework, model, score, lost = "jax", "gpt", "perplexity", 0.08
 

@@ -15,13 +15,18 @@ EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "char_gpt.py", FOLDER / "
 
 SLOW = {
     "accelerate_loop",
+    "jax_equinox_gpt",
+    "jax_nnx_cnn",
+    "jax_watch",
     "keras_custom_loop_jax",
     "keras_custom_loop_tf",
     "keras_custom_loop_torch",
+    "keras_fit",
     "keras_watch",
     "torch_fsdp2",
     "torch_fsdp2_tp",
     "torch_pipeline",
+    "torch_qat_int8",
     "torch_rl_fp16",
     "transformers_trainer",
 }
