@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.study.results import Rows
-from benchmarks.study.rules import BASELINE, FP32_RUN, RULES, SUBJECT
-from benchmarks.study.tasks import TASKS
-
-from gradscale import get_format
+from benchmarks.study.rules import BASELINE, FP32_RUN, SUBJECT
 
 Row = dict[str, Any]
 Pair = tuple[Row, Row]
@@ -110,7 +107,9 @@ def _never_worse(rows: Rows, pairs: Sequence[Pair]) -> Iterator[Goal]:
         )
 
     yield worse("skipped steps", lambda a, b: a["skipped"] > b["skipped"], lambda row: f"{row['skipped']}")
-    yield worse("steps to a good scale", _is_later, lambda row: steps_text(row["steps_to_best"]))
+    yield worse(
+        "steps to a good scale", lambda a, b: _steps(a) > _steps(b), lambda row: steps_text(row["steps_to_best"])
+    )
     yield worse(
         f"energy lost, above {LOST_FLOOR:g}",
         lambda a, b: a["lost"] > max(b["lost"], LOST_FLOOR),
@@ -155,23 +154,6 @@ def steps_text(steps: int | None) -> str:
 
 def _steps(row: Row) -> float:
     return float("inf") if row["steps_to_best"] is None else row["steps_to_best"]
-
-
-def _is_later(ours: Row, theirs: Row) -> bool:
-    """Returns whether our run had a good scale later than theirs.
-
-    What is best is found among the gradients of each run, which may differ after the first step. Where both took that
-    one with the same scale, and so with the same gradients, it is as good in one as in the other.
-    """
-    same_first_step = (
-        theirs["steps_to_best"] == 0 and not ours["retries"] and _first_scale_of(ours) == _first_scale_of(theirs)
-    )
-    return _steps(ours) > _steps(theirs) and not same_first_step
-
-
-def _first_scale_of(row: Row) -> float:
-    policy = RULES[row["rule"]].for_run(get_format(row["format"]), TASKS[row["task"]].init_scale)
-    return float(policy.start().scale)
 
 
 def _is_early(row: Row) -> bool:

@@ -57,22 +57,6 @@ def test_the_full_form_has_every_rule_and_task_and_no_case_twice() -> None:
     assert {case.seed for case in planned} == {0, 1, 2}
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "worse"),
-    [
-        ({"steps_to_best": 1}, {"steps_to_best": 0}, False),
-        ({"steps_to_best": 1, "retries": 1}, {"steps_to_best": 0}, True),
-        ({"steps_to_best": 2}, {"steps_to_best": 1}, True),
-        ({"steps_to_best": None}, {"steps_to_best": 3}, True),
-        ({"steps_to_best": 3}, {"steps_to_best": None}, False),
-    ],
-    ids=str,
-)
-def test_a_first_step_that_is_the_same_in_both_runs_is_as_good_in_both(ours: Any, theirs: Any, worse: bool) -> None:
-    found = goal({"ours": row("auto", **ours), "theirs": row("torch", **theirs)}, "Dynamic`: steps to a good scale")
-    assert found.holds is not worse
-
-
 def test_rows_that_were_written_are_there_when_the_study_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     first = Results(path)
