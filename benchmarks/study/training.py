@@ -4,6 +4,7 @@ import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 from benchmarks.study.gradients import Gradients, best_scale, exact_gradients
@@ -15,7 +16,7 @@ from gradscale import FP16, Format, get_format
 from gradscale.torch import LossScaler, ScaleStuck, emulate
 
 EARLY = 50
-"""Steps at the start whose gradients are all measured, and among which the best scale is looked for."""
+"""Steps at the start whose gradients are all measured. Those of the run in FP32 set the best scale."""
 
 SAMPLED = 50
 """After that the gradients of every 50th step are measured."""
@@ -85,28 +86,25 @@ class Measures:
         if gradients.amax * scale < format.overflow_threshold:
             self.lost.append(gradients.lost(format, scale))
 
-    def summary(self, format: Format) -> dict[str, Any]:
-        """Returns the row's figures."""
+    def summary(self, best: float) -> dict[str, Any]:
+        """Returns the row's figures; `best` is the best scale."""
         last = self.scores[-max(1, min(LAST, len(self.scores) // 3)) :]
         return {
             "retries": self.retries,
             "skipped": self.skipped,
             "applied": self.applied,
-            "steps_to_best": self._steps_to_best(format),
+            "steps_to_best": self._steps_to_best(best),
             "lost": sum(self.lost) / len(self.lost) if self.lost else 0.0,
             "final": sum(last) / len(last),
             "lowest_scale": math.log2(min(self.scales)[0]),
             "last_scale": math.log2(self.scales[-1][0]),
         }
 
-    def _steps_to_best(self, format: Format) -> int | None:
+    def _steps_to_best(self, best: float) -> int | None:
         """Returns how many steps came before one that was applied with a good scale; None if there was none.
 
         Good is at least a quarter of the best, and not above it.
         """
-        if not self.amax:
-            return None
-        best = best_scale(max(self.amax), format)
         steps = enumerate(self.scales)
         return next((step for step, (scale, applied) in steps if applied and best / 4 <= scale <= best), None)
 
@@ -130,7 +128,7 @@ class Run:
         low = self.case.rule != FP32_RUN
         losses = []
         for turn in self.task.turns(step):
-            sampled = low and (step < EARLY or step % SAMPLED == 0)
+            sampled = step < EARLY or (low and step % SAMPLED == 0)
             # Before the step, which changes the weights.
             gradients = exact_gradients(self.task.model, turn.loss) if sampled else None
             loss, scale = self._turn(turn, emulate(FP16, self.format) if low else nullcontext())
@@ -153,6 +151,19 @@ class Run:
         return float(loss.detach()), scale
 
 
+@cache
+def early_amax(task: str, clips: bool, seed: int) -> float:
+    """Returns the largest gradient of the early steps in FP32.
+
+    One for all rules and formats: the gradients of a run depend on its rule, which would judge itself by them.
+    """
+    steps = min(EARLY, TASKS[task].steps)
+    running = Run(Case(task, FP32_RUN, "fp32", clips, seed, steps))
+    for step in range(steps):
+        running.step(step)
+    return max(running.measures.amax)
+
+
 def run(case: Case) -> dict[str, Any]:
     """Returns the row of a case: what was run, and its figures. The time is that of the processor."""
     start, running = time.process_time(), Run(case)
@@ -161,5 +172,5 @@ def run(case: Case) -> dict[str, Any]:
             running.step(step)
     except ScaleStuck:
         running.measures.scores.append(math.inf)  # the model is lost, and so is the final loss
-    figures = running.measures.summary(running.format)
+    figures = running.measures.summary(best_scale(early_amax(case.task, case.clips, case.seed), running.format))
     return asdict(case) | figures | {"cpu_s": round(time.process_time() - start, 2)}

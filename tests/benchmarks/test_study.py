@@ -23,7 +23,7 @@ from benchmarks.study.results import Results
 from benchmarks.study.rules import BASELINE, RULES
 from benchmarks.study.task import Turn
 from benchmarks.study.tasks import TASKS
-from benchmarks.study.training import Case, Measures, Run, run
+from benchmarks.study.training import Case, Measures, Run, early_amax, run
 from benchmarks.study.workers import run_all
 from torch import nn
 
@@ -231,6 +231,15 @@ def test_bad_batches_have_no_part_in_the_best_scale() -> None:
     assert len(alone) == 1
 
 
+def test_the_best_scale_is_that_of_the_run_in_fp32() -> None:
+    task = "fine-tuning, 3 steps"
+    running = Run(Case(task, "FP32", "fp32", False, 0, 3))
+    for step in range(3):
+        running.step(step)
+    assert len(running.measures.amax) == 3
+    assert early_amax(task, clips=False, seed=0) == max(running.measures.amax)
+
+
 def test_the_tasks_say_which_batches_are_bad() -> None:
     for name in ("bad batches: 1% x 100", "CNN, bad batches: 1% x 100"):
         task = TASKS[name].make(0)
@@ -241,12 +250,12 @@ def test_the_tasks_say_which_batches_are_bad() -> None:
 
 
 def test_a_scale_counts_for_the_step_that_is_applied_with_it() -> None:
-    measures = Measures(amax=[4.0])  # the best scale is 2**13
+    measures = Measures()
     for scale, applied in [(2.0**16, False), (2.0**12, False), (2.0**10, True), (2.0**11, True)]:
         measures.note_step(scale, applied)
     measures.scores = [0.0]
-    assert measures.summary(FP16)["steps_to_best"] == 3
-    assert measures.summary(FP16)["lowest_scale"] == 10
+    assert measures.summary(best=2.0**13)["steps_to_best"] == 3
+    assert measures.summary(best=2.0**13)["lowest_scale"] == 10
     assert (measures.applied, measures.skipped) == (2, 2)
 
 
