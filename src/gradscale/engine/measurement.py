@@ -15,6 +15,10 @@ LARGEST_NORM = 2.0**64
 squares. The others do as if they did."""
 
 
+UNREAD = Seen()
+"""What is seen of a step in which nothing was read."""
+
+
 class Measurement(NamedTuple):
     """What one read of the gradients found, before they are unscaled.
 
@@ -76,11 +80,12 @@ class Measurement(NamedTuple):
         """Returns the same where it is known already whether every gradient is `finite`, before and after."""
         # Inf after an overflow: the finite elements say nothing about the others, and a rule that took their maximum
         # would learn a peak that is too low.
-        sizes, unscale = {"amax": self.amax, "norm": self.norm}, 1.0 / divisor
-        known = {name: xp.where(finite, size * unscale, np.inf) for name, size in sizes.items() if size is not None}
-        if self.upper_share is not None:
-            known["upper_share"] = self.upper_share
-        return Seen(finite=finite, loss_finite=loss_finite, **known)
+        unscale = 1.0 / divisor
+        amax = UNREAD.amax if self.amax is None else xp.where(finite, self.amax * unscale, np.inf)
+        norm = UNREAD.norm if self.norm is None else xp.where(finite, self.norm * unscale, np.inf)
+        return Seen(
+            finite, loss_finite, amax, norm, UNREAD.upper_share if self.upper_share is None else self.upper_share
+        )
 
 
 NOTHING_READ = Measurement(sizes=None, total=np.float32(0))

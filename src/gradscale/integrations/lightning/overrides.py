@@ -1,13 +1,15 @@
-"""Whether the user's code looks at gradients between the backward pass and the step: it must find them unscaled."""
+"""Which hooks the user's code has: one that looks at gradients before the step must find them unscaled."""
 
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
 
 TORCHS = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_)
 
+BEFORE_BACKWARD, AFTER_BACKWARD = "on_before_backward", "on_after_backward"
 BEFORE_STEP = "on_before_optimizer_step"
 CLIPPING = "configure_gradient_clipping"
 
@@ -18,13 +20,22 @@ def overrides(instance: Any, method: str, parent: type) -> bool:
     return getattr(getattr(instance, method), "__func__", None) is not getattr(parent, method)
 
 
+def has_hook(model: pl.LightningModule, hook: str) -> bool:
+    """Returns whether the module or a callback has a hook of its own."""
+    return overrides(model, hook, pl.LightningModule) or any(
+        [overrides(callback, hook, pl.Callback) for callback in model.trainer.callbacks]  # type: ignore[attr-defined]
+    )
+
+
+def calls(model: pl.LightningModule, hook: str) -> bool:
+    """Returns whether it can be seen that the Trainer calls a hook: someone has it, or a profiler times it."""
+    # To call the hooks of a module and a callback that have none takes as long as a rule for the scale.
+    return type(model.trainer.profiler) is not PassThroughProfiler or has_hook(model, hook)  # type: ignore[attr-defined]
+
+
 def reads_gradients(model: pl.LightningModule) -> bool:
     """Returns whether the module or a callback has a hook that is given unscaled gradients before the step."""
-    return (
-        overrides(model, BEFORE_STEP, pl.LightningModule)
-        or clips_itself(model)
-        or any(overrides(callback, BEFORE_STEP, pl.Callback) for callback in model.trainer.callbacks)  # type: ignore[attr-defined]
-    )
+    return has_hook(model, BEFORE_STEP) or clips_itself(model)
 
 
 def clips_itself(model: pl.LightningModule) -> bool:

@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from gradscale.integrations.lightning.fabric import FabricMixedPrecision
 from gradscale.integrations.lightning.fabric_checkpoints import CarriesScaler
 from gradscale.integrations.lightning.norms import norm_after_step
-from gradscale.integrations.lightning.overrides import clips_itself, overrides, reads_gradients, replaces_clipping
+from gradscale.integrations.lightning.overrides import (
+    AFTER_BACKWARD,
+    BEFORE_BACKWARD,
+    BEFORE_STEP,
+    calls,
+    clips_itself,
+    overrides,
+    reads_gradients,
+    replaces_clipping,
+)
 from gradscale.integrations.lightning.scaler import (
     AUTO,
     FP16,
@@ -142,7 +151,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
     def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Returns a context in which operations run in FP16, or BF16."""
         if self._in_trainer:
-            return super().forward_context()
+            return self.autocast_context_manager()
         # `Fabric` takes a `torch.autocast`, and does not say on which device.
         return self.autocast_context_manager() if self._device_given else self._in_fabric.forward_context()
 
@@ -160,7 +169,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
             return tensor
         if self._own is None:
             return super().pre_backward(tensor, module)
-        return Precision.pre_backward(self, tensor, module)
+        return Precision.pre_backward(self, tensor, module) if calls(module, BEFORE_BACKWARD) else tensor
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Scales the loss and runs the backward pass, by the module's own `backward` if it has one.
@@ -189,7 +198,9 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Calls the hooks after the backward pass."""
-        return super().post_backward(tensor, module) if self._in_trainer else tensor
+        if not self._in_trainer:
+            return tensor
+        return super().post_backward(tensor, module) if calls(module, AFTER_BACKWARD) else tensor.detach()
 
     def optimizer_step(self, optimizer: Optimizable, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Runs the closure, clips and steps the optimizer on unscaled gradients, or skips the step."""
@@ -229,6 +240,13 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         if self._logs:
             self._log(model, scaler, optimizer)
         return output
+
+    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
+        """Calls the hooks before the step, and clips."""
+        if self._own is None or calls(model, BEFORE_STEP) or clips_itself(model):
+            super()._after_closure(model, optimizer)
+        elif (bound := model.trainer.gradient_clip_val) is not None:
+            self._clip_gradients(model, optimizer, bound, model.trainer.gradient_clip_algorithm)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscales the gradients before `fabric.clip_gradients`."""

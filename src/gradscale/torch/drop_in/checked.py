@@ -30,11 +30,11 @@ def divide(scaler: "GradScaler", optimizer: Optimizer, scale: Tensor, *, allow_f
             state["sizes"] = measure_for(policy, gradients, scale)
         # torch takes the inverse in float64, which not every device has. In float32 it is correctly rounded too,
         # and exact for powers of two.
-        factor, no = scale.reciprocal(), torch.zeros_like(scale)
+        factor = scale.reciprocal()
         if scaler._unscales_otherwise:
-            flags = scaler._unscale_grads_(optimizer, factor, no, allow_fp16)
+            flags = scaler._unscale_grads_(optimizer, factor, torch.zeros_like(scale), allow_fp16)
         else:
-            flags = scaler._divide(optimizer, gradients, factor, no, allow_fp16)
+            flags = scaler._divide(optimizer, gradients, factor, None, allow_fp16)
         return unscale.still_finite(optimizer, flags, scale, scaler._bound)
 
     flags = scaler._ranks.agree(optimizer, state, scale, divided)

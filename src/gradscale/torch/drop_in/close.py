@@ -1,14 +1,14 @@
 """`GradScaler.update`: ends the steps of all optimizers, or merges with the update before for the same gradients."""
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from gradscale.torch.drop_in import update
 from gradscale.torch.drop_in.same_gradients import Start, States, Updated, flags_of
-from gradscale.torch.step import host_copy
+from gradscale.torch.step.host_copy import in_host_memory, kept
 from gradscale.torch.step.measure import merged_flag
 
 if TYPE_CHECKING:
@@ -33,16 +33,15 @@ def close_steps(scaler: "GradScaler", scale: Tensor, tracker: Tensor, number: fl
     found_inf = merged_flag(flags, scale.device)
     results = scaler._steps.pending(found_inf, scale)
     _set_scale(scaler, scale, tracker, number, found_inf, states)
-    after = scale.clone()
     for result in results:
-        result.next_scale = after
+        result.next_scale = scale.clone()
     if not flags:
         discard_steps(scaler)
         return
     _forget_optimizers(scaler)
     at_floor = False if scaler._rule is None else scaler._rule.state.stuck
     # Last: it may raise, and the update is complete by then.
-    scaler._steps.close(results, found_inf, after, scaler._bounds.min_scale, at_floor)
+    scaler._steps.close(results, found_inf, scaler._bounds.min_scale, at_floor)
 
 
 def discard_steps(scaler: "GradScaler") -> None:
@@ -73,7 +72,7 @@ def _set_scale(
 ) -> None:
     """Sets the scale to `number`, or as the rule says, and notes what the update started from."""
     rule = None if scaler._rule is None else scaler._rule.position
-    before = scale.clone(), tracker.clone()
+    before = kept(scale), kept(tracker)
     if number is None:
         _follow_rule(scaler, scale, tracker, found_inf, states, before)
     else:
@@ -88,10 +87,10 @@ def _follow_rule(
     tracker: Tensor,
     found_inf: Tensor,
     states: States,
-    before: tuple[Tensor, Tensor],
+    before: tuple[Any, Any],
 ) -> None:
-    """Updates the scale and its tracker as the rule says. `before` has copies of both."""
-    tracks = not host_copy.in_host_memory(scale.device)  # else the scale is read, and needs no bound
+    """Updates the scale and its tracker as the rule says. `before` has both as `kept`."""
+    tracks = not in_host_memory(scale.device)  # else the scale is read, and needs no bound
     if tracks:
         # Before the update, which changes the version that distinguishes writes by others.
         scaler._bound.revalidate(scale)
@@ -99,7 +98,7 @@ def _follow_rule(
     if rule is None:
         update.by_kernel(scale, tracker, found_inf, *scaler._numbers(), scaler._bounds)
     else:
-        made_with = scale if updated is None or updated.made_with is None else updated.made_with
+        made_with = scale if updated is None else updated.scale(scale)
         sizes = [state["sizes"] for state in states.values() if "sizes" in state]
         update.by_policy(rule, scale, tracker, (sizes, found_inf, made_with), before, scaler._bounds)
     if tracks:

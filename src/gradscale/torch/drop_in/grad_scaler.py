@@ -251,9 +251,10 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
 
     def _begin_backward(self) -> None:
         """Notes that there will be new gradients: parameters that optimizers share may be divided once more."""
-        for state in refusals.replaced(self._divided, self._per_optimizer_states):
-            state["replaced"] = True
-        self._divided.clear()
+        if self._divided:
+            for state in refusals.replaced(self._divided, self._per_optimizer_states):
+                state["replaced"] = True
+            self._divided.clear()
         self._updated = None
 
     def _on_backward(self, made_with: Tensor, version: int, grad: Tensor) -> Tensor | None:
@@ -314,7 +315,12 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         return self._divide(optimizer, unscale.gradients_of(optimizer), inv_scale, found_inf, allow_fp16)
 
     def _divide(
-        self, optimizer: Optimizer, gradients: list[Tensor], inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self,
+        optimizer: Optimizer,
+        gradients: list[Tensor],
+        inv_scale: Tensor,
+        found_inf: Tensor | None,
+        allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """Multiplies the gradients of `optimizer`, and returns per device whether one was not finite."""
         if not self._multiplies:

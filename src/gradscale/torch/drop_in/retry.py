@@ -16,6 +16,7 @@ from gradscale.torch.drop_in import update
 from gradscale.torch.drop_in.same_gradients import States
 from gradscale.torch.drop_in.scaled import scaled
 from gradscale.torch.local import local
+from gradscale.torch.step.host_copy import kept
 
 
 class Leaves:
@@ -126,12 +127,13 @@ class DropInScale:
 
         Of torch's own rule, the state is the tracker.
         """
-        scale, tracker = self.scaler._scale.clone(), self.scaler._growth_tracker.clone()
+        scale, tracker = self.scaler._scale, self.scaler._growth_tracker
         rule, bounds = self.scaler._rule, self.scaler._bounds
         if rule is None:
+            scale, tracker = scale.clone(), tracker.clone()
             update.by_kernel(scale, tracker, torch.ones_like(scale), *self.scaler._numbers(), bounds=bounds)
             return tracker, scale
-        state = rule.lowered(update.present(rule, scale, tracker))
+        state = rule.lowered(update.present(rule, kept(scale), kept(tracker)))
         return state, rule.tensor(state.scale).clamp(bounds.min_scale, bounds.max_scale)
 
     def lower(self, state: Any, scale: Tensor) -> None:
@@ -160,7 +162,7 @@ def retried(scaler: Any, loss: Tensor, parameters: list[Tensor], retries: int, k
     """
     scaling = DropInScale(scaler)
     before, tracker = scaler._scale_for(loss.device).clone(), scaler._growth_tracker.clone()
-    start = tracker if scaler._rule is None else update.present(scaler._rule, before, tracker)
+    start = tracker if scaler._rule is None else update.present(scaler._rule, kept(before), kept(tracker))
     finite = (local(loss.detach()) * 0 == 0).all().to(before.device)
     stash = Stash(parameters)
     try:

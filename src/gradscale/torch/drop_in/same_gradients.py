@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from gradscale.torch.step.decide import Position
 from gradscale.torch.step.gradients import parameters_of
+from gradscale.torch.step.host_copy import put
 
 if TYPE_CHECKING:
     from gradscale.torch.drop_in.grad_scaler import GradScaler
@@ -30,15 +31,15 @@ class Start(NamedTuple):
     """What an `update` started from.
 
     Attributes:
-        scale: the scale, a copy.
-        tracker: the clean steps, a copy.
+        scale: the scale, as `kept`.
+        tracker: the clean steps, as `kept`.
         rule: where the policy was; None for torch's own rule.
         states: what was noted of the optimizers.
         versions: those of the two tensors after the update. Other code may write to them.
     """
 
-    scale: Tensor
-    tracker: Tensor
+    scale: Any
+    tracker: Any
     rule: Position | None
     states: States
     versions: tuple[int, int]
@@ -47,8 +48,8 @@ class Start(NamedTuple):
         """Sets both tensors to what they were before the update, and returns whether: not if others wrote to them."""
         if (scale._version, tracker._version) != self.versions:
             return False
-        scale.copy_(self.scale)
-        tracker.copy_(self.tracker)
+        put(self.scale, scale)
+        put(self.tracker, tracker)
         return True
 
 
@@ -56,13 +57,13 @@ class Updated(NamedTuple):
     """What the last `update` leaves for optimizers that are stepped on the same gradients after it.
 
     Attributes:
-        made_with: the scale that made those gradients; None if they are not known to be the same.
+        made_with: the scale that made those gradients, as `kept`; None if they are not known to be the same.
         start: what the update started from, so that another merges with it; None where it may not.
         stepped: the optimizers that were stepped before it, by their id.
         unscaled: what was noted of optimizers whose gradients are divided already, and that were not stepped.
     """
 
-    made_with: Tensor | None = None
+    made_with: Any = None
     start: Start | None = None
     stepped: frozenset[int] = frozenset()
     unscaled: States = NONE_NOTED
@@ -85,6 +86,12 @@ class Updated(NamedTuple):
         divided = {key: state for key, state in states.items() if _is_divided(state)}
         unscaled = {key: state for key, state in (previous.unscaled | divided).items() if key not in stepped}
         return Updated(previous.made_with if known else start.scale, start if merges else None, stepped, unscaled)
+
+    def scale(self, present: Tensor) -> Tensor:
+        """Returns the scale that made the gradients, a tensor as the `present` one, which it is if it is not known."""
+        if self.made_with is None:
+            return present
+        return self.made_with if isinstance(self.made_with, Tensor) else torch.full_like(present, self.made_with)
 
     def without_merge(self) -> "Updated":
         """Returns the same for gradients that are new, except those that are divided already."""
@@ -123,4 +130,4 @@ def divisor_of(scaler: "GradScaler", optimizer: Optimizer, method: str) -> Tenso
     if updated.made_with is None:
         return scale
     scaler._steps.resume_losses()
-    return updated.made_with
+    return updated.scale(scale)

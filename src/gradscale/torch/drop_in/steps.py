@@ -99,23 +99,23 @@ class Steps:
         present = scale.clone()
         return [StepResult(applied=found_inf == 0, scale=present, next_scale=present, loss_finite=loss_finite)]
 
-    def close(self, results: list[StepResult], found_inf: Tensor, scale: Tensor, floor: float, at_floor: Any) -> None:
+    def close(self, results: list[StepResult], found_inf: Tensor, floor: float, at_floor: Any) -> None:
         """Counts the step that `update` has ended, and raises, warns or calls if the run is stuck.
 
         Args:
-            results: those that `pending` returned before the scale was updated.
+            results: those that `pending` returned before the scale was updated, with the next one.
             found_inf: 0 unless a gradient was not finite.
-            scale: the scale of the next step.
             floor: lowest scale that is allowed.
             at_floor: whether the policy could not lower the scale, a leaf of its state.
         """
         optimizers = self._optimizers
         self._closed = Closed(optimizers, results, self.losses.kept())
         self.discard()
-        self.counters.count(found_inf, scale, results[-1].scale, max(STUCK_AT, floor), at_floor)
+        last = results[-1]
+        self.counters.count(found_inf, last.next_scale, last.scale, max(STUCK_AT, floor), at_floor)
         # The one that was skipped, where the host knows: its gradients were the cause.
-        skipped = [result for result in results if host_value(result.applied) == 0]
-        self._memory.keep((skipped or results)[-1], self.counters, optimizers)
+        skipped = [result for result in results if result.known is False]
+        self._memory.keep(skipped[-1] if skipped else last, self.counters, optimizers)
 
     def resume_losses(self) -> None:
         """Goes on with the losses of the steps that the last `update` has ended: more are taken on the same ones."""
@@ -159,7 +159,7 @@ class Steps:
 def _result(optimizer: Optimizer, state: dict[str, Any], scale: Tensor, stepped: Stepped, losses: Losses) -> StepResult:
     _, gate, measured, applied = stepped
     found = state["sizes"][0].amax if "sizes" in state else None
-    amax = None if found is None else found * scale.reciprocal()
+    amax = None if found is None else found / scale
     # Finite gradients are applied whatever the loss was, as in torch: where they are known to be, it is not needed.
     applies = bool(applied) and host_value(gate) is not None
     loss_finite = gate if applies else losses.finite(scale.device)

@@ -62,12 +62,12 @@ def by_policy(
     scale: Tensor,
     tracker: Tensor,
     step: tuple[Sequence[Sizes], Tensor, Tensor],
-    before: tuple[Tensor, Tensor],
+    before: tuple[Any, Any],
     bounds: Bounds,
 ) -> None:
     """Updates `rule`, and with it `scale` and `tracker`. Does not synchronize with the device.
 
-    `step` has the arguments of `seen_by`, and `before` has copies of the two tensors: a state is never changed.
+    `step` has the arguments of `seen_by`, and `before` has the two tensors as `kept`: a state is never changed.
     """
     start = present(rule, *before)
     after = _advanced(rule, start, *step)
@@ -97,13 +97,13 @@ def _advanced(rule: Rule, state: ScaleState, measured: Sequence[Sizes], found_in
     return rule.state
 
 
-def present(rule: Rule, scale: Tensor, tracker: Tensor) -> ScaleState:
-    """Returns the state of `rule` with torch's two tensors, which it keeps: other code may have set them since."""
-    state, held = rule.state, (rule.leaf(scale), rule.leaf(tracker))
+def present(rule: Rule, scale: Any, tracker: Any) -> ScaleState:
+    """Returns the state of `rule` with torch's two numbers, as `kept`: other code may have set them since."""
+    state = rule.state
     # Compared only in host memory: on a device that would synchronize.
-    if rule.hosted and held == (state.scale, state.clean_steps):
+    if rule.hosted and scale == state.scale and tracker == state.clean_steps:
         return state
-    return replace(state, scale=held[0], clean_steps=held[1])
+    return replace(state, scale=rule.leaf_of(scale, torch.float32), clean_steps=rule.leaf_of(tracker, torch.int32))
 
 
 def lowest_factor(rule: Rule | None, backoff_factor: float) -> float:
@@ -156,7 +156,7 @@ def seen_by(rule: Rule, measured: Sequence[Sizes], found_inf: Tensor, scale: Ten
         found_inf: 0 unless a gradient was not finite.
         scale: the scale that made the gradients.
     """
-    default = rule.default
+    default, xp = rule.default, rule.xp
     # Most often of one optimizer: nothing is to be merged.
     together = measured[0][0] if len(measured) == 1 else _merged(measured, scale)
     amax, norm = together.amax, together.norm
@@ -167,14 +167,16 @@ def seen_by(rule: Rule, measured: Sequence[Sizes], found_inf: Tensor, scale: Ten
         norm=None if norm is None else rule.leaf(norm),
         upper_share=default.upper_share if together.upper_share is None else rule.leaf(together.upper_share),
     )
-    finite = rule.xp.logical_not(rule.leaf(found_inf))
-    seen = sizes.seen_with(finite, rule.leaf(scale), default.loss_finite, rule.xp)
-    without_amax = sum([found.amax is None for found, _ in measured])
-    if norm is None or (not without_amax and any(found.norm is None for found, _ in measured)):
+    finite = xp.logical_not(rule.leaf(found_inf))
+    seen = sizes.seen_with(finite, rule.leaf(scale), default.loss_finite, xp)
+    if norm is None:
         return seen, rule.amax_ratio
-    known, ratio = with_amax(seen, rule.amax_ratio, rule.xp, measured=not without_amax)
+    without_amax = sum([found.amax is None for found, _ in measured])
+    if not without_amax and any([found.norm is None for found, _ in measured]):
+        return seen, rule.amax_ratio
+    known, ratio = with_amax(seen, rule.amax_ratio, xp, measured=not without_amax)
     if 0 < without_amax < len(measured):
-        known = replace(known, amax=larger(known.amax, seen.amax, rule.xp))
+        known = replace(known, amax=larger(known.amax, seen.amax, xp))
     return known, ratio
 
 

@@ -56,6 +56,16 @@ def host_value(value: Tensor) -> float | None:
     return read_now(value) if in_host_memory(value.device) else None
 
 
+def kept(value: Tensor) -> Any:
+    """Returns what a 0-d tensor is now, whatever is written to it later: a copy, in host memory just the number."""
+    return value.clone() if (number := host_value(value)) is None else number
+
+
+def put(kept: Any, target: Tensor) -> None:
+    """Writes what `kept` returned for `target` into it."""
+    target.copy_(kept) if isinstance(kept, Tensor) else target.fill_(kept)
+
+
 def shown(value: Any) -> Any:
     """Returns a number that is in host memory, and for a tensor on another device the text `<on ...>`."""
     if not isinstance(value, Tensor):

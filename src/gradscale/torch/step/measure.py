@@ -173,23 +173,29 @@ def divide_and_check(gradients: Sequence[Tensor], divisor: Tensor) -> Measuremen
 
     One read and one write. Does not synchronize with the device.
     """
-    flags = multiply_and_check(gradients, divisor.reciprocal(), torch.zeros_like(divisor))
+    flags = multiply_and_check(gradients, divisor.reciprocal())
     return _without_sizes(any_overflow(flags.values(), divisor.device))
 
 
 @torch.no_grad()
-def multiply_and_check(gradients: Sequence[Tensor], factor: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
+def multiply_and_check(
+    gradients: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None
+) -> dict[torch.device, Tensor]:
     """Multiplies `gradients` in place and returns, per device, whether one was not finite before: torch's own kernel.
 
-    `factor` and `found_inf` are one float32 each. The second is copied to every device, and set to 1 there if a
-    gradient was not finite. One read and one write of the gradients. Does not synchronize with the device.
+    `factor` and `found_inf`, by default 0, are one float32 each. The second is copied to every device, and set to 1
+    there if a gradient was not finite. One read and one write of the gradients. Does not synchronize with the device.
     """
     flags: dict[torch.device, Tensor] = {}
     for group in tensor_groups(gradients):
         if group.device not in flags:
             # A copy even where it is on that device already, as torch's callers expect. The kernel only ever sets it to
             # 1, so that all groups of a device share one.
-            flags[group.device] = moved(found_inf, group.device).clone()
+            flags[group.device] = (
+                torch.zeros_like(factor, device=group.device)
+                if found_inf is None
+                else moved(found_inf, group.device).clone()
+            )
         local = moved(factor, group.device)
         torch._amp_foreach_non_finite_check_and_unscale_(group.tensors, flags[group.device], local)  # type: ignore[attr-defined]
     return flags
@@ -209,7 +215,8 @@ def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 def all_finite(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns the opposite of `any_overflow`."""
     found = list(flags)
-    return moved(found[0], device) == 0 if len(found) == 1 and not found[0].ndim else ~any_overflow(found, device)
+    one = moved(found[0], device) if len(found) == 1 and not found[0].ndim else any_overflow(found, device)
+    return one.logical_not()
 
 
 def merged_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -235,5 +242,5 @@ def _quick_check(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
 def _flagged(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
     """Returns whether a gradient is not finite, by torch's kernel: the fastest on the CPU for many small tensors."""
     # The kernel writes what it has read times 1, which is bit-exact, and does not raise the gradients' versions.
-    flags = multiply_and_check(gradients, torch.ones_like(divisor), torch.zeros_like(divisor))
+    flags = multiply_and_check(gradients, torch.ones_like(divisor))
     return any_overflow(flags.values(), divisor.device)
