@@ -58,6 +58,18 @@ def test_the_text_has_every_scale_and_every_layer() -> None:
     assert "encoder.weight" in text
 
 
+def test_a_format_with_the_range_of_float32_needs_no_scale() -> None:
+    found = calibration_of({"a": histogram_of(-3, -40)}, "bf16")
+    assert found.scale == found.layers[0].own_scale == 1.0
+    assert found.losses.flushed == 0.0
+    assert "BF16 has the range of float32: it needs no loss scaling." in str(found)
+    assert not calibration_of({"a": histogram_of(-3)}).note
+
+
+def test_gradients_too_large_for_bf16_have_a_scale_below_one() -> None:
+    assert calibration_of({"a": histogram_of(127)}, "bf16").scale == 2.0**-3
+
+
 def test_the_dict_is_plain() -> None:
     as_dict = calibration_of({"a": histogram_of(-3, -20)}).to_dict()
     assert json.loads(json.dumps(as_dict))["format"] == "FP16"

@@ -65,6 +65,12 @@ def test_scales_and_gradients_are_shown() -> None:
     assert "gradients not shown" in shown.stdout
 
 
+def test_bf16_is_said_to_need_no_scale() -> None:
+    shown = invoke("own_parts:parts", "--format", "bf16")
+    assert "BF16: best static scale 1," in shown.stdout
+    assert "it needs no loss scaling" in shown.stdout
+
+
 @pytest.mark.parametrize("name", ["parts", "trained"])
 def test_json_has_every_gradient(name: str) -> None:
     shown = invoke(f"own_parts:{name}", "--batches", "2", "--format", "e5m2", "--json")

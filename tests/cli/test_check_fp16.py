@@ -117,6 +117,37 @@ def test_a_file_of_torch_is_read(tmp_path: Path) -> None:
     assert [one["name"] for one in json.loads(found.stdout)["tensors"]] == ["model.w"]
 
 
+def sparse_and_complex(torch: Any) -> dict[str, Any]:
+    large = torch.tensor([[0.0, 1e5], [1.0, 0.0]])
+    return {
+        "coo": large.to_sparse(),
+        "csr": large.to_sparse_csr(),
+        "complex": torch.tensor([1 + 1e5j, 1e-9 + 0j]),
+        "conjugate": torch.tensor([1 + 1e5j]).conj(),
+        "complex128": torch.tensor([1e5j], dtype=torch.complex128),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_and_complex_tensors_of_torch_are_read(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    tensors = sparse_and_complex(torch)
+    torch.save(tensors, tmp_path / "m.pt")
+    found = json.loads(check(tmp_path / "m.pt", "--json").stdout)["tensors"]
+    assert [(one["name"], one["overflowed"]) for one in found] == [(name, 1) for name in tensors]
+    assert [one["nonzero"] for one in found] == [2, 2, 3, 2, 1]
+
+
+def test_complex_tensors_of_safetensors_are_read(tmp_path: Path) -> None:
+    tensors = {
+        "a": np.array([[1 + 1e5j, 2j]], np.complex64),
+        "scalar": np.array(1j, np.complex64),
+        "empty": np.empty((0, 2), np.complex64),
+    }
+    found = json.loads(check(save(tmp_path / "m.safetensors", tensors), "--json").stdout)["tensors"]
+    assert [(one["elements"], one["overflowed"]) for one in found] == [(4, 1), (2, 0), (0, 0)]
+
+
 class Harmful:
     """Would write a file when it is unpickled."""
 

@@ -22,6 +22,7 @@ DTYPES: dict[str, Any] = {
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
+    "C64": np.complex64,
 }
 """The floating-point types of safetensors, by the name in its header. Others are not weights that a cast could lose."""
 
@@ -35,7 +36,7 @@ DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recur
 
 
 def tensors_of(path: str) -> Iterator[tuple[str, Array]]:
-    """Yields name and numbers of every floating-point tensor of a checkpoint.
+    """Yields name and numbers of every floating-point tensor of a checkpoint: of a complex one, the two parts.
 
     Args:
         path: a `.safetensors` file, the `.index.json` of several, a file of `torch.save`, or a folder with one of them.
@@ -106,7 +107,8 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Array]]:
         if entry is not None:
             dtype, shape, offset = entry
             empty = 0 in shape
-            yield name, np.empty(shape, dtype) if empty else np.memmap(file, dtype, "r", offset, shape)
+            array = np.empty(shape, dtype) if empty else np.memmap(file, dtype, "r", offset, shape)
+            yield name, array.reshape(-1).view(np.float32) if dtype == np.complex64 else array
 
 
 def _entry(entry: Mapping[str, Any], data: int, size: int) -> tuple[Any, tuple[int, ...], int] | None:
@@ -145,8 +147,15 @@ def _saved_by_torch(file: Path) -> Iterator[tuple[str, Array]]:
     except RecursionError:
         raise ValueError(f"{file} is nested too deeply, or contains itself. Save the weights alone.") from None
     for name, tensor in leaves:
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout is torch.strided:
-            yield name, tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).numpy()
+        if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
+            numbers = tensor.detach() if tensor.layout is torch.strided else _values(tensor.detach())
+            real = torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers
+            yield name, real.to(torch.float64 if real.dtype == torch.float64 else torch.float32).numpy()
+
+
+def _values(sparse: Any) -> Any:
+    """Returns the numbers that a sparse tensor holds."""
+    return sparse.coalesce().values() if sparse.is_sparse else sparse.values()
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

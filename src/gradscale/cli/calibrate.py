@@ -140,6 +140,8 @@ def _show(found: Calibration, most: int, plot: Path | None) -> None:
     screen.print(
         f"{found.format.name}: best static scale {number(found.scale)}, {counted(found.safe_bits, 'bit')} safe"
     )
+    if found.note:
+        screen.print(found.note)
     scales = table("scale", "flushed", "subnormal", "overflow", "energy", "SNR dB")
     for each in found.at:
         shares = (each.losses.flushed, each.losses.subnormal, each.losses.overflow, each.losses.flushed_energy)

@@ -7,7 +7,7 @@ from functools import reduce
 from typing import Any
 
 from gradscale._table import text_table
-from gradscale.formats import FP16, Format, get_format
+from gradscale.formats import FP16, FP32, Format, get_format
 from gradscale.histogram.counts import ExponentHistogram
 from gradscale.histogram.losses import Losses, losses
 from gradscale.histogram.scale import best_static_scale, safe_bits
@@ -60,7 +60,8 @@ class Calibration:
 
     Attributes:
         format: the format that the gradients pass through.
-        scale: the largest power of two at which no gradient overflows, even if they grow by the margin.
+        scale: the largest power of two at which no gradient overflows, even if they grow by the margin. At most 1 for a
+            format with the range of float32, which needs no scale.
         safe_bits: how many times the gradients may double at that scale before they overflow.
         at: what is lost at this and other scales, in order.
         layers: the gradients one by one, those that lose most first.
@@ -76,6 +77,13 @@ class Calibration:
     def losses(self) -> Losses:
         """What is lost of all gradients together at the best scale."""
         return next(each.losses for each in self.at if each.scale == self.scale)
+
+    @property
+    def note(self) -> str:
+        """What a user should know of the format; empty for most."""
+        return (
+            f"{self.format.name} has the range of float32: it needs no loss scaling." if _is_wide(self.format) else ""
+        )
 
     @property
     def unserved(self) -> Sequence[LayerCalibration]:
@@ -96,8 +104,8 @@ class Calibration:
             ("gradient of", "own scale", "bits", "flushed", "subnormal", "advice"),
             [_cells(each) for each in self.layers],
         )
-        summary = f"{self.format.name}: scale {self.scale:g}, {self.safe_bits} bits below overflow\n"
-        return f"{summary}\n{scales}\n{layers}"
+        summary = f"{self.format.name}: scale {self.scale:g}, {self.safe_bits} bits below overflow"
+        return "\n".join(filter(None, (summary, self.note))) + f"\n\n{scales}\n{layers}"
 
 
 def calibration_of(
@@ -121,7 +129,7 @@ def calibration_of(
             f"Calibration needs a gradient that is not zero. Received: {len(histograms)} gradients that are all zero. "
             "Look whether the loss depends on the parameters, and whether it is too small even for float32."
         )
-    scale = best_static_scale(total, limits, margin_bits)
+    scale = _best_scale(total, limits, margin_bits)
     shown = (scale * 2.0**bits for bits in range(-SHOWN_BITS, SHOWN_BITS + 1))
     return Calibration(
         limits,
@@ -150,13 +158,23 @@ def check_finite(histograms: Mapping[str, ExponentHistogram], batch: int) -> Non
         )
 
 
+def _is_wide(format: Format) -> bool:
+    """Returns whether a format has the range of float32, as BF16 has: what fits there fits as it is."""
+    return format.smallest_normal <= FP32.smallest_normal
+
+
+def _best_scale(histogram: ExponentHistogram, limits: Format, margin_bits: float) -> float:
+    best = best_static_scale(histogram, limits, margin_bits)
+    return min(best, 1.0) if _is_wide(limits) else best
+
+
 def _layer(
     name: str, histogram: ExponentHistogram, limits: Format, scale: float, margin_bits: float
 ) -> LayerCalibration:
     found = losses(histogram, limits, scale)
     if not histogram.nonzero:
         return LayerCalibration(name, None, 0, found, found, "")
-    own_scale = best_static_scale(histogram, limits, margin_bits)
+    own_scale = _best_scale(histogram, limits, margin_bits)
     own = losses(histogram, limits, own_scale)
     return LayerCalibration(
         name,
