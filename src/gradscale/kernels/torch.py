@@ -110,11 +110,17 @@ def largest_joined(tensors: Sequence[Tensor]) -> float | None:
     if len(dtypes) != 1 or (dtype := dtypes.pop()) is torch.float64 or dtype is torch.complex128:
         return None
     real = [as_real(tensor) for tensor in tensors] if dtype.is_complex else tensors
-    sizes = [tensor.numel() for tensor in real]
-    small = [tensor for tensor, size in zip(real, sizes, strict=True) if size <= JOIN_UP_TO]
-    if len(small) < 2 or not 0 < sum([size for size in sizes if size <= JOIN_UP_TO]) <= JOIN_AT_ONCE:
+    small: list[Tensor] = []
+    large: list[Tensor] = []
+    joined = 0
+    for tensor in real:
+        if (size := tensor.numel()) > JOIN_UP_TO:
+            large.append(tensor)
+        else:
+            small.append(tensor)
+            joined += size
+    if len(small) < 2 or not 0 < joined <= JOIN_AT_ONCE:
         return None
-    large = [tensor for tensor, size in zip(real, sizes, strict=True) if size > JOIN_UP_TO]
     parts = (_flatten_dense_tensors(small), *large)
     # Python's numbers: the four tiny operations that would find the largest of these cost as much as reading them all.
     extremes: list[Any] = [extreme.tolist() for part in parts for extreme in torch.aminmax(part)]
