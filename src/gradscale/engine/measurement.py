@@ -83,9 +83,8 @@ class Measurement(NamedTuple):
         unscale = 1.0 / divisor
         amax = UNREAD.amax if self.amax is None else xp.where(finite, self.amax * unscale, np.inf)
         norm = UNREAD.norm if self.norm is None else xp.where(finite, self.norm * unscale, np.inf)
-        return Seen(
-            finite, loss_finite, amax, norm, UNREAD.upper_share if self.upper_share is None else self.upper_share
-        )
+        share = UNREAD.upper_share if self.upper_share is None else self.upper_share
+        return Seen(finite, loss_finite, amax, norm, share)
 
 
 NOTHING_READ = Measurement(sizes=None, total=np.float32(0))

@@ -81,9 +81,8 @@ class Calibration:
     @property
     def note(self) -> str:
         """What a user should know of the format; empty for most."""
-        return (
-            f"{self.format.name} has the range of float32: it needs no loss scaling." if _is_wide(self.format) else ""
-        )
+        needless = f"{self.format.name} has the range of float32: it needs no loss scaling."
+        return needless if _is_wide(self.format) else ""
 
     @property
     def unserved(self) -> Sequence[LayerCalibration]:

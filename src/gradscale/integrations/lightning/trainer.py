@@ -150,10 +150,9 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
 
     def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Returns a context in which operations run in FP16, or BF16."""
-        if self._in_trainer:
+        if self._in_trainer or self._device_given:
             return self.autocast_context_manager()
-        # `Fabric` takes a `torch.autocast`, and does not say on which device.
-        return self.autocast_context_manager() if self._device_given else self._in_fabric.forward_context()
+        return self._in_fabric.forward_context()  # a `Fabric` does not say on which device
 
     def convert_input(self, data: Any) -> Any:
         """Returns a batch as it is; in a `Fabric`, where models take FP16, in FP16."""
