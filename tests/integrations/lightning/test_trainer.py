@@ -412,6 +412,17 @@ def added_during_the_run(module: Plain) -> list[Callback]:
     return [LambdaCallback(on_train_batch_end=add)]
 
 
+@pytest.mark.parametrize("owner", [L.LightningModule, Callback])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hook_that_is_set_on_lightnings_own_class_is_called(
+    hook: str, owner: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+    monkeypatch.setattr(owner, hook, lambda self, *_: called.append(hook))
+    fit(Plain(), ours(), batches=3, callbacks=[Callback()])
+    assert called == [hook] * 3
+
+
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize(
     "hooked", [on_its_class, on_the_module, on_a_callback, on_a_lambda_callback, added_during_the_run]
@@ -506,6 +517,38 @@ def test_clipping_that_a_derived_class_replaces_is_called(kind: str) -> None:
     assert len(norms) == 4
     assert max(norms) < 2.0**6, "unscaled"
     assert weights_of(module) == pytest.approx(weights_of(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("clip", [None, 0, 1.0])
+@pytest.mark.parametrize("method", ["_after_closure", "_clip_gradients", "clip_gradients"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_derived_class_that_clips_gets_unscaled_gradients_as_from_lightnings_plugin(
+    kind: str, method: str, clip: float | None
+) -> None:
+    def clips(self: Any, *args: Any, **_: Any) -> None:
+        [optimizer] = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        torch.nn.utils.clip_grad_value_(self.main_params(optimizer), 2.0**-10)
+
+    def derived(plugin: Any) -> Any:
+        plugin.__class__ = type("Derived", (type(plugin),), {method: clips})
+        return plugin
+
+    module, lightnings = Regression(kind), Regression("foreach")  # of a fused one, Lightning's does not unscale them
+    fit(module, derived(ours()), gradient_clip_val=clip)
+    fit(lightnings, derived(theirs()), gradient_clip_val=clip)
+    assert weights_of(module) == pytest.approx(weights_of(lightnings), rel=1e-5)
+
+
+@pytest.mark.parametrize("clip", [None, 0, 1.0])
+def test_clip_gradients_of_a_module_gets_unscaled_gradients_as_from_lightnings_plugin(clip: float | None) -> None:
+    class Clips(Regression):
+        def clip_gradients(self, optimizer: Any, *_: Any, **__: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            torch.nn.utils.clip_grad_value_(self.parameters(), 2.0**-10)
+
+    module, lightnings = Clips(), Clips()
+    fit(module, ours(), gradient_clip_val=clip)
+    fit(lightnings, theirs(), gradient_clip_val=clip)
+    assert weights_of(module) == weights_of(lightnings)
 
 
 def test_function_that_stands_in_for_torchs_clipping_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,6 +176,27 @@ def test_counts_results_and_losses_are_those_of_one_step() -> None:
     assert str(last_of(pair.scaler).status()) == "applied"
 
 
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("overflows", [0, 1])
+def test_optimizer_that_was_skipped_stands_for_the_step(overflows: int) -> None:
+    pair = Pair(OURS("cpu", init_scale=8.0))
+    pair.backward(overflows)
+    pair.step_each()
+    assert str(pair.scaler._steps.last.status()) == "overflow"
+
+
+@pytest.mark.cpu_only("elsewhere the host does not know of it")
+def test_skip_of_an_optimizer_that_is_stepped_without_the_scaler_stands_for_the_step() -> None:
+    pair = Pair(OURS("cpu", init_scale=8.0))
+    pair.backward(overflows=0)
+    pair.scaler.unscale_(pair.optimizers[0])
+    pair.scaler.update()
+    pair.scaler.step(pair.optimizers[1])
+    pair.scaler.update()
+    assert str(last_of(pair.scaler).status()) == "applied"
+    assert str(pair.scaler._steps.last.status()) == "overflow"
+
+
 @pytest.mark.parametrize("kind", [OURS, TORCH])
 def test_gradients_set_by_hand_for_the_same_optimizer_are_those_of_the_present_scale(kind: Any) -> None:
     scaler, owner = ready(kind("cpu", init_scale=8.0)), parameter()

@@ -4,11 +4,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.torch.drop_in.helpers import OURS, TORCH, HostReads, batches, linear_pair
+from tests.torch.drop_in.helpers import OURS, TORCH, HostReads, batches, give, linear_pair, parameter, ready
 from tests.torch.helpers import poison
 from torch import nn
 
-from gradscale import Headroom
+from gradscale import Dynamic, Headroom
 from gradscale.policies.scalars import EXACT
 from gradscale.torch import GradScaler
 from gradscale.torch.drop_in import scale_bound as scale_bound_module
@@ -128,6 +128,18 @@ def test_large_scale_is_known_to_be_above_one_without_a_host_copy(copies: list[S
     for _ in range(8):
         halve(known, scale)
         assert not known.may_be_below_one(scale)
+    assert copies == []
+
+
+@pytest.mark.parametrize("policy", [None, Dynamic()])
+def test_scale_that_update_has_lowered_is_known_to_be_above_one(policy: Any, copies: list[SlowCopy]) -> None:
+    scaler, weight = ready(OURS("cpu", policy=policy)), parameter()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for _ in range(4):
+        give((weight, torch.inf))
+        scaler.step(optimizer)
+        scaler.update()
+        assert not scaler._bound.may_be_below_one(scaler._scale)
     assert copies == []
 
 

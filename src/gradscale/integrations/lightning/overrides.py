@@ -11,19 +11,36 @@ TORCHS = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_)
 
 BEFORE_BACKWARD, AFTER_BACKWARD = "on_before_backward", "on_after_backward"
 BEFORE_STEP = "on_before_optimizer_step"
-CLIPPING = "configure_gradient_clipping"
+HOOKS = (BEFORE_BACKWARD, AFTER_BACKWARD, BEFORE_STEP)
+
+CLIPPING = ("configure_gradient_clipping", "clip_gradients")
+"""Methods of a module that clip."""
+
+CLIPPING_OF_PLUGIN = ("_after_closure", "_clip_gradients", "clip_gradients", "clip_grad_by_norm", "clip_grad_by_value")
+"""Methods of a plugin that clip, the outermost first."""
 
 
 def overrides(instance: Any, method: str, parent: type) -> bool:
     """Returns whether `instance` has a `method` of its own, by its class or set on it as `LambdaCallback` does."""
     # At every step: Lightning's `is_overridden` takes ten times as long.
-    return getattr(getattr(instance, method), "__func__", None) is not getattr(parent, method)
+    return is_other(instance, method, getattr(parent, method))
+
+
+def is_other(instance: Any, method: str, function: Any) -> bool:
+    """Returns whether a `method` of `instance` is not this `function`."""
+    return getattr(getattr(instance, method), "__func__", None) is not function
+
+
+# As they are now: a hook that someone sets on Lightning's own class later is called too.
+OF_MODULE = {name: getattr(pl.LightningModule, name) for name in (*HOOKS, *CLIPPING)}
+OF_CALLBACK = {name: getattr(pl.Callback, name) for name in HOOKS}
 
 
 def has_hook(model: pl.LightningModule, hook: str) -> bool:
-    """Returns whether the module or a callback has a hook of its own."""
-    return overrides(model, hook, pl.LightningModule) or any(
-        [overrides(callback, hook, pl.Callback) for callback in model.trainer.callbacks]  # type: ignore[attr-defined]
+    """Returns whether the module or a callback has a hook that is not the empty one of Lightning."""
+    empty = OF_CALLBACK[hook]
+    return is_other(model, hook, OF_MODULE[hook]) or any(
+        [is_other(callback, hook, empty) for callback in model.trainer.callbacks]  # type: ignore[attr-defined]
     )
 
 
@@ -40,16 +57,15 @@ def reads_gradients(model: pl.LightningModule) -> bool:
 
 def clips_itself(model: pl.LightningModule) -> bool:
     """Returns whether the module clips in its own way, and may look at gradients that are clipped."""
-    return overrides(model, CLIPPING, pl.LightningModule)
+    return any([is_other(model, method, OF_MODULE[method]) for method in CLIPPING])
 
 
-def replaces_clipping(plugin: Precision) -> bool:
+def replaces_clipping(plugin: Precision, parent: type[Precision]) -> bool:
     """Returns whether gradients are clipped by a function of the user's, which must then be called.
 
-    It may be a method of a class derived from the plugin, or stand in for torch's function, as one that records norms.
+    It may be a method of a class derived from `parent`, or stand in for torch's function, as one that records norms.
     """
     return (
-        overrides(plugin, "clip_grad_by_norm", Precision)
-        or overrides(plugin, "clip_grad_by_value", Precision)
+        any([overrides(plugin, method, parent) for method in CLIPPING_OF_PLUGIN])
         or (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_) != TORCHS
     )

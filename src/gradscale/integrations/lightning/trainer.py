@@ -125,7 +125,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         module, scaler = own_module(model), self._own
         if isinstance(module, LightningModule):
             self._in_trainer = True
-            self._clip_replaced = replaces_clipping(self)  # once for a run: it takes a microsecond
+            self._clip_replaced = replaces_clipping(self, MixedPrecision)  # once for a run: it takes microseconds
             if not self._device_given:
                 self._use(module.trainer.strategy.root_device.type)
             self._schedules.detach()
@@ -222,7 +222,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         returned = closure()
         # In automatic optimization `training_step` may return None: there was no backward pass.
         steps = returned is not None or not model.automatic_optimization
-        if steps and reads_gradients(model):
+        if steps and (self._clip_replaced or reads_gradients(model)):
             self._unscale(optimizer)
         # Without a step nothing is clipped: gradients that were unscaled would have to be stepped on.
         self._clip, self._clips_in_step = {}, not steps or not (self._clip_replaced or clips_itself(model))
@@ -242,10 +242,11 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         """Calls the hooks before the step, and clips."""
-        if self._own is None or calls(model, BEFORE_STEP) or clips_itself(model):
+        trainer = model.trainer
+        if self._own is None or self._clip_replaced or calls(model, BEFORE_STEP) or clips_itself(model):
             super()._after_closure(model, optimizer)
-        elif (bound := model.trainer.gradient_clip_val) is not None:
-            self._clip_gradients(model, optimizer, bound, model.trainer.gradient_clip_algorithm)
+        elif trainer.gradient_clip_val is not None:
+            self._clip_gradients(model, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscales the gradients before `fabric.clip_gradients`."""

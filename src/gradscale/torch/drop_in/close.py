@@ -8,7 +8,8 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from gradscale.torch.drop_in import update
 from gradscale.torch.drop_in.same_gradients import Start, States, Updated, flags_of
-from gradscale.torch.step.host_copy import in_host_memory, kept
+from gradscale.torch.step import host_copy
+from gradscale.torch.step.host_copy import kept
 from gradscale.torch.step.measure import merged_flag
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _follow_rule(
     before: tuple[Any, Any],
 ) -> None:
     """Updates the scale and its tracker as the rule says. `before` has both as `kept`."""
-    tracks = not in_host_memory(scale.device)  # else the scale is read, and needs no bound
+    tracks = not host_copy.in_host_memory(scale.device)  # else the scale is read, and needs no bound
     if tracks:
         # Before the update, which changes the version that distinguishes writes by others.
         scaler._bound.revalidate(scale)

@@ -88,7 +88,7 @@ class Updated(NamedTuple):
         return Updated(previous.made_with if known else start.scale, start if merges else None, stepped, unscaled)
 
     def scale(self, present: Tensor) -> Tensor:
-        """Returns the scale that made the gradients, a tensor as the `present` one, which it is if it is not known."""
+        """Returns the scale that made the gradients, a tensor: the `present` one where it is not known."""
         if self.made_with is None:
             return present
         return self.made_with if isinstance(self.made_with, Tensor) else torch.full_like(present, self.made_with)

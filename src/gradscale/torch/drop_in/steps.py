@@ -96,14 +96,22 @@ class Steps:
         if self._results:
             return self._results
         loss_finite = self.losses.finite(scale.device)
-        present = scale.clone()
-        return [StepResult(applied=found_inf == 0, scale=present, next_scale=present, loss_finite=loss_finite)]
+        present, overflow = scale.clone(), host_value(found_inf)
+        return [
+            StepResult(
+                applied=found_inf == 0,
+                scale=present,
+                next_scale=present,
+                loss_finite=loss_finite,
+                known=None if overflow is None else not overflow,
+            )
+        ]
 
     def close(self, results: list[StepResult], found_inf: Tensor, floor: float, at_floor: Any) -> None:
         """Counts the step that `update` has ended, and raises, warns or calls if the run is stuck.
 
         Args:
-            results: those that `pending` returned before the scale was updated, with the next one.
+            results: those that `pending` returned before the scale was updated, with the next scale.
             found_inf: 0 unless a gradient was not finite.
             floor: lowest scale that is allowed.
             at_floor: whether the policy could not lower the scale, a leaf of its state.

@@ -61,9 +61,12 @@ def kept(value: Tensor) -> Any:
     return value.clone() if (number := host_value(value)) is None else number
 
 
-def put(kept: Any, target: Tensor) -> None:
+def put(value: Any, target: Tensor) -> None:
     """Writes what `kept` returned for `target` into it."""
-    target.copy_(kept) if isinstance(kept, Tensor) else target.fill_(kept)
+    if isinstance(value, Tensor):
+        target.copy_(value)
+    else:
+        target.fill_(value)
 
 
 def shown(value: Any) -> Any:

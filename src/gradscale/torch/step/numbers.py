@@ -50,7 +50,7 @@ class Numbers:
         return _NUMPY[value.dtype](read_now(value)) if self.hosted and isinstance(value, Tensor) else value
 
     def leaf_of(self, kept: Any, dtype: torch.dtype) -> Any:
-        """Returns what `host_copy.kept` returned for a 0-d tensor of a type as a leaf."""
+        """Returns what `host_copy.kept` returned for a 0-d tensor of type `dtype`, as a leaf."""
         return _NUMPY[dtype](kept) if self.hosted else torch.as_tensor(kept, dtype=dtype, device=self.device)
 
     def tensor(self, leaf: Any) -> Tensor:
