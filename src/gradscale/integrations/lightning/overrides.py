@@ -47,12 +47,12 @@ def has_hook(model: pl.LightningModule, hook: str) -> bool:
 def calls(model: pl.LightningModule, hook: str) -> bool:
     """Returns whether it can be seen that the Trainer calls a hook: someone has it, or a profiler times it."""
     # To call the hooks of a module and a callback that have none takes as long as a rule for the scale.
-    return type(model.trainer.profiler) is not PassThroughProfiler or has_hook(model, hook)  # type: ignore[attr-defined]
+    return is_profiled(model) or has_hook(model, hook)
 
 
-def reads_gradients(model: pl.LightningModule) -> bool:
-    """Returns whether the module or a callback has a hook that is given unscaled gradients before the step."""
-    return has_hook(model, BEFORE_STEP) or clips_itself(model)
+def is_profiled(model: pl.LightningModule) -> bool:
+    """Returns whether a profiler times the hooks."""
+    return type(model.trainer.profiler) is not PassThroughProfiler  # type: ignore[attr-defined]
 
 
 def clips_itself(model: pl.LightningModule) -> bool:

@@ -23,8 +23,9 @@ from gradscale.integrations.lightning.overrides import (
     BEFORE_STEP,
     calls,
     clips_itself,
+    has_hook,
+    is_profiled,
     overrides,
-    reads_gradients,
     replaces_clipping,
 )
 from gradscale.integrations.lightning.scaler import (
@@ -222,12 +223,17 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         returned = closure()
         # In automatic optimization `training_step` may return None: there was no backward pass.
         steps = returned is not None or not model.automatic_optimization
-        if steps and (self._clip_replaced or reads_gradients(model)):
+        clips = self._clip_replaced or clips_itself(model)
+        looks = clips or has_hook(model, BEFORE_STEP)
+        if steps and looks:
             self._unscale(optimizer)
         # Without a step nothing is clipped: gradients that were unscaled would have to be stepped on.
-        self._clip, self._clips_in_step = {}, not steps or not (self._clip_replaced or clips_itself(model))
+        self._clip, self._clips_in_step, bound = {}, not (steps and clips), model.trainer.gradient_clip_val
         try:
-            self._after_closure(model, optimizer)
+            if looks or is_profiled(model):
+                self._after_closure(model, optimizer)
+            elif bound is not None:
+                self._clip_gradients(model, optimizer, bound, model.trainer.gradient_clip_algorithm)
         finally:
             self._clips_in_step = False
         if not steps:
@@ -239,14 +245,6 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         if self._logs:
             self._log(model, scaler, optimizer)
         return output
-
-    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
-        """Calls the hooks before the step, and clips."""
-        trainer = model.trainer
-        if self._own is None or self._clip_replaced or calls(model, BEFORE_STEP) or clips_itself(model):
-            super()._after_closure(model, optimizer)
-        elif trainer.gradient_clip_val is not None:
-            self._clip_gradients(model, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscales the gradients before `fabric.clip_gradients`."""

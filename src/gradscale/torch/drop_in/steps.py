@@ -167,7 +167,7 @@ class Steps:
 def _result(optimizer: Optimizer, state: dict[str, Any], scale: Tensor, stepped: Stepped, losses: Losses) -> StepResult:
     _, gate, measured, applied = stepped
     found = state["sizes"][0].amax if "sizes" in state else None
-    amax = None if found is None else found / scale
+    amax = None if found is None else found * scale.reciprocal()
     # Finite gradients are applied whatever the loss was, as in torch: where they are known to be, it is not needed.
     applies = bool(applied) and host_value(gate) is not None
     loss_finite = gate if applies else losses.finite(scale.device)
