@@ -131,7 +131,7 @@ def rows(quick: bool) -> list[Row]:
 
 
 def _compared(name: str, sides: Callable[[], dict[str, Side]], quick: bool) -> list[Row]:
-    seconds = timed(sides, 8 if quick else 400, quick)
+    seconds = timed(sides, 8 if quick else 1000, quick)
     return [
         compared(f"{name}: training step, GPT-2, fused, clip, {side}", TORCHS, seconds[side], seconds[TORCHS], goal)
         for side, goal in [*dict.fromkeys(POLICIES, GOAL).items(), (AGAIN, None)]
