@@ -59,14 +59,18 @@ class Clip:
         return numbers.tensor(leaf)
 
     def edit(self, gradients: Gradients, factor: Tensor | None, overflow: Tensor) -> None:
-        """Multiplies the gradients by `factor` and bounds their elements, in place, unless there is an `overflow`."""
+        """Multiplies the gradients by `factor` and bounds their elements, in place, if `overflow` is 0, one float32."""
         if known := host_value(overflow):
             return
+        bound = None if self.value is None else torch.full_like(overflow, self.value)
+        if known is None:
+            skips = overflow != 0
+            factor = None if factor is None else torch.where(skips, 1.0, factor)
+            bound = None if bound is None else torch.where(skips, torch.inf, bound)
         if factor is not None:
-            apply.multiply(gradients.values, torch.where(overflow, 1.0, factor) if known is None else factor)
-        if self.value is not None:
-            bound = torch.full_like(overflow, self.value, dtype=torch.float32)
-            apply.clamp(gradients.values, torch.where(overflow, torch.inf, bound))
+            apply.multiply(gradients.values, factor)
+        if bound is not None:
+            apply.clamp(gradients.values, bound)
 
 
 def step_unscaled(optimizer: Optimizer, clip: Clip, ranks: Ranks, *args: Any, **kwargs: Any) -> Any:
@@ -94,4 +98,4 @@ def clip_norm_of_unscaled(optimizer: Optimizer, clip: Clip, ranks: Ranks) -> Ten
 
 def _no(optimizer: Optimizer) -> Tensor:
     """Returns a flag that is not set, where the parameters of `optimizer` are."""
-    return torch.zeros((), dtype=torch.bool, device=next(parameters_of([optimizer])).device)
+    return torch.zeros((), dtype=torch.float32, device=next(parameters_of([optimizer])).device)

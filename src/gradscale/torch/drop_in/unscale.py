@@ -131,9 +131,17 @@ def check_norm(
     return {device: moved(overflow, device) for device in devices_of(values)}
 
 
-@np.errstate(all="ignore")
 def _unscaled_norm(measured: Measurement, divisor: Tensor) -> tuple[Tensor, Tensor]:
     """Returns whether a gradient is not finite, 0 or 1, and the norm of all, unscaled: inf if one is not finite."""
+    known = host_value(divisor)
+    if known is not None and 1 <= known < np.inf:
+        # Nothing overflows that numpy would warn of. To switch its warnings off takes as long as the division.
+        return _divided_norm(measured, divisor)
+    with np.errstate(all="ignore"):
+        return _divided_norm(measured, divisor)
+
+
+def _divided_norm(measured: Measurement, divisor: Tensor) -> tuple[Tensor, Tensor]:
     numbers = Numbers(divisor.device)
     leaves, scale, xp = numbers.measurement(measured), numbers.leaf(divisor), numbers.xp
     finite = leaves.finite(scale, xp)

@@ -84,8 +84,8 @@ def _advanced(rule: Rule, state: ScaleState, measured: Sequence[Sizes], found_in
     """Advances `rule` from a state, and returns the state that follows. Other arguments are those of `seen_by`."""
     # In host memory a rule that predicts bounds what it computes of finite gradients, and nothing overflows; only the
     # ratio of amax to norm may be 0 / 0. To switch numpy's warnings off takes as long as half of the rule.
-    without_norms = all([found.norm is None for found, _ in measured])
-    if without_norms and isinstance(rule.policy, PeakPolicy) and host_value(found_inf) == 0:
+    without_ratio = all([found.amax is None or found.norm is None for found, _ in measured])
+    if without_ratio and isinstance(rule.policy, PeakPolicy) and host_value(found_inf) == 0:
         seen, rule.amax_ratio = seen_by(rule, measured, found_inf, scale)
         rule.state = advanced(rule.policy, state, seen, rule.xp)
     else:

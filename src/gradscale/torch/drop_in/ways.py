@@ -13,7 +13,8 @@ from gradscale.torch.drop_in import checked, refusals, stepped
 from gradscale.torch.drop_in.clip import Clip
 from gradscale.torch.drop_in.unscale import gradients_of, note_unscaled
 from gradscale.torch.step import apply
-from gradscale.torch.step.measure import any_overflow
+from gradscale.torch.step.host_copy import host_value
+from gradscale.torch.step.measure import merged_flag
 
 if TYPE_CHECKING:
     from gradscale.torch.drop_in.grad_scaler import GradScaler
@@ -59,9 +60,9 @@ def clipped(scaler: "GradScaler", optimizer: Optimizer, scale: Tensor, clip: Cli
     flags = state["found_inf_per_device"]
     if not flags and (gradients or not folds):
         raise refusals.unchecked_gradients(optimizer)
-    divisor, overflow = None, any_overflow(flags.values(), scale.device)
+    divisor, overflow = None, merged_flag(list(flags.values()), scale.device)
     if factor is not None and folds and clip.value is None and not gradients.shared:
-        divisor = torch.where(overflow, 1.0, factor.reciprocal())
+        divisor = factor.reciprocal() if host_value(overflow) == 0 else torch.where(overflow != 0, 1.0, 1.0 / factor)
     else:
         clip.edit(gradients, factor, overflow)
         # Clipped from here on: if the optimizer raises, a step that is repeated measures them again.
@@ -78,6 +79,6 @@ def unscaled(scaler: "GradScaler", optimizer: Optimizer, scale: Tensor, clip: Cl
         checked.divide(scaler, optimizer, scale, allow_fp16=scaler._unscales_half)
     gradients, factor = checked.measure_to_clip(scaler, optimizer, scale, clip)
     flags = state["found_inf_per_device"]
-    clip.edit(gradients, factor, any_overflow(flags.values(), scale.device))
+    clip.edit(gradients, factor, merged_flag(list(flags.values()), scale.device))
     note_unscaled(optimizer, state, flags, scale.device)
     return state["grad_norm"]
