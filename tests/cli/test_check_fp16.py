@@ -120,8 +120,8 @@ def test_a_file_of_torch_is_read(tmp_path: Path) -> None:
 def sparse_and_complex(torch: Any) -> dict[str, Any]:
     large = torch.tensor([[0.0, 1e5], [1.0, 0.0]])
     return {
-        "coo": large.to_sparse(),
-        "csr": large.to_sparse_csr(),
+        "by coordinate": large.to_sparse(),
+        "by row": large.to_sparse_csr(),
         "complex": torch.tensor([1 + 1e5j, 1e-9 + 0j]),
         "conjugate": torch.tensor([1 + 1e5j]).conj(),
         "complex128": torch.tensor([1e5j], dtype=torch.complex128),
