@@ -34,14 +34,14 @@ class Scalars:
 
     def __init__(self) -> None:
         self._compiled: dict[Policy, Callable[[Any, Any], Any]] = {}
-        self._last: tuple[Policy | None, Callable[[Any, Any], Any]] = None, bounded_next
+        self._last: tuple[Policy, Callable[[Any, Any], Any]] | None = None
 
     def advanced(self, policy: Policy, state: Any, seen: Any, /) -> Any:
         """Returns what `contract.advanced` returns, by a function that is compiled at the first step of a policy."""
         # Mostly the same as at the last step: the hash of a policy takes a tenth as long as its rule.
-        last, function = self._last
-        if last is policy:
-            return function(state, seen)
+        last = self._last
+        if last is not None and last[0] is policy:
+            return last[1](state, seen)
         # By its own class, and not one that it is derived from: what a user has added may not be traced. Such a policy
         # is not kept either: it may refer to a model.
         if not vars(type(policy)).get("is_compiled"):
