@@ -14,6 +14,9 @@ from gradscale.torch import GradScaler
 
 BATCH = 16
 
+KINDS = ["foreach", "fused"]
+"""Of optimizers."""
+
 
 class Regression(L.LightningModule):
     """A small network that keeps what it sees; its gradients overflow at the given batches."""
@@ -61,6 +64,11 @@ def data(batches: int = 4) -> DataLoader[Any]:
 def ours(**kwargs: Any) -> MixedPrecision:
     """Returns the plugin with a scale that the tests know."""
     return MixedPrecision(scaler=GradScaler("cpu", init_scale=2.0**10, growth_interval=4), **kwargs)
+
+
+def scaler_in(plugin: MixedPrecision) -> GradScaler:
+    assert plugin.scaler is not None
+    return plugin.scaler
 
 
 def theirs() -> LightningMixedPrecision:

@@ -9,23 +9,26 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import SimpleProfiler
-from tests.integrations.lightning.runs import L, Regression, data, fit, ours, theirs, trainer_of, weights_of
+from tests.integrations.lightning.runs import (
+    KINDS,
+    L,
+    Regression,
+    data,
+    fit,
+    ours,
+    scaler_in,
+    theirs,
+    trainer_of,
+    weights_of,
+)
 from tests.torch.short_runs import fine_tuned_model, large_loss
 from torch import Tensor
 
-from gradscale import CheckOnly, NoScaling, Static
+from gradscale import CheckOnly, Static
 from gradscale.integrations.lightning import MixedPrecision
 from gradscale.torch import GradScaler
-
-KINDS = ["foreach", "fused"]
-
-
-def scaler_in(plugin: MixedPrecision) -> GradScaler:
-    assert plugin.scaler is not None
-    return plugin.scaler
 
 
 @pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 1.0}])
@@ -76,94 +79,6 @@ def test_retries_are_refused_where_the_module_runs_its_own_backward_pass() -> No
     with pytest.raises(MisconfigurationException, match="Received: retries=2 and a module with its own `backward`"):
         fit(OwnBackward("fused"), MixedPrecision(retries=2), batches=1)
     fit(OwnBackward("fused"), MixedPrecision(retries=0), batches=1)
-
-
-class Clipped(Regression):
-    """Keeps the norm of its gradients after each step, when it clears them."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind)
-        self.norms: list[float] = []
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        self.norms += [float(torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads])))] if grads else []
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_after_the_step_are_unscaled_and_clipped(kind: str) -> None:
-    module = Clipped(kind)
-    fit(module, ours(), gradient_clip_val=0.125)
-    assert module.norms == pytest.approx([0.125] * 3, rel=1e-4)
-
-
-def calls_of(plugin: MixedPrecision, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns a list that gets the name of the scaler's method for each `unscale_` and each step that clips."""
-    calls: list[str] = []
-    scaler = scaler_in(plugin)
-    unscale, step = scaler.unscale_, scaler.step
-    monkeypatch.setattr(scaler, "unscale_", lambda optimizer: (calls.append("unscale_"), unscale(optimizer))[1])
-    monkeypatch.setattr(
-        scaler,
-        "step",
-        lambda optimizer, **kwargs: (calls.append(f"step {sorted(kwargs)}"), step(optimizer, **kwargs))[1],
-    )
-    return calls
-
-
-@pytest.mark.parametrize(("algorithm", "keyword"), [("norm", "clip_norm"), ("value", "clip_value")])
-@pytest.mark.parametrize("kind", KINDS)
-def test_clip_is_part_of_the_step_where_nobody_looks(
-    kind: str, algorithm: str, keyword: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plugin = ours()
-    calls = calls_of(plugin, monkeypatch)
-    fit(Regression(kind), plugin, batches=1, gradient_clip_val=0.5, gradient_clip_algorithm=algorithm)
-    assert calls == [f"step ['{keyword}']"]
-
-
-class Looks(L.Callback):
-    """Keeps the largest gradient that it sees before the step."""
-
-    def __init__(self) -> None:
-        self.largest: list[float] = []
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        grads = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
-        self.largest.append(max(float(grad.abs().max()) for grad in grads))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_callback_sees_unscaled_gradients_that_are_not_clipped_yet(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    callback, plain, plugin = Looks(), Looks(), ours()
-    fit(Regression(), None, batches=1, callbacks=[plain])
-    calls = calls_of(plugin, monkeypatch)
-    fit(Regression(kind), plugin, batches=1, callbacks=[callback], gradient_clip_val=2.0**-10)
-    assert calls == ["unscale_", "step ['clip_norm']"]
-    assert callback.largest == pytest.approx(plain.largest, rel=1e-2)
-
-
-def test_lambda_callback_sees_unscaled_gradients() -> None:
-    seen = Looks()
-    callback = LambdaCallback(on_before_optimizer_step=seen.on_before_optimizer_step)
-    fit(Regression("fused"), ours(), batches=1, callbacks=[callback])
-    assert seen.largest[0] < 2.0**6
-
-
-class OwnClip(Regression):
-    """Clips in its own way, and looks at what came of it."""
-
-    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self.clip_gradients(optimizer, gradient_clip_val=0.25, gradient_clip_algorithm="norm")
-        grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        self.norm = float(torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads])))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_module_that_clips_itself_sees_clipped_gradients(kind: str) -> None:
-    module = OwnClip(kind)
-    fit(module, ours(), batches=1)
-    assert module.norm == pytest.approx(0.25, rel=1e-4)
 
 
 def test_schedule_can_advance_on_a_skip() -> None:
@@ -353,102 +268,6 @@ def test_modules_own_backward_gets_the_scaled_loss() -> None:
     assert module.given == pytest.approx(2.0**10 * module.losses[0])
 
 
-def test_hooks_before_the_backward_pass_see_the_loss_itself() -> None:
-    class Hook(Regression):
-        def on_before_backward(self, loss: Tensor) -> None:
-            self.seen = loss.item()
-
-    module = Hook()
-    fit(module, ours(), batches=1)
-    assert module.seen == module.losses[0]
-
-
-HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
-
-
-class Plain(L.LightningModule):
-    """A module without hooks, and the names of those of others that were called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.called = torch.nn.Linear(8, 1), []
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        return torch.nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-    def noting(self, hook: str) -> Callable[..., None]:
-        return lambda *_: self.called.append(hook)
-
-
-def on_its_class(module: Plain) -> list[Callback]:
-    methods = {hook: lambda self, *_, hook=hook: self.called.append(hook) for hook in HOOKS}
-    module.__class__ = type("Hooked", (Plain,), methods)
-    return []
-
-
-def on_the_module(module: Plain) -> list[Callback]:
-    for hook in HOOKS:
-        setattr(module, hook, module.noting(hook))
-    return []
-
-
-def on_a_callback(module: Plain) -> list[Callback]:
-    methods = {hook: lambda self, *_, hook=hook: module.called.append(hook) for hook in HOOKS}
-    return [type("Hooked", (Callback,), methods)(), Callback()]
-
-
-def on_a_lambda_callback(module: Plain) -> list[Callback]:
-    return [Callback(), LambdaCallback(**{hook: module.noting(hook) for hook in HOOKS})]
-
-
-def added_during_the_run(module: Plain) -> list[Callback]:
-    def add(trainer: Any, *_: Any) -> None:
-        if len(trainer.callbacks) == 1:
-            trainer.callbacks += on_a_callback(module)
-
-    return [LambdaCallback(on_train_batch_end=add)]
-
-
-@pytest.mark.parametrize("owner", [L.LightningModule, Callback])
-@pytest.mark.parametrize("hook", HOOKS)
-def test_hook_that_is_set_on_lightnings_own_class_is_called(
-    hook: str, owner: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called = []
-    monkeypatch.setattr(owner, hook, lambda self, *_: called.append(hook))
-    fit(Plain(), ours(), batches=3, callbacks=[Callback()])
-    assert called == [hook] * 3
-
-
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize(
-    "hooked", [on_its_class, on_the_module, on_a_callback, on_a_lambda_callback, added_during_the_run]
-)
-def test_hooks_are_called_as_with_lightnings_plugin(
-    hooked: Callable[[Plain], list[Callback]], clip: float | None
-) -> None:
-    called = []
-    for plugin in (ours(), theirs()):
-        module = Plain()
-        fit(module, plugin, batches=3, callbacks=hooked(module), gradient_clip_val=clip)
-        called.append(module.called)
-    assert called[0] == called[1]
-    assert set(called[0]) == set(HOOKS)
-
-
-def test_profiler_times_hooks_that_nobody_has_as_with_lightnings_plugin() -> None:
-    timed = []
-    for plugin in (ours(), theirs()):
-        profiler = SimpleProfiler()
-        fit(Plain(), plugin, callbacks=[Callback()], profiler=profiler)
-        timed.append({name.replace(type(plugin).__module__, "") for name in profiler.recorded_durations})
-    assert timed[0] == timed[1]
-    assert any("on_before_optimizer_step" in name for name in timed[0])
-
-
 def test_bf16_needs_no_scaler() -> None:
     module = Regression("fused")
     trainer = fit(module, MixedPrecision(precision="bf16-mixed"), gradient_clip_val=1.0)
@@ -500,86 +319,6 @@ def test_scaler_of_another_class_is_used_as_by_lightnings_plugin_and_is_warned_o
     assert not trainer.callback_metrics
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
         fit(Regression("fused"), plugin, gradient_clip_val=0.125)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_clipping_that_a_derived_class_replaces_is_called(kind: str) -> None:
-    norms: list[float] = []
-
-    class Recorded(MixedPrecision):
-        def clip_grad_by_norm(self, optimizer: Any, clip_val: Any) -> None:
-            parameters = list(self.main_params(optimizer))
-            norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, clip_val)))
-
-    module, expected = Clipped(kind), Clipped(kind)
-    fit(module, Recorded(scaler=GradScaler("cpu", init_scale=2.0**10)), gradient_clip_val=0.125)
-    fit(expected, ours(), gradient_clip_val=0.125)
-    assert len(norms) == 4
-    assert max(norms) < 2.0**6, "unscaled"
-    assert weights_of(module) == pytest.approx(weights_of(expected), rel=1e-4)
-
-
-@pytest.mark.parametrize("clip", [None, 0, 1.0])
-@pytest.mark.parametrize("method", ["_after_closure", "_clip_gradients", "clip_gradients"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_derived_class_that_clips_gets_unscaled_gradients_as_from_lightnings_plugin(
-    kind: str, method: str, clip: float | None
-) -> None:
-    def clips(self: Any, *args: Any, **_: Any) -> None:
-        [optimizer] = [each for each in args if isinstance(each, torch.optim.Optimizer)]
-        torch.nn.utils.clip_grad_value_(self.main_params(optimizer), 2.0**-10)
-
-    def derived(plugin: Any) -> Any:
-        plugin.__class__ = type("Derived", (type(plugin),), {method: clips})
-        return plugin
-
-    module, lightnings = Regression(kind), Regression("foreach")  # of a fused one, Lightning's does not unscale them
-    fit(module, derived(ours()), gradient_clip_val=clip)
-    fit(lightnings, derived(theirs()), gradient_clip_val=clip)
-    assert weights_of(module) == pytest.approx(weights_of(lightnings), rel=1e-5)
-
-
-@pytest.mark.parametrize("clip", [None, 0, 1.0])
-def test_clip_gradients_of_a_module_gets_unscaled_gradients_as_from_lightnings_plugin(clip: float | None) -> None:
-    class Clips(Regression):
-        def clip_gradients(self, optimizer: Any, *_: Any, **__: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-            torch.nn.utils.clip_grad_value_(self.parameters(), 2.0**-10)
-
-    module, lightnings = Clips(), Clips()
-    fit(module, ours(), gradient_clip_val=clip)
-    fit(lightnings, theirs(), gradient_clip_val=clip)
-    assert weights_of(module) == weights_of(lightnings)
-
-
-def test_function_that_stands_in_for_torchs_clipping_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, calls = torch.nn.utils.clip_grad_norm_, []
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        calls.append(float(norm := own(*args, **kwargs)))
-        return norm
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recorded)
-    fit(Regression("fused"), ours(), gradient_clip_val=0.125)
-    assert len(calls) == 4
-
-
-def test_policy_without_a_scale_still_clips() -> None:
-    module, plain = Clipped("foreach"), Clipped("foreach")
-    fit(module, MixedPrecision(NoScaling()), gradient_clip_val=0.125)
-    fit(plain, None, gradient_clip_val=0.125)
-    assert module.norms == pytest.approx(plain.norms, rel=1e-3)
-
-
-def test_hook_before_the_step_is_called_without_scaling_too() -> None:
-    seen: list[float] = []
-
-    class Seen(Callback):
-        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            seen.append(float(torch.linalg.vector_norm(next(module.parameters()).grad)))
-
-    for plugin in (MixedPrecision(NoScaling()), ours()):
-        fit(Regression("fused"), plugin, batches=1, callbacks=[Seen()])
-    assert seen[0] == pytest.approx(seen[1], rel=1e-2)
 
 
 def test_results_are_not_kept_in_manual_optimization() -> None:
