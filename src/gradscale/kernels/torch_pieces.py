@@ -9,8 +9,8 @@ from gradscale.formats import FloatArray
 from gradscale.histogram.counts import EXPONENTS, LOWEST_EXPONENT
 from gradscale.kernels.torch_exponents import SINGLE, folded
 
-MOST = 131_072
-"""Elements that are counted together. They stay in the cache until they are counted."""
+MOST = 524_288
+"""Elements that are counted together. They stay in the processor's last cache until they are counted."""
 
 MAGNITUDE = np.int32(torch.iinfo(SINGLE.integer).max)
 """The bits of a number without its sign. As integers they have the order of the magnitudes, NaN above inf."""

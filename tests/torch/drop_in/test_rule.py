@@ -309,3 +309,20 @@ def test_no_gradient_makes_numpy_warn(grad: float, clip: dict[str, float], polic
         scaler.step(optimizer, **clip)
         scaler.update()
     assert scaler.get_scale() > 0
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+@pytest.mark.parametrize("clip", [{}, {"clip_norm": 1.0}])
+@pytest.mark.parametrize("size", [1e-36, 1e-40, 0.0])
+def test_numpy_that_raises_for_an_underflow_does_not_stop_a_step(size: float, clip: Any, kind: str) -> None:
+    owner = torch.nn.Parameter(torch.ones(3))
+    how: dict[str, Any] = {kind: True}
+    optimizer = torch.optim.AdamW([owner], **how)
+    scaler = GradScaler("cpu", policy="auto")
+    with np.errstate(all="raise"):
+        for _ in range(20):
+            optimizer.zero_grad()
+            scaler.scale((owner * size).sum()).backward()
+            scaler.step(optimizer, **clip)
+            scaler.update()
+    assert scaler.metrics()["applied"] > 0

@@ -24,7 +24,7 @@ from gradscale.torch.step.gradients import (
 )
 from gradscale.torch.step.host_copy import host_value, moved
 from gradscale.torch.step.measure import check, measure_sizes
-from gradscale.torch.step.numbers import Numbers
+from gradscale.torch.step.numbers import Numbers, unwarned
 from gradscale.torch.step.result import Traces
 
 Optimizer = torch.optim.Optimizer
@@ -134,11 +134,7 @@ def check_norm(
 def _unscaled_norm(measured: Measurement, divisor: Tensor) -> tuple[Tensor, Tensor]:
     """Returns whether a gradient is not finite, 0 or 1, and the norm of all, unscaled: inf if one is not finite."""
     known = host_value(divisor)
-    if known is not None and 1 <= known < np.inf:
-        # Nothing overflows that numpy would warn of. To switch its warnings off takes as long as the division.
-        return _divided_norm(measured, divisor)
-    with np.errstate(all="ignore"):
-        return _divided_norm(measured, divisor)
+    return unwarned(_divided_norm, measured, divisor, safe=known is not None and 1 <= known < np.inf)
 
 
 def _divided_norm(measured: Measurement, divisor: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from gradscale.torch.drop_in.settings import Bounds
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.host_copy import host_value
 from gradscale.torch.step.measure import measure_sizes
+from gradscale.torch.step.numbers import unwarned
 
 LARGEST_TRACKER = 2**31 - 1  # the tracker is an int32
 
@@ -83,18 +83,20 @@ def by_policy(
 def _advanced(rule: Rule, state: ScaleState, measured: Sequence[Sizes], found_inf: Tensor, scale: Tensor) -> ScaleState:
     """Advances `rule` from a state, and returns the state that follows. Other arguments are those of `seen_by`."""
     # In host memory a rule that predicts bounds what it computes of finite gradients, and nothing overflows; only the
-    # ratio of amax to norm may be 0 / 0. To switch numpy's warnings off takes as long as half of the rule.
+    # ratio of amax to norm may be 0 / 0.
     without_ratio = all([found.amax is None or found.norm is None for found, _ in measured])
-    if without_ratio and isinstance(rule.policy, PeakPolicy) and host_value(found_inf) == 0:
-        seen, rule.amax_ratio = seen_by(rule, measured, found_inf, scale)
-        rule.state = advanced(rule.policy, state, seen, rule.xp)
-    else:
-        # It warns where a scalar overflows or is divided by 0, and a device does not: inf and NaN are facts here.
-        with np.errstate(all="ignore"):
-            seen, rule.amax_ratio = seen_by(rule, measured, found_inf, scale)
-            rule.state = advanced(rule.policy, state, seen, rule.xp)
+    safe = without_ratio and isinstance(rule.policy, PeakPolicy) and host_value(found_inf) == 0
+    rule.state, rule.amax_ratio = unwarned(_next, rule, state, measured, found_inf, scale, safe=safe)
     rule.steps += 1
     return rule.state
+
+
+def _next(
+    rule: Rule, state: ScaleState, measured: Sequence[Sizes], found_inf: Tensor, scale: Tensor
+) -> tuple[ScaleState, Any]:
+    """Returns the state that follows, and the ratio of amax to norm for later steps."""
+    seen, ratio = seen_by(rule, measured, found_inf, scale)
+    return advanced(rule.policy, state, seen, rule.xp), ratio
 
 
 def present(rule: Rule, scale: Any, tracker: Any) -> ScaleState:

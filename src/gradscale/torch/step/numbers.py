@@ -1,7 +1,8 @@
 """The numbers that rules compute with: numpy scalars in host memory, or 0-d tensors on a device."""
 
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +13,23 @@ from gradscale.policies.contract import Seen
 from gradscale.policies.scalars import EXACT, SCALARS
 from gradscale.torch.step import host_copy
 from gradscale.torch.step.host_copy import read_now
+
+T = TypeVar("T")
+
+
+def unwarned(function: Callable[..., T], *args: Any, safe: bool) -> T:
+    """Returns what `function` returns. numpy does not warn or raise: inf and NaN are facts here, as on a device.
+
+    `safe` is whether nothing can overflow or be divided by 0.
+    """
+    # To switch numpy's warnings off takes as long as half of a rule.
+    if safe:
+        try:
+            return function(*args)
+        except FloatingPointError:
+            pass  # an underflow, for which numpy raises where the user has set it to
+    with np.errstate(all="ignore"):
+        return function(*args)
 
 
 class Numbers:
