@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from gradscale.policies.arithmetic import Namespace, smaller
 from gradscale.policies.checks import check_number
 from gradscale.policies.contract import Policy, ScaleState, Seen, advanced
@@ -70,6 +72,14 @@ def check_clip(name: str, bound: float | None) -> None:
     check_number(name, bound)
     if not bound > 0:
         raise ValueError(f"`{name}` must be greater than 0. Received: {name}={bound!r}. For no clipping pass None.")
+
+
+def check_retries(retries: int) -> None:
+    """Raises unless `retries` is an integer that is not negative."""
+    if isinstance(retries, bool) or not isinstance(retries, int | np.integer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"`retries` must be an integer. Received: retries={retries!r} ({type(retries).__name__}).")
+    if retries < 0:
+        raise ValueError(f"`retries` must not be negative. Received: retries={retries!r}.")
 
 
 def _clip_coefficient(norm: Array, clip_norm: float, xp: Namespace) -> Array:

@@ -7,9 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from gradscale.engine.decide import check_clip
+from gradscale.engine.decide import check_clip, check_retries
 from gradscale.engine.other_arguments import explains_arguments
-from gradscale.engine.retries import check_retries
 from gradscale.jax.axes import AxisNames
 from gradscale.jax.bf16 import note_if_bf16
 from gradscale.jax.forward import Forward, Signature, forward

@@ -23,7 +23,6 @@ from gradscale.torch.accumulation.backward import Backward
 from gradscale.torch.accumulation.buffers import BufferGuard
 from gradscale.torch.accumulation.closure import RETRIES, holder_of, make_closure
 from gradscale.torch.accumulation.edits import unscale
-from gradscale.torch.accumulation.first_steps import FirstSteps
 from gradscale.torch.accumulation.guard import Guard, OnSkip
 from gradscale.torch.accumulation.penalty import unscaled_grad
 from gradscale.torch.accumulation.window import Windows, map_losses
@@ -57,8 +56,7 @@ class LossScaler(OtherNames):
             result = scaler.step(optimizer, clip_norm=1.0)
             optimizer.zero_grad()
 
-    Only `step` with an optimizer that has no fused kernel synchronizes with the device: it reads one flag. So does
-    `backward` until a gradient that is not zero has been seen: it retries an overflow until then.
+    Only `step` with an optimizer that has no fused kernel synchronizes with the device: it reads one flag.
 
     Args:
         model: the module, or modules, trained. Gives gradients their names; needed for `retries`. Without it, or if a
@@ -158,7 +156,7 @@ class LossScaler(OtherNames):
         return map_losses(self._backward.scaled, outputs)
 
     @_disable_dynamo
-    def backward(self, loss: Tensor, retries: int | None = None, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, retries: int = 0, **kwargs: Any) -> None:
         """Scales `loss` and runs its backward pass.
 
         With `retries`, an overflow lowers the scale and runs the backward pass, and only that, again: the batch is not
@@ -167,17 +165,12 @@ class LossScaler(OtherNames):
         earlier ones. Post-accumulate hooks are called once, with the sum of all gradients. There is no retry for a loss
         that is not finite, under `Static`, or at the lowest scale. Ranks that share the scale retry together.
 
-        By default an overflow is retried in the first ten steps, and not from then on, at no cost: under `Headroom` and
-        `LogMax`, whose first scale is a guess, where the model is known, in one process, without DDP or FSDP, and for a
-        graph of torch's own operations. For a compiled model, reentrant checkpointing, other functions with a backward
-        pass of their own, and with `create_graph`, `inputs` or `gradient` it must be asked for.
-
         Args:
             loss: a scalar loss.
-            retries: how often the backward pass may be run again; 0 for never.
+            retries: how often the backward pass may be run again.
             **kwargs: passed on to `Tensor.backward`.
         """
-        if count := self._backward.retries(loss, retries, kwargs, self.last):
+        if count := self._backward.retries(retries, kwargs):
             self._stages.refuse_scale()
             self._backward.run(loss, count, kwargs)
         else:
@@ -505,7 +498,6 @@ class LossScaler(OtherNames):
         self._rule.load(as_policy(saved.policy), saved.state, saved.amax_ratio)
         self._memory.forget()
         self._rounds.missed.forget()
-        self._backward.first_steps = FirstSteps()
         # Zeros, as `zero_grad(set_to_none=False)` leaves them, have no scale.
         self._windows.close(zeros=False)
 

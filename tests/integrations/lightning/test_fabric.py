@@ -11,7 +11,7 @@ from tests.torch.helpers import poison
 from tests.torch.short_runs import fine_tuned_model, large_loss
 from torch import Tensor, nn
 
-from gradscale import CheckOnly
+from gradscale import CheckOnly, Headroom
 from gradscale.integrations.lightning import FabricMixedPrecision, MixedPrecision
 from gradscale.torch import GradScaler
 
@@ -91,7 +91,7 @@ def test_clip_of_the_plugin_is_that_of_clip_gradients(how: Any) -> None:
 @pytest.mark.parametrize("steps", [3, 10, 50])
 @pytest.mark.parametrize("how", HOWS)
 def test_short_run_loses_no_step(how: Any, steps: int) -> None:
-    plugin = FabricMixedPrecision()
+    plugin = FabricMixedPrecision(Headroom(init_scale=1.0))
     fabric = L.Fabric(accelerator="cpu", plugins=[plugin])
     own = fine_tuned_model()
     model, optimizer = fabric.setup(own, torch.optim.AdamW(own.parameters(), lr=1e-4, **how))
@@ -103,10 +103,10 @@ def test_short_run_loses_no_step(how: Any, steps: int) -> None:
     assert plugin.metrics()["gradscale/skipped"] == 0
 
 
-@pytest.mark.parametrize(("policy", "retries", "skipped"), [("auto", 0, 1), ("torch", None, 3), ("torch", 20, 0)])
+@pytest.mark.parametrize(("retries", "skipped"), [(0, 3), (20, 0)])
 @pytest.mark.parametrize("make", [FabricMixedPrecision, MixedPrecision])
-def test_retries_can_be_switched_off_and_asked_for(make: Any, policy: str, retries: int | None, skipped: int) -> None:
-    plugin = make(policy, retries=retries)
+def test_retries_can_be_asked_for(make: Any, retries: int, skipped: int) -> None:
+    plugin = make("torch", retries=retries)
     fabric, own = L.Fabric(accelerator="cpu", plugins=[plugin]), fine_tuned_model()
     model, optimizer = fabric.setup(own, torch.optim.SGD(own.parameters(), lr=1e-6))
     for index in range(3):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -341,7 +342,27 @@ def test_checkpointed_models_can_be_retried(reentrant: bool) -> None:
     assert same(weights(model), weights(expected))
 
 
-def test_the_graph_is_freed_after_the_last_attempt_unless_asked_otherwise() -> None:
+@pytest.mark.not_simulated("errors in hooks of a backward pass: torch ends the process")
+@pytest.mark.parametrize(("limit", "retries"), [(INF, 0), (1024.0, 6)], ids=["clean", "run again"])
+def test_the_graph_is_freed_after_the_last_attempt(limit: float, retries: int) -> None:
+    model, optimizer, scaler = setup()
+    inside: list[weakref.ref[Tensor]] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        inside.append(weakref.ref(output))
+
+    model[1].register_forward_hook(keep)
+    out = model(torch.randn(8, 4))
+    loss = narrow(out.square().sum(), limit)
+    scaler.backward(loss, retries=10)
+    assert scaler.step(optimizer).retries == retries
+    assert inside[0]() is None
+    assert out.grad_fn is not None
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        loss.backward()
+
+
+def test_a_graph_that_is_to_be_kept_is_kept() -> None:
     model, _, scaler = setup(Static(4.0))
     kept = loss_of(model)
     scaler.backward(kept, retries=1, retain_graph=True)
@@ -354,6 +375,7 @@ def test_the_graph_is_freed_after_the_last_attempt_unless_asked_otherwise() -> N
         ({"retries": -1}, ValueError, r"`retries` must not be negative\. Received: retries=-1\."),
         ({"retries": 1.0}, TypeError, r"`retries` must be an integer\. Received: retries=1\.0 \(float\)\."),
         ({"retries": True}, TypeError, r"`retries` must be an integer\. Received: retries=True \(bool\)\."),
+        ({"retries": None}, TypeError, r"`retries` must be an integer\. Received: retries=None \(NoneType\)\."),
         ({"retries": 1, "create_graph": True}, ValueError, r"`create_graph=True` cannot differentiate"),
     ],
 )

@@ -30,7 +30,7 @@ class ScaledAccelerator(Accelerator):
     """
 
     scaler: GradScaler
-    _retries: int | None = None
+    _retries: int = 0
     _logs: bool = True
     _grad_norm: Tensor | None = None
 

@@ -3,7 +3,7 @@
 import torch
 from accelerate import Accelerator, DistributedType
 
-from gradscale.engine.retries import check_retries
+from gradscale.engine.decide import check_retries
 from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.integrations.accelerate.accelerator import ScaledAccelerator
 from gradscale.integrations.accelerate.settings import settings_of
@@ -25,7 +25,7 @@ def install(
     accelerator: Accelerator,
     policy: Policy | str | None = None,
     *,
-    retries: int | None = None,
+    retries: int = 0,
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
     on_stuck: OnStuck = "warn",
     log: bool = True,
@@ -48,8 +48,7 @@ def install(
         policy: the rule for the scale, or its name. By default the numbers of `GradScalerKwargs`, if the accelerator
             was built with them, and else `"auto"`. With `CheckOnly()`, which scales nothing and skips steps that are
             not finite, the accelerator may be one for BF16 or float32.
-        retries: how often a backward pass that overflows is run again at a lower scale, at any step, without a second
-            forward pass; 0 for never. By default once in the first ten steps, under `"auto"`.
+        retries: how often a backward pass that overflows is run again at a lower scale, without a second forward pass.
         max_consecutive_skips: as in `GradScaler`.
         on_stuck: as in `GradScaler`.
         log: whether `accelerator.log` adds the metrics of the scaler. Switch it off for a tracker with fixed columns.
@@ -61,8 +60,7 @@ def install(
         RuntimeError: an optimizer is prepared already, or `install` was called before.
     """
     _check(accelerator, policy)
-    if retries is not None:
-        check_retries(retries)
+    check_retries(retries)
     settings = settings_of(policy, accelerator.scaler_handler)
     scaler = _class_for(accelerator)(
         accelerator.device.type, **settings, max_consecutive_skips=max_consecutive_skips, on_stuck=on_stuck

@@ -9,6 +9,7 @@ from lightning.fabric.plugins.precision import MixedPrecision as LightningMixedP
 from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor, nn
 
+from gradscale.engine.decide import check_retries
 from gradscale.integrations.lightning.fabric_checkpoints import CarriesScaler, carry_scalers
 from gradscale.integrations.lightning.scaler import (
     AUTO,
@@ -16,7 +17,6 @@ from gradscale.integrations.lightning.scaler import (
     AnyPrecision,
     is_unscaled,
     policy_and_precision,
-    retries_given,
     scaler_of,
 )
 from gradscale.integrations.logged import logged
@@ -48,8 +48,7 @@ class FabricMixedPrecision(LightningMixedPrecision, CarriesScaler):
             used as Lightning's plugin does.
         clip_norm: bound on the norm of each optimizer's gradients, unscaled, at every step.
         clip_value: bound on the magnitude of every element, unscaled, at every step.
-        retries: how often a backward pass that overflows is run again at a lower scale, at any step, without a second
-            forward pass; 0 for never. By default once in the first ten steps, under `"auto"`.
+        retries: how often a backward pass that overflows is run again at a lower scale, without a second forward pass.
         precision: `"16-mixed"`, which is the default, or `"bf16-mixed"` for a run in BF16. That has a scaler with the
             policy `CheckOnly()` alone, which skips steps that are not finite.
 
@@ -65,14 +64,15 @@ class FabricMixedPrecision(LightningMixedPrecision, CarriesScaler):
         *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        retries: int | None = None,
+        retries: int = 0,
         precision: AnyPrecision | None = None,
     ) -> None:
         policy, precision = policy_and_precision(policy, precision)
         own = scaler_of(policy, scaler, precision, device)
         super().__init__(precision, device or "cpu", own if precision == FP16 else None)
         self.scaler: GradScaler | None = own
-        self._retries = retries_given(retries)
+        check_retries(retries)
+        self._retries = retries
         # Fabric does not tell its plugins where the model is.
         self._devices = _devices() if device is None else (device,)
         clip = Clip(clip_norm, clip_value)  # checks them
@@ -90,11 +90,11 @@ class FabricMixedPrecision(LightningMixedPrecision, CarriesScaler):
         return _nested(first, *others) if others else first
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Scales the loss and runs the backward pass: again at a lower scale if it overflows in the first ten steps."""
+        """Scales the loss and runs the backward pass."""
         if args or not isinstance(self.scaler, GradScaler):
             super().backward(tensor, model, *args, **kwargs)
         else:
-            self.scaler.backward(tensor, **(self._retries | kwargs))
+            self.scaler.backward(tensor, **({"retries": self._retries} | kwargs))
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         """Clips and steps the optimizer on unscaled gradients, or skips the step."""

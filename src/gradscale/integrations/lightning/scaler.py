@@ -7,7 +7,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.amp.grad_scaler import OptState
 
-from gradscale.engine.retries import check_retries
 from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.policies.static import CheckOnly, NoScaling
@@ -98,14 +97,6 @@ def _checks(policy: Policy | str) -> bool:
             "skip steps whose gradients are inf or NaN."
         )
     return True
-
-
-def retries_given(retries: int | None) -> dict[str, int]:
-    """Returns the argument of `GradScaler.backward`, if it is to have one."""
-    if retries is None:
-        return {}
-    check_retries(retries)
-    return {"retries": retries}
 
 
 def is_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:

@@ -34,7 +34,6 @@ from gradscale.integrations.lightning.scaler import (
     AnyPrecision,
     is_unscaled,
     policy_and_precision,
-    retries_given,
     scaler_of,
 )
 from gradscale.integrations.lightning.schedules import HeldSchedules, OnSkip, check_on_skip
@@ -69,8 +68,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         on_skip: `"hold"` holds schedules with `interval="step"` once for every skipped step; `"advance"` advances them,
             as Lightning's plugin does.
         log: log the scaler's metrics.
-        retries: how often a backward pass that overflows is run again at a lower scale, at any step, without a second
-            forward pass; 0 for never. By default once in the first ten steps, under `"auto"`.
+        retries: how often a backward pass that overflows is run again at a lower scale, without a second forward pass.
         precision: `"16-mixed"`, which is the default, or `"bf16-mixed"` for a run in BF16. That has a scaler with the
             policy `CheckOnly()` alone, which skips steps that are not finite.
 
@@ -88,7 +86,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         *,
         on_skip: OnSkip = "hold",
         log: bool = True,
-        retries: int | None = None,
+        retries: int = 0,
         precision: AnyPrecision | None = None,
     ) -> None:
         policy, precision = policy_and_precision(policy, precision)
@@ -98,7 +96,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         self._device_given = device is not None
         self._on_skip = check_on_skip(on_skip)
         self._logs = log
-        self._retries = retries_given(retries)
+        self._retries = retries
         self._schedules = HeldSchedules(())
         self._clip: dict[str, float] = {}
         self._clips_in_step = False
@@ -172,10 +170,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         return Precision.pre_backward(self, tensor, module) if calls(module, BEFORE_BACKWARD) else tensor
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Scales the loss and runs the backward pass, by the module's own `backward` if it has one.
-
-        Without, it is run again at a lower scale if it overflows in the first ten steps.
-        """
+        """Scales the loss and runs the backward pass, by the module's own `backward` if it has one."""
         if not self._in_trainer:
             self._in_fabric.backward(tensor, model, *args, **kwargs)
             return
@@ -186,13 +181,13 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
             self._check_no_retries()
             super().backward(scaler.scale(tensor), model, optimizer, *others, **kwargs)
         else:
-            scaler.backward(tensor, **(self._retries | kwargs))
+            scaler.backward(tensor, **({"retries": self._retries} | kwargs))
 
     def _check_no_retries(self) -> None:
-        if any(self._retries.values()):
+        if self._retries:
             raise MisconfigurationException(
                 "`retries` runs the backward pass itself, again if it overflows. Received: "
-                f"retries={self._retries['retries']!r} and a module with its own `backward`, or a backward pass with "
+                f"retries={self._retries!r} and a module with its own `backward`, or a backward pass with "
                 "arguments by position. Leave `retries` out, or the method."
             )
 

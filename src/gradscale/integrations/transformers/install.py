@@ -14,7 +14,7 @@ def install(
     trainer: Trainer,
     policy: Policy | str | None = None,
     *,
-    retries: int | None = None,
+    retries: int = 0,
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
     on_stuck: OnStuck = "warn",
     log: bool = True,
@@ -34,8 +34,7 @@ def install(
         trainer: built with `fp16=True`, and not trained or evaluated yet.
         policy: the rule for the scale, or its name; by default `"auto"`. With `CheckOnly()`, which scales nothing and
             skips steps that are not finite, the trainer may be one for BF16 or float32.
-        retries: how often a backward pass that overflows is run again at a lower scale, at any step, without a second
-            forward pass; 0 for never. By default once in the first ten steps, under `"auto"`.
+        retries: how often a backward pass that overflows is run again at a lower scale, without a second forward pass.
         max_consecutive_skips: as in `GradScaler`.
         on_stuck: as in `GradScaler`.
         log: whether logs carry the metrics of the scaler.

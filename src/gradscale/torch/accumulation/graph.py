@@ -1,24 +1,11 @@
-"""Graphs whose backward pass is run more than once: which allow it, and their memory afterwards."""
+"""Graphs whose backward pass is run more than once: what they hide, and their memory afterwards."""
 
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from gradscale.torch.accumulation.leaves import nodes_of
-
-
-def is_repeatable(loss: Tensor) -> bool:
-    """Returns whether the graph of `loss` has operations of torch's own only, whose backward pass may be run again.
-
-    A function that is written in Python or in an extension may write to what it has saved, free it, or refuse: kernels
-    that compute their gradient in the forward pass multiply it in place in the backward pass, and compiled models give
-    their buffers away. Takes about 0.3 us for each node.
-    """
-    if loss.grad_fn is None:
-        return False
-    return not any(isinstance(node, BackwardCFunction) or "CppNode" in node.name() for node in nodes_of(loss.grad_fn))
 
 
 def has_hidden_leaves(loss: Tensor) -> bool:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradscale.engine.retries import check_retries
+from gradscale.engine.decide import check_retries
 from gradscale.torch.accumulation.graph import free
 from gradscale.torch.accumulation.window import Window
 from gradscale.torch.step.decide import Rule

@@ -22,7 +22,6 @@ from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
 from gradscale.policies.static import multiplies
-from gradscale.torch.accumulation.first_steps import FirstSteps
 from gradscale.torch.accumulation.retry import check_backward
 from gradscale.torch.bf16 import FirstLoss
 from gradscale.torch.drop_in import checked, refusals, retry, saved, settings, stepped, unscale, ways
@@ -135,7 +134,6 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self._bound = ScaleBound()
         self._divided: list[Optimizer] = []
         self._leaves = Leaves()
-        self._first_steps = FirstSteps()
         self._updated: Updated | None = None
         self._ranks = Ranks(group)
         self._warned_of_fused_sgd = False
@@ -177,7 +175,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """Whether losses and gradients are multiplied at all: not by a scale that is always 1."""
         return self._rule is None or multiplies(self._rule.policy)
 
-    def backward(self, loss: Tensor, retries: int | None = None, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, retries: int = 0, **kwargs: Any) -> None:
         """Scales `loss` and runs its backward pass: `scale(loss).backward()`, which can be run again if it overflows.
 
         An addition to torch's methods, with the meaning that it has in `gradscale.torch.LossScaler`. With `retries`, an
@@ -187,13 +185,9 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         has ended, and a second set of gradients if there are earlier ones. There is no retry for a loss that is not
         finite, under `Static`, or at the lowest scale.
 
-        By default an overflow is retried in the first ten steps, and not from then on, at no cost: under `Headroom` and
-        `LogMax` (`policy="auto"` is the former), for a graph of torch's own operations, and where `torch.distributed`
-        is not initialized. Where a retry is not possible, one that was asked for is refused.
-
         Args:
             loss: a scalar loss, not scaled.
-            retries: how often the backward pass may be run again; 0 for never.
+            retries: how often the backward pass may be run again.
             **kwargs: passed on to `Tensor.backward`.
 
         Raises:
@@ -203,12 +197,11 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """
         if torch.compiler.is_dynamo_compiling():
             return _uncompiled(GradScaler.backward, self, loss, retries, **kwargs)
-        if retries is not None:
-            check_backward(retries, kwargs)
+        check_backward(retries, kwargs)
         if not self._enabled:
             loss.backward(**kwargs)
-        elif (retries or not self._first_steps.over) and (count := retry.retries_of(self, loss, retries, kwargs)):
-            self._retry(loss, count, kwargs)
+        elif retries:
+            self._retry(loss, retries, kwargs)
         else:
             self._leaves.complete = False
             product = scaled(loss, self._scale_for, self._noted, multiplies=self._multiplies)
@@ -216,7 +209,9 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             product.backward(**kwargs)
 
     def _retry(self, loss: Tensor, retries: int, kwargs: dict[str, Any]) -> None:
-        """Runs the backward pass of `loss`, again at a lower scale while it overflows."""
+        """Runs the backward pass of `loss`, again at a lower scale while it overflows; raises if it cannot be."""
+        if reason := retry.obstacle(loss, self._leaves, self._per_optimizer_states, self._ranks.group):
+            raise RuntimeError(f"`retries` cannot run this backward pass again: {reason}")
         self._begin_backward()
         self._note_types(loss)
         self._steps.retries += retry.retried(self, loss, self._leaves.add(loss), retries, kwargs)
@@ -502,7 +497,6 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             self._updated = Updated()
             state_dict, self._bounds, self._rule = found.numbers, found.bounds, found.rule
             self._steps.restart(found.counters())
-            self._first_steps = FirstSteps()
         super().load_state_dict(state_dict)
         if self._enabled and self._scale is not None:
             self._settle()

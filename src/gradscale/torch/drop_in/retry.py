@@ -81,26 +81,6 @@ def obstacle(loss: Tensor, leaves: Leaves, states: States, group: Any) -> str | 
     return None
 
 
-def retries_of(scaler: Any, loss: Tensor, retries: int | None, kwargs: dict[str, Any]) -> int:
-    """Returns how often the backward pass of `loss` may be run again, or raises if it cannot be.
-
-    `retries` is what the user asked for, and None the default; `kwargs` are those of `Tensor.backward`.
-    """
-    if retries is None and scaler._rule is None:
-        scaler._first_steps.over = True
-        return 0
-
-    def find_obstacle() -> str | None:
-        return obstacle(loss, scaler._leaves, scaler._per_optimizer_states, scaler._ranks.group)
-
-    if retries is None:
-        first, last = scaler._first_steps, scaler._steps.last
-        return first.retries(scaler._rule, loss, kwargs, last, lambda: find_obstacle() is None)
-    if retries and (reason := find_obstacle()) is not None:
-        raise RuntimeError(f"`retries` cannot run this backward pass again: {reason}")
-    return retries
-
-
 @dataclass(slots=True)
 class DropInScale:
     """The scale of a `GradScaler`, lowered in place by its rule.

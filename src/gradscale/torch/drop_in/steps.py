@@ -66,11 +66,6 @@ class Steps:
             "_closed": Closed((), (), {}),
         }
 
-    @property
-    def last(self) -> StepResult | None:
-        """The result that stands for the steps which the last `update` has ended; None before the first."""
-        return self._memory.last
-
     def begin(self, optimizer: Optimizer, device: torch.device) -> None:
         """Notes that an optimizer is about to be stepped: its weights are measured before its first step."""
         self._memory.begin([optimizer], device)
