@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 
 from gradscale import FP16, Format, Policy, Seen
-from gradscale.engine.retries import FIRST_STEPS
 from gradscale.policies.checks import LOWEST_SCALE
-from gradscale.policies.contract import backed_off
 from gradscale.record import fields, with_values
 
 Matrix = np.ndarray[Any, Any]
@@ -55,37 +53,25 @@ class Run:
     state: Any
 
 
-def simulate(policy: Policy, stream: Stream, format: Format = FP16, *, retries: bool = False) -> Run:
+def simulate(policy: Policy, stream: Stream, format: Format = FP16) -> Run:
     """Returns what `policy` does with the stream, all columns at once.
 
     Args:
         policy: the policy.
         stream: the gradients.
         format: what they must fit.
-        retries: in the first steps, run a backward pass that overflowed once again with the next scale.
     """
     start = policy.start()
     columns = stream.amax.shape[1]
     state = with_values(start, {field.name: np.full(columns, getattr(start, field.name)) for field in fields(start)})
     scales, overflowed = np.empty(stream.amax.shape), np.empty(stream.amax.shape, bool)
     for step, (amax, hidden) in enumerate(zip(stream.amax, stream.hidden, strict=True)):
-        if retries:
-            state = _retried(policy, state, amax * hidden, format)
         scales[step] = state.scale
         scaled = amax * scales[step]
         overflowed[step] = scaled * hidden >= format.overflow_threshold
         scaled[scaled <= format.smallest_subnormal / 2] = 0
         state = policy.next(state, _seen(policy, scaled, state.scale, overflowed[step], format), np)
     return Run(scales, overflowed, np.log2(format.max / (stream.amax * stream.hidden)) - np.log2(scales), state)
-
-
-def _retried(policy: Policy, state: Any, largest: Matrix, format: Format) -> Any:
-    """Returns the state with the scale of a second attempt, in the first steps, where the first overflows."""
-    again = (state.applied < FIRST_STEPS) & (largest * state.scale >= format.overflow_threshold)
-    overflow = Seen(finite=np.zeros_like(again), loss_finite=np.ones_like(again))
-    lowered = backed_off(policy, state, overflow, np)
-    values = {f.name: np.where(again, getattr(lowered, f.name), getattr(state, f.name)) for f in fields(state)}
-    return with_values(state, values)
 
 
 def best_scales(stream: Stream, steps: int, format: Format = FP16) -> Matrix:
