@@ -56,7 +56,7 @@ class Loop:
         """Returns whether each step was skipped."""
         found: list[bool] = []
         for self.batch in batches:
-            self.scaler.backward(self.loss(), retries=0)
+            self.scaler.backward(self.loss())
             found.append(self.scaler.step(self.optimizer).skipped())
             self.optimizer.zero_grad()
         return found
@@ -371,7 +371,7 @@ class TestOnADevice:
         loop = Loop(two_blocks(), Static(1024.0), fused=True)
         batches = good_and_bad("gg" + "b" * 2 * SAMPLE_EVERY)
         for loop.batch in batches:
-            loop.scaler.backward(loop.loss(), retries=0)
+            loop.scaler.backward(loop.loss())
             loop.scaler.step(loop.optimizer)
             loop.optimizer.zero_grad()
         assert loop.probed
@@ -385,7 +385,7 @@ class TestOnADevice:
         loop.scaler._memory.together = lambda: True
         batches = good_and_bad("b" * 2 * SAMPLE_EVERY)
         for loop.batch in batches:
-            loop.scaler.backward(loop.loss(), retries=0)
+            loop.scaler.backward(loop.loss())
             loop.scaler.step(loop.optimizer)
             loop.optimizer.zero_grad()
         assert loop.probed[0] is batches[2 * SAMPLE_EVERY - 2]  # copied after the 16th step, read after the 31st
@@ -399,7 +399,7 @@ class TestOnADevice:
         kept._arrived = lambda copied_at, copy: arrived[0]
         for number, loop.batch in enumerate(good_and_bad("g" * (SAMPLE_EVERY - 2) + "bbgg")):
             arrived[0] = number >= SAMPLE_EVERY
-            loop.scaler.backward(loop.loss(), retries=0)
+            loop.scaler.backward(loop.loss())
             loop.scaler.step(loop.optimizer)
             loop.optimizer.zero_grad()
         assert len(loop.probed) == 1
@@ -415,7 +415,7 @@ def test_on_a_device_nothing_waits_while_there_is_nothing_to_probe(kinds: str) -
     for loop.batch in good_and_bad(kinds):
         loss = loop.loss()
         with host.waits() as waits:
-            loop.scaler.backward(loss, retries=0)
+            loop.scaler.backward(loss)
             loop.scaler.step(loop.optimizer)
         loop.optimizer.zero_grad()
         found.reads += waits.reads

@@ -77,7 +77,7 @@ def test_both_scalers_name_the_one_that_is_not_finite(fused: bool) -> None:
     for scaler in scalers:
         for poisoned in (False, True):
             optimizer.zero_grad()
-            scaler.backward(model(torch.ones(4, 2)).mean(), retries=0)
+            scaler.backward(model(torch.ones(4, 2)).mean())
             if poisoned:
                 model[1].weight.grad[0, 1] = -INF  # type: ignore[index]
             result: Any = scaler.step(optimizer)

@@ -41,9 +41,7 @@ def loop(step: Step, model: nn.Module, optimizer: Optimizer) -> host.Waits:
     return found
 
 
-def with_loss_scaler(
-    policy: Policy, micro_batches: int = 1, max_skips: int = 50, retries: int | None = None, **arguments: Any
-) -> Step:
+def with_loss_scaler(policy: Policy, micro_batches: int = 1, max_skips: int = 50, **arguments: Any) -> Step:
     scaler: LossScaler | None = None
 
     def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
@@ -52,7 +50,7 @@ def with_loss_scaler(
             scaler = LossScaler(model, policy, max_consecutive_skips=max_skips)
             scaler.protect_buffers()
         for seed in range(micro_batches):
-            scaler.backward(_loss(model, seed), retries=retries)
+            scaler.backward(_loss(model, seed))
         if number == 1:
             poison(next(model.parameters()), INF)
         scaler.step(optimizer, **arguments)
@@ -78,10 +76,7 @@ def test_a_step_with_a_fused_optimizer_waits_for_nothing(name: str, arguments: d
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_no_policy_waits_for_anything(policy: Policy) -> None:
     model = small_model()
-    # Without the retries of the first step, which read whether it has overflowed.
-    waits = loop(
-        with_loss_scaler(policy, retries=0, clip_norm=1.0), model, OPTIMIZERS["adamw fused"](model.parameters())
-    )
+    waits = loop(with_loss_scaler(policy, clip_norm=1.0), model, OPTIMIZERS["adamw fused"](model.parameters()))
     assert waits == host.Waits()
 
 
