@@ -55,7 +55,7 @@ def ours(**kwargs: Any) -> FabricMixedPrecision:
 
 @pytest.mark.parametrize("how", HOWS)
 def test_training_in_fp16_on_a_cpu_learns(how: Any) -> None:
-    run = Run(FabricMixedPrecision(), **how)
+    run = Run(FabricMixedPrecision(Headroom(init_scale=1.0)), **how)
     losses = [run.step(index, bad=index == 5) for index in range(40)]
     assert run.types == {torch.float16}
     assert losses[-1] < 0.5 * losses[0]
@@ -276,7 +276,8 @@ def test_bound_must_be_positive() -> None:
 @pytest.mark.parametrize("clip", [{}, {"max_norm": 0.125}], ids=str)
 @pytest.mark.parametrize("arguments", [{}, {"device": "cpu"}], ids=str)
 def test_plugin_of_the_trainer_does_the_same(arguments: Any, clip: Any, how: Any) -> None:
-    run, expected = Run(MixedPrecision(**arguments), **how), Run(FabricMixedPrecision(), **how)
+    policy = Headroom(init_scale=1.0)
+    run, expected = Run(MixedPrecision(policy, **arguments), **how), Run(FabricMixedPrecision(policy), **how)
     for index in range(6):
         assert run.step(index, bad=index == 2, **clip) == expected.step(index, bad=index == 2, **clip)
     assert run.numbers() == expected.numbers()

@@ -34,7 +34,7 @@ from gradscale.torch import GradScaler
 @pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 1.0}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_in_fp16_learns_and_a_skipped_step_is_reported(kind: str, clip: dict[str, Any]) -> None:
-    module, plugin = Regression(kind, bad=(5,)), MixedPrecision()
+    module, plugin = Regression(kind, bad=(5,)), MixedPrecision(Headroom(init_scale=1.0))
     trainer = fit(module, plugin, max_epochs=8, **clip)
     assert module.types == {torch.float16}
     assert module.losses[-1] < 0.5 * module.losses[0]
