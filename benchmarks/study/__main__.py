@@ -5,6 +5,7 @@
     python -m benchmarks.study --minutes 30 --workers 2
     python -m benchmarks.study --minutes 0    # only writes the tables
     python -m benchmarks.study --formats fp16 --rules torch auto    # only these runs
+    python -m benchmarks.study --tasks held-out    # only those of the tasks that no rule was tuned on
 
 Rows that are in `results.json` already are not run again, whatever commit made them. Delete those that a change
 concerns.
@@ -20,14 +21,16 @@ from benchmarks.machine import describe
 from benchmarks.marks import fill
 from benchmarks.study.commit import commit
 from benchmarks.study.plan import FORMATS, cases, completed, source
-from benchmarks.study.report import claims, coverage, tables
+from benchmarks.study.report import coverage, section
 from benchmarks.study.results import Results
 from benchmarks.study.rules import RULES
+from benchmarks.study.tasks import TASKS
 from benchmarks.study.training import Case
 from benchmarks.study.workers import run_all
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.json"
+KINDS = ("tuned", "held-out")
 PAGE = FOLDER.parents[1] / "docs" / "understand" / "policies_study.md"
 
 
@@ -37,10 +40,10 @@ def main() -> None:
     results = Results(None if options.quick else RESULTS)
     results.start({"command": "python -m benchmarks.study"} | _machine())
     planned = list(cases(options.quick))
-    chosen = [case for case in planned if case.format in options.formats and case.rule in options.rules]
+    chosen = [case for case in planned if _is_chosen(case, options)]
     _run_missing(results, chosen, options.workers, time.monotonic() + options.minutes * 60)
     rows = completed(results.rows, planned)
-    text = "\n\n".join(part for part in (coverage(rows, planned), claims(rows), tables(rows)) if part)
+    text = "\n\n".join([coverage(rows, planned), section(rows, held_out=False), section(rows, held_out=True)])
     print(text)
     if not options.quick:
         fill(PAGE, "study", text)
@@ -54,7 +57,13 @@ def _options() -> argparse.Namespace:
     formats = ("fp32", *FORMATS)
     parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="run no case of another format")
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), help="run no case of another policy")
+    parser.add_argument("--tasks", nargs="+", choices=KINDS, default=KINDS, help="run no case of another kind of task")
     return parser.parse_args()
+
+
+def _is_chosen(case: Case, options: argparse.Namespace) -> bool:
+    kind = KINDS[TASKS[case.task].held_out]
+    return case.format in options.formats and case.rule in options.rules and kind in options.tasks
 
 
 def _machine() -> dict[str, str | None]:
@@ -64,8 +73,7 @@ def _machine() -> dict[str, str | None]:
 
 def _run_missing(results: Results, planned: list[Case], workers: int, end: float) -> None:
     """Runs the cases that are missing, those that are one run once, and writes each row as soon as it is there."""
-    # One by one: the rows that are there by then show whether a case needs a run of its own.
-    missing = (case for case in planned if source(case, results.rows) == case and case.key not in results.rows)
+    missing = [case for case in planned if source(case) == case and case.key not in results.rows]
     for case, row in run_all(missing, workers, end):
         results.add(case.key, row)
         figures = f"{row['skipped']} skipped, final {row['final']:.4g}, {row['cpu_s']} s"

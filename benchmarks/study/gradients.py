@@ -32,8 +32,8 @@ class Gradients:
 
     @property
     def amax(self) -> float:
-        """The largest of them."""
-        return max(float(tensor.abs().max()) for tensor in (*self.tensors, *self.biases))
+        """The largest of them; NaN if one is."""
+        return float(torch.stack([tensor.abs().max() for tensor in (*self.tensors, *self.biases)]).max())
 
     def lost(self, format: Format, scale: float) -> float:
         """Returns the share of a tensor's energy (the sum of squares) that becomes zero, as a mean over tensors."""
@@ -44,7 +44,8 @@ class Gradients:
 def exact_gradients(model: nn.Module, loss: Callable[[], Tensor]) -> Gradients:
     """Returns the gradients, with the model computed in FP16. Leaves `.grad` and the buffers of the model alone.
 
-    A weight that is used twice has a gradient of each use, since each is rounded before they are added.
+    A weight that is used twice has a gradient of each use, since each is rounded before they are added. A frozen one
+    has none.
     """
     calls: list[Call] = []
     modules = [module for module in model.modules() if isinstance(module, ROUNDED)]
@@ -56,6 +57,7 @@ def exact_gradients(model: nn.Module, loss: Callable[[], Tensor]) -> Gradients:
     finally:
         for handle in handles:
             handle.remove()
+    calls = [call for call in calls if call[2].requires_grad]
     found = torch.autograd.grad(value, [output for _, _, output in calls], allow_unused=True)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -67,8 +69,11 @@ def exact_gradients(model: nn.Module, loss: Callable[[], Tensor]) -> Gradients:
 
 
 def _parameter_gradients(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> dict[str, Tensor]:
-    """Returns the gradients of the weight and the bias by one use of the module."""
-    parameters = {name: parameter.detach().requires_grad_() for name, parameter in module.named_parameters()}
+    """Returns the gradients of the weight and the bias by one use of the module, of those that are trained."""
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if not trained:
+        return {}
+    parameters = {name: parameter.detach().requires_grad_() for name, parameter in trained.items()}
     output = torch.func.functional_call(module, parameters, (inputs,))
     found = torch.autograd.grad(output, list(parameters.values()), output_grad)
     return dict(zip(parameters, found, strict=True))

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from itertools import product
 
 from benchmarks.study.results import Rows
-from benchmarks.study.rules import BASELINE, FP32_RUN, RULES, SUBJECT, WITHOUT_RETRY
+from benchmarks.study.rules import BASELINE, FP32_RUN, RULES, SUBJECT
 from benchmarks.study.tasks import TASKS
 from benchmarks.study.training import Case
 
@@ -17,30 +17,30 @@ QUICK_STEPS = 200
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Yields the cases, first those that the claims are about.
+    """Yields the cases, first those that the claims are about: of the tuned tasks, then of those that are held out.
 
-    The quick form has one seed, fewer steps and no clipping.
+    Held-out tasks have no other. The quick form has one seed, fewer steps and no clipping.
     """
     clips = (False,) if quick else (False, True)
+    tuned, held_out = ([name for name in TASKS if TASKS[name].held_out is side] for side in (False, True))
     for clip in clips:
-        yield from _cases((FP32_RUN,), clip, quick)
-        yield from _cases((BASELINE, SUBJECT), clip, quick)
+        yield from _cases(tuned, (FP32_RUN,), ("fp32",), clip, quick)
+        yield from _cases(tuned, (BASELINE, SUBJECT), FORMATS, clip, quick)
+    for clip in clips:
+        yield from _cases(held_out, (FP32_RUN,), ("fp32",), clip, quick)
+    for format, clip in product(FORMATS, clips):
+        yield from _cases(held_out, (BASELINE, SUBJECT), (format,), clip, quick)
     for rule in RULES:
         if rule not in (FP32_RUN, BASELINE, SUBJECT):
             for clip in clips:
-                yield from _cases((rule,), clip, quick)
+                yield from _cases(tuned, (rule,), FORMATS, clip, quick)
 
 
-def source(case: Case, rows: Rows) -> Case:
-    """Returns the case whose run is also that of `case`, by the rows that there are: most often itself.
+def source(case: Case) -> Case:
+    """Returns the case whose run is also that of `case`: most often itself.
 
-    A task that says where to start differs from the same task without only for a policy that would start elsewhere. And
-    a policy without retries differs from the same with them only if there was one.
+    A task that says where to start differs from the same task without only for a policy that would start elsewhere.
     """
-    if case.rule == WITHOUT_RETRY:
-        retrying = source(replace(case, rule=SUBJECT), rows)
-        if retrying.key in rows and not rows[retrying.key]["retries"]:
-            return retrying
     spec, rule, format = TASKS[case.task], RULES[case.rule], get_format(case.format)
     if spec.init_scale is None or rule.for_run(format, spec.init_scale) != rule.for_run(format, None):
         return case
@@ -50,14 +50,15 @@ def source(case: Case, rows: Rows) -> Case:
 
 def completed(rows: Rows, planned: Iterable[Case]) -> Rows:
     """Returns the rows of the planned cases that have been run, each with its own task where the run was another's."""
-    found = ((case, source(case, rows).key) for case in planned)
+    found = ((case, source(case).key) for case in planned)
     return {case.key: rows[key] | asdict(case) for case, key in found if key in rows}
 
 
-def _cases(rules: Sequence[str], clip: bool, quick: bool) -> Iterator[Case]:
+def _cases(
+    tasks: Sequence[str], rules: Sequence[str], formats: Sequence[str], clip: bool, quick: bool
+) -> Iterator[Case]:
     """Yields the cases of some rules, so that also half of them compare the rules of a task."""
-    formats = ("fp32",) if rules == (FP32_RUN,) else FORMATS
-    short_first = sorted(TASKS, key=lambda name: TASKS[name].steps)
+    short_first = sorted(tasks, key=lambda name: TASKS[name].steps)
     for seed, format, task, rule in product(SEEDS[:1] if quick else SEEDS, formats, short_first, rules):
         steps = TASKS[task].steps
         yield Case(task, rule, format, clip, seed, min(steps, QUICK_STEPS) if quick else steps)

@@ -14,15 +14,22 @@ from benchmarks.study.training import Case
 Row = dict[str, Any]
 
 
+def section(rows: Rows, held_out: bool) -> str:
+    """Returns the goals and the tables of the tuned tasks, or of the held-out ones, under a heading, as markdown."""
+    chosen = {key: row for key, row in rows.items() if TASKS[row["task"]].held_out is held_out}
+    heading = "## Held-out tasks" if held_out else "## Tasks that the rule was tuned on"
+    return "\n\n".join(part for part in (heading, claims(chosen, held_out), tables(chosen)) if part)
+
+
 def tables(rows: Rows) -> str:
     """Returns a table for each format, with and without clipping, as markdown."""
     parts = [_table(rows, format, clips) for clips in (False, True) for format in FORMATS]
     return "\n\n".join(part for part in parts if part)
 
 
-def claims(rows: Rows) -> str:
+def claims(rows: Rows, held_out: bool) -> str:
     """Returns each goal, what was measured of it and whether it holds, and below them what misses one, as markdown."""
-    found = goals(rows)
+    found = goals(rows, held_out)
     lines = ["| goal | `auto` | `torch` | holds |", "|---|---|---|---|"]
     lines += [f"| {goal.text} | {goal.found} | {goal.baseline} | {_verdict(goal)} |" for goal in found]
     below, count = below_one(rows)
@@ -37,7 +44,7 @@ def claims(rows: Rows) -> str:
 
 def coverage(rows: Rows, planned: Sequence[Case]) -> str:
     """Returns a sentence on how much of the study has been run."""
-    own = sum(source(case, rows) == case for case in planned if case.key in rows)
+    own = sum(source(case) == case for case in planned if case.key in rows)
     clipped = [row["clips"] for row in rows.values() if row["rule"] == SUBJECT]
     return (
         f"{len(rows)} of {len(planned)} rows of the full form have been made, by {own} runs: "

@@ -3,16 +3,14 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradscale import Format, Headroom, Histogram, LogMax, NoScaling, Policy, preset
+from gradscale import CheckOnly, Format, Headroom, Histogram, LogMax, Policy, preset
 
 FP32_RUN = "FP32"
-"""The run that others are compared with: nothing is rounded, and nothing scaled."""
+"""The run that others are compared with: nothing is rounded, and nothing scaled. Gradients that are not
+finite are skipped, as they have no use in any precision."""
 
 BASELINE = "torch"
 SUBJECT = "auto"
-
-WITHOUT_RETRY = "Headroom, no retry"
-"""The same policy as `SUBJECT`. Where that has run no backward pass again, it is the same run."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +19,9 @@ class Rule:
 
     Attributes:
         policy: the policy, for FP16.
-        retries: how often a backward pass may be run again; None for what `LossScaler.backward` does by itself.
     """
 
     policy: Any
-    retries: int | None = None
 
     def for_run(self, format: Format, init_scale: float | None) -> Policy:
         """Returns the policy for gradients of the format, started at `init_scale`."""
@@ -36,12 +32,11 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {
-    FP32_RUN: Rule(NoScaling()),
+    FP32_RUN: Rule(CheckOnly()),
     BASELINE: Rule(preset("torch")),
     SUBJECT: Rule(Headroom()),
     "DeepSpeed": Rule(preset("deepspeed")),
     "Megatron": Rule(preset("megatron")),
-    WITHOUT_RETRY: Rule(Headroom(), retries=0),
     "LogMax": Rule(LogMax()),
     "Histogram": Rule(Histogram()),
 }

@@ -48,8 +48,14 @@ class TaskSpec:
         steps: how long it is trained in the full form.
         init_scale: where every policy has to start; None for its own. FP32 and a policy that starts there anyway are
             not run again: theirs are the runs of the task with the same `make`.
+        held_out: whether no policy was tuned on it.
+        blocks: whether small and large gradients take turns for many steps each.
+        bad_batches: whether some batches are spoilt.
     """
 
     make: Callable[[int], Task]
     steps: int = 1500
     init_scale: float | None = None
+    held_out: bool = False
+    blocks: bool = False
+    bad_batches: bool = False

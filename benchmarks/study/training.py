@@ -57,16 +57,14 @@ class Measures:
 
     Attributes:
         scores: the score of each step.
-        retries: backward passes that were run again.
         skipped: optimizer steps that were skipped.
         applied: those that were applied.
-        scales: the scale that made the gradients of each optimizer step, after any retries, and whether it was applied.
+        scales: the scale that made the gradients of each optimizer step, and whether it was applied.
         amax: the largest gradient of each early optimizer step with a usual batch.
         lost: the share of gradient energy that was lost, at sampled steps that did not overflow.
     """
 
     scores: list[float] = field(default_factory=list)
-    retries: int = 0
     skipped: int = 0
     applied: int = 0
     scales: list[tuple[float, bool]] = field(default_factory=list)
@@ -90,7 +88,6 @@ class Measures:
         """Returns the row's figures; `best` is the best scale."""
         last = self.scores[-max(1, min(LAST, len(self.scores) // 3)) :]
         return {
-            "retries": self.retries,
             "skipped": self.skipped,
             "applied": self.applied,
             "steps_to_best": self._steps_to_best(best),
@@ -120,8 +117,7 @@ class Run:
         spec = TASKS[case.task]
         self.case, self.format = case, get_format(case.format)
         self.task, self.measures = spec.make(case.seed), Measures()
-        self._rule = RULES[case.rule]
-        self._scaler = LossScaler(self.task.model, self._rule.for_run(self.format, spec.init_scale))
+        self._scaler = LossScaler(self.task.model, RULES[case.rule].for_run(self.format, spec.init_scale))
 
     def step(self, step: int) -> None:
         """Trains for one step."""
@@ -143,10 +139,9 @@ class Run:
         self.task.model.zero_grad()
         with precision:
             loss = turn.loss()
-        self._scaler.backward(loss, retries=self._rule.retries)
+        self._scaler.backward(loss)
         result = self._scaler.step(turn.optimizer, clip_norm=turn.clip_norm if self.case.clips else None)
         scale = float(result.scale)
-        self.measures.retries += result.retries
         self.measures.note_step(scale, applied=not result.skipped())
         return float(loss.detach()), scale
 
