@@ -14,6 +14,13 @@ USELESS_SCALE = 2.0**-24
 """Where no lower scale helps: a gradient that overflows FP16 here is above 65504 * 2**24, or 1e12, unscaled. It is the
 default of `min_scale` where the scale follows the gradients."""
 
+HIGHEST_PEAK = 2.0**48
+"""Bound of a scaled gradient, for formats as wide as BF16: the squares of 2**30 gradients still add up to less than
+2**128, so the norm is finite in float32. Far below, at 2**-126, nothing is lost yet."""
+
+SMALLEST_GRADIENT = 2.0**-126
+"""Anything below counts as zero: some devices flush float32 subnormals, and no rule may depend on the device."""
+
 MOST_BITS = 15
 """Bound of a setting in bits: `two_to` is exact up to here."""
 

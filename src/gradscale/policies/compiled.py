@@ -122,11 +122,6 @@ class Tracing:
         """Returns the largest power of two that is not above `x`."""
         return Traced("pow2_floor({})", (x,), np.float32)
 
-    @staticmethod
-    def two_to(bits: float, like: Array, /) -> Array:
-        """Returns 2**bits."""
-        return exponents.two_to(bits, np.float32(1))
-
 
 def compiled(rule: Callable[[S, Any, Any], S], state: S, seen: Any) -> Callable[[S, Any], S]:
     """Returns a rule, a function of a state, of what was seen, and of a namespace, as one of the first two alone.

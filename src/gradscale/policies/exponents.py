@@ -14,8 +14,3 @@ def pow2_floor(x: Array) -> Array:
         return x * 0
     _, exponent = math.frexp(min(max(x, LOWEST_POWER), HIGHEST_POWER))
     return type(x)(math.ldexp(0.5, exponent))
-
-
-def two_to(bits: Array, like: Array) -> Array:
-    """Returns what `arithmetic.two_to` rounds a power to."""
-    return type(like)(math.floor(2.0 ** float(bits) + 0.5))

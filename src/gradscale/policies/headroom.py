@@ -1,66 +1,89 @@
-"""The scale that leaves headroom above a leaky peak of the gradients."""
+"""The scale that leaves headroom above a leaky peak of the gradients, and below a ceiling that overflows teach."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from gradscale.policies.arithmetic import Namespace, larger, two_to
-from gradscale.policies.checks import check_bits, check_share
-from gradscale.policies.contract import Seen
-from gradscale.policies.peak import (
-    RECOVERY,
-    PeakPolicy,
-    PeakSettings,
-    PeakState,
-    decay_speed,
-    first_state,
-    highest_peak,
-    next_state,
-    observe,
+from gradscale.formats import Format
+from gradscale.policies.arithmetic import Namespace, bounded, larger, pow2_floor, smaller, two_to
+from gradscale.policies.checks import (
+    FORMAT_FP16,
+    HIGHEST_PEAK,
+    HIGHEST_SCALE,
+    LOWEST_SCALE,
+    SMALLEST_GRADIENT,
+    USELESS_SCALE,
+    FormatField,
+    check_bits,
+    check_bounds,
+    check_format,
+    check_share,
 )
-from gradscale.record import Array
+from gradscale.policies.contract import ScaleState, Seen, counted, one_more, verdict
+from gradscale.record import Array, Record, leaf
 
-RISE_BITS = 3.0
-"""The scale rises once its target is this many bits higher. Two bits more would gain FP16 nothing, and each rise is a
-risk, as unmeasured gradients show themselves only in an overflow."""
+LESSON_BITS = 4
+"""How far below the scale that failed an overflow puts the ceiling; a tenth of the format's binades where that is less
+(3 in E5M2). Activation gradients, which nobody measures, were up to 5 bits above those of parameters in most models."""
+
+FAST_LEAK = 8
+"""How many times faster the peak decays while it is more than two lessons above the gradients. After a fall by 20 bits
+the scale is within 10 of its target 350 steps later; in 50 steps with small gradients it rises by one bit."""
+
+RECOVERY = 2.0**-17
+"""Share of `top` by which the ceiling rises at a clean step. So n clean steps after an overflow it is at least n / 2**17
+of `top`: 10 bits below after 200 steps, 5 after 5,000. A power of two, so that the product is exact."""
+
+FASTEST_RISE = 0.125
+"""The ceiling rises by no more than this share of itself: a bit in 6 steps. Where it is so low that this matters, it
+failed at every step, or bad batches follow each other."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeadroomState(PeakState):
-    """State of `Headroom`. Its `peak` is the leaky maximum of the gradients."""
+class HeadroomState(ScaleState):
+    """State of `Headroom`.
+
+    Attributes:
+        peak: unscaled gradient that the next step is expected to stay below; 0 while no gradient has been seen.
+        ceiling: the highest scale that overflows allow.
+
+    Here `clean_steps` are those since the last overflow.
+    """
+
+    peak: Array = leaf("float32", 0)
+    ceiling: Array = leaf("float32", HIGHEST_SCALE)
+
+
+S = TypeVar("S", bound=HeadroomState)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Headroom(PeakPolicy):
+class Headroom(Record):
     """Sets the scale by the largest gradient it remembers, so that it moves before a step overflows.
 
-    It keeps a leaky peak of the unscaled gradients, and the scale is the largest power of two with which that peak
-    stays `margin_bits` below the format's maximum, or below 2**48 in formats as wide as BF16. It follows the gradients
-    in both directions: one step is enough to find the scale, wherever it starts, and when the gradients fall it rises
-    within hundreds of steps.
+    Two numbers bound the scale, which is the largest power of two below both:
 
-    Only parameter gradients of clean steps are measured, while activation gradients may overflow first, and a spike may
-    come without warning. So an overflow that the gradients do not explain keeps the scale lower from then on, by 8 bits
-    in FP16 and 6 in FP8 E5M2. That bound recovers slowly, and more slowly each time an overflow proves it right, so
-    that overflows do not recur.
+    - `top` keeps a leaky peak of the unscaled gradients `margin_bits` below the format's maximum (below 2**48 in formats
+      as wide as BF16). The peak follows a larger gradient at once, and forgets it slowly.
+    - the *ceiling* remembers overflows, which a peak of parameter gradients cannot foresee: activation gradients and
+      spikes. An overflow puts it 4 bits below the scale that failed (3 in FP8 E5M2), and every clean step raises it by
+      1/131072 of `top`. Without overflows there is none.
 
-    Scales are bit-exact on every framework.
+    The first scale is 1, where hardly anything overflows; the first gradient sets the next one.
 
     Attributes:
         format: the format that the gradients must fit, or its name, such as `"fp16"`.
         init_scale: scale of the first step.
         margin_bits: headroom above the peak, in whole bits from 0 to 15. One more bit means fewer overflows, and a
             scale one binade lower.
-        leak: share by which the peak decays at a step. 0.002 is a bit in 350 steps. Decay is 4, 16 and 64 times
-            faster once the peak is more than 8, 10 and 14 bits above the gradients.
-        recovery: share by which a bound that an overflow lowered rises at a clean step.
-        rise_bits: the scale rises only where its target is at least this many whole bits (0 to 15) higher. A bit or two
-            more would gain little, and unmeasured gradients may overflow.
+        leak: share by which the peak decays at a step: 0.002 is a bit in 350 steps. It decays 8 times faster while it is
+            more than 8 bits above the gradients (6 in E5M2).
+        recovery: share of `top` by which a clean step raises the ceiling.
         min_scale: the scale never falls below.
         max_scale: the scale never rises above. Tiny gradients need scales of 2**36 and more.
 
-    >>> policy = Headroom(margin_bits=2)
+    >>> policy = Headroom()
     >>> state = policy.start()
     >>> for amax in (1e-7, 1e-7, 1e-7, 50.0):
     ...     state = policy.next(state, Seen(amax=np.float32(amax)), np)
@@ -71,39 +94,84 @@ class Headroom(PeakPolicy):
     2**8
     """
 
+    format: FormatField = FORMAT_FP16
+    init_scale: float = 1.0
     margin_bits: float = 2.0
     leak: float = 0.002
     recovery: float = RECOVERY
-    rise_bits: float = RISE_BITS
+    min_scale: float = field(default=USELESS_SCALE, kw_only=True)
+    max_scale: float = field(default=HIGHEST_SCALE, kw_only=True)
 
+    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "amax"})
     is_compiled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        PeakPolicy.__post_init__(self)  # `super()` finds no class where `slots=True` made a new one
-        check_bits(self, "margin_bits", "rise_bits")
+        check_format(self)
+        check_bounds(self)
+        check_bits(self, "margin_bits")
         check_share(self, "leak", "recovery")
 
     def start(self) -> HeadroomState:
         """Returns the state before the first step."""
-        return first_state(HeadroomState, self, self._limit(np.float32(self.init_scale), np))
+        return HeadroomState(scale=np.float32(self.init_scale))
 
     def next(self, state: HeadroomState, seen: Seen, xp: Namespace) -> HeadroomState:
-        """Returns the state after one step.
+        """Returns the state after one step, as `follow` says. Does not synchronize with the device."""
+        limit = highest_peak(self.format) / two_to(self.margin_bits, xp)
+        return follow(self, limit, self.recovery, state, seen, xp)
 
-        A clean step updates the peak and moves the scale to it. An overflow lowers the scale by half of the format's
-        range, 20 bits in FP16, until the next clean step shows what it can be; by less where the peak would keep fewer
-        than 17 binades, and a further overflow only halves it where the peak would be subnormal. A step whose gradients
-        are all zero changes nothing, unless the scale may be the cause: then it rises by half of the range. A
-        non-finite loss changes nothing but the counters. Does not synchronize with the device.
-        """
-        observed = observe(state, seen, xp)
-        # Up to 64 times the leak may exceed 1; the peak must not become negative.
-        kept = larger(1.0 - self.leak * decay_speed(observed.previous_peak, observed.amax, xp), 0.0, xp)
-        peak = larger(observed.amax, observed.previous_peak * kept, xp)
-        limit = self._limit(state.scale, xp)
-        settings = PeakSettings(self, limit, self.recovery, self.rise_bits)
-        return next_state(state, observed, peak, settings, xp)
+    def predict(self, state: HeadroomState, amax: Array, xp: Namespace) -> dict[str, Array]:
+        """Returns the leaky peak after a step whose largest gradient was `amax`."""
+        far = state.peak > amax * lesson(self.format) ** 2
+        slow, fast = state.peak * (1.0 - self.leak), state.peak * (1.0 - self.leak * FAST_LEAK)
+        return {"peak": larger(amax, xp.where(far, fast, slow), xp)}
 
-    def _limit(self, like: Array, xp: Namespace) -> Array:
-        """Returns the largest value that a scaled peak may have with the margin, in the type of `like`."""
-        return highest_peak(self.format, like) / two_to(self.margin_bits, like, xp)
+
+def lesson(format: Format) -> float:
+    """Returns the factor between a scale that failed and the ceiling that it leaves."""
+    return 2.0 ** max(1, min(LESSON_BITS, format.binades // 10))
+
+
+def highest_peak(format: Format) -> float:
+    """Returns the largest value that a scaled peak may have in the format."""
+    return min(format.max, HIGHEST_PEAK)
+
+
+def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp: Namespace) -> S:
+    """Returns the state after one step of a policy whose `predict` returns a peak, which may reach `limit` scaled.
+
+    A clean step raises the ceiling, and the scale is the power of two at or below the ceiling and `top`. An overflow
+    lowers the ceiling, if the step before was clean, and the scale by two lessons until the next clean step; no further
+    than half of the format's range below `top`, where more overflows halve it. Gradients that are all zero change
+    nothing, but raise the scale by half of the range while none has been seen. A non-finite loss changes nothing but
+    the counters.
+    """
+    clean, overflow = verdict(seen, xp)
+    amax = state.scale * 0 + seen.amax  # an array of the framework, also where `seen` has numpy's default
+    measured = xp.logical_and(clean, xp.logical_and(xp.isfinite(amax), amax >= SMALLEST_GRADIENT))
+    predicted = policy.predict(state, xp.where(measured, amax, 1.0), xp)
+    leaves = {name: xp.where(measured, new, getattr(state, name)) for name, new in predicted.items()}
+    known = leaves["peak"] > 0
+    top = limit / larger(leaves["peak"], limit * LOWEST_SCALE, xp)
+    taught, half = lesson(policy.format), 2.0 ** min(20, policy.format.binades // 2)
+    lowest = top / half
+    ceiling = larger(state.ceiling, lowest, xp)
+    risen = ceiling + smaller(top * recovery, ceiling * FASTEST_RISE, xp)
+    ceiling = xp.where(ceiling < top, risen, ceiling)
+    lowered = larger(state.scale / taught**2, smaller(lowest, state.scale * 0.5, xp), xp)
+    lowered = xp.where(known, lowered, state.scale / half)
+    searches = xp.logical_and(clean, xp.logical_and(xp.logical_not(known), state.scale <= half))
+    moved = xp.where(measured, smaller(ceiling, top, xp), xp.where(overflow, lowered, state.scale * half))
+    moves = xp.logical_or(measured, xp.logical_or(overflow, searches))
+    # Only the first of a series teaches: the next ones ran at scales that no clean step has chosen.
+    teaches = xp.logical_and(overflow, state.clean_steps > 0)
+    return counted(
+        state,
+        clean,
+        xp,
+        **leaves,
+        scale=bounded(xp.where(moves, pow2_floor(moved, xp), state.scale), policy.min_scale, policy.max_scale, xp),
+        ceiling=xp.where(measured, ceiling, xp.where(teaches, state.scale / taught, state.ceiling)),
+        clean_steps=xp.where(clean, one_more(state.clean_steps, xp), xp.where(overflow, 0, state.clean_steps)),
+        stuck=xp.logical_and(overflow, state.scale <= policy.min_scale),
+    )

@@ -1,23 +1,24 @@
 """The scale that a log-normal model of the largest gradient allows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
 from gradscale.policies.arithmetic import Namespace, bounded, exp2_linear, larger, log2_linear, root, smaller
-from gradscale.policies.checks import as_single, check_share
-from gradscale.policies.contract import Seen
-from gradscale.policies.peak import (
-    PeakPolicy,
-    PeakSettings,
-    PeakState,
-    first_state,
-    highest_peak,
-    next_state,
-    observe,
+from gradscale.policies.checks import (
+    FORMAT_FP16,
+    HIGHEST_SCALE,
+    USELESS_SCALE,
+    FormatField,
+    as_single,
+    check_bounds,
+    check_format,
+    check_share,
 )
-from gradscale.record import Array, leaf
+from gradscale.policies.contract import Seen
+from gradscale.policies.headroom import RECOVERY, HeadroomState, follow, highest_peak
+from gradscale.record import Array, Record, leaf
 
 HIGHEST_EXPONENT = 126.0
 """Exponents of the peak are kept between -126 and 126, where it is a normal float32 number."""
@@ -27,7 +28,7 @@ MOST_DEVIATIONS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class LogMaxState(PeakState):
+class LogMaxState(HeadroomState):
     """State of `LogMax`. Its `peak` lies `deviations` above the mean of the model.
 
     Attributes:
@@ -42,7 +43,7 @@ class LogMaxState(PeakState):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class LogMax(PeakPolicy):
+class LogMax(Record):
     """Sets the scale by a log-normal model of the largest gradient.
 
     It keeps the running mean and variance of log2(amax), and the scale is the largest power of two with which a
@@ -77,14 +78,20 @@ class LogMax(PeakPolicy):
     2**15
     """
 
+    format: FormatField = FORMAT_FP16
+    init_scale: float = 1.0
     beta1: float = 0.99
     beta2: float = 0.999
     deviations: float = 3.09
+    min_scale: float = field(default=USELESS_SCALE, kw_only=True)
+    max_scale: float = field(default=HIGHEST_SCALE, kw_only=True)
 
+    needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "amax"})
     is_compiled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        PeakPolicy.__post_init__(self)  # `super()` finds no class where `slots=True` made a new one
+        check_format(self)
+        check_bounds(self)
         check_share(self, "beta1", "beta2")
         deviations = as_single("deviations", self.deviations)
         if not 0 <= deviations <= MOST_DEVIATIONS:
@@ -93,7 +100,7 @@ class LogMax(PeakPolicy):
 
     def start(self) -> LogMaxState:
         """Returns the state before the first step."""
-        return first_state(LogMaxState, self, highest_peak(self.format, np.float32(self.init_scale)))
+        return LogMaxState(scale=np.float32(self.init_scale))
 
     def next(self, state: LogMaxState, seen: Seen, xp: Namespace) -> LogMaxState:
         """Returns the state after one step.
@@ -101,18 +108,18 @@ class LogMax(PeakPolicy):
         A clean step enters the model and moves the scale to what it allows. Overflows, gradients that are all zero and
         non-finite losses do as in `Headroom`. Does not synchronize with the device.
         """
-        observed = observe(state, seen, xp)
-        size = log2_linear(observed.amax, xp)
+        return follow(self, highest_peak(self.format), RECOVERY, state, seen, xp)
+
+    def predict(self, state: LogMaxState, amax: Array, xp: Namespace) -> dict[str, Array]:
+        """Returns the model after a step whose largest gradient was `amax`, and the peak that it predicts."""
+        size = log2_linear(amax, xp)
         model = self._model(state, size, xp)
         mean, variance = model["mean"], model["variance"]
         # The larger of both: the mean alone, over 100 steps, would follow a sudden rise too slowly.
         # Bounding the product, and not only the sum, keeps a compiler from fusing the two into a multiply-add.
         above = bounded(self.deviations * root(variance), 0.0, 2 * HIGHEST_EXPONENT, xp)
         peak = exp2_linear(bounded(larger(mean, size, xp) + above, -HIGHEST_EXPONENT, HIGHEST_EXPONENT, xp), xp)
-        limit = highest_peak(self.format, state.scale)
-        settings = PeakSettings(self, limit)
-        kept = {name: xp.where(observed.measured, new, getattr(state, name)) for name, new in model.items()}
-        return next_state(state, observed, peak, settings, xp, **kept)
+        return model | {"peak": peak}
 
     def _model(self, state: LogMaxState, size: Array, xp: Namespace) -> dict[str, Array]:
         """Returns the leaves of the model once `size` has entered it: Welford's update, with decaying weights.

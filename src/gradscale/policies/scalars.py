@@ -85,7 +85,6 @@ class Scalars:
         return np.bool_(math.isfinite(x))
 
     pow2_floor = staticmethod(exponents.pow2_floor)
-    two_to = staticmethod(exponents.two_to)
 
     @staticmethod
     def asarray(x: Array, /, dtype: Any = None) -> Array:

@@ -14,7 +14,7 @@ from gradscale.kernels.torch import share_above
 from gradscale.policies.arithmetic import larger
 from gradscale.policies.contract import Policy, ScaleState, Seen, advanced
 from gradscale.policies.dynamic import Dynamic
-from gradscale.policies.peak import PeakPolicy
+from gradscale.policies.headroom import Headroom
 from gradscale.policies.static import CheckOnly, Static
 from gradscale.torch.drop_in.settings import Bounds
 from gradscale.torch.step.decide import Rule
@@ -85,7 +85,7 @@ def _advanced(rule: Rule, state: ScaleState, measured: Sequence[Sizes], found_in
     # In host memory a rule that predicts bounds what it computes of finite gradients, and nothing overflows; only the
     # ratio of amax to norm may be 0 / 0.
     without_ratio = all([found.amax is None or found.norm is None for found, _ in measured])
-    safe = without_ratio and isinstance(rule.policy, PeakPolicy) and host_value(found_inf) == 0
+    safe = without_ratio and isinstance(rule.policy, Headroom) and host_value(found_inf) == 0
     rule.state, rule.amax_ratio = unwarned(_next, rule, state, measured, found_inf, scale, safe=safe)
     rule.steps += 1
     return rule.state

@@ -1,0 +1,117 @@
+"""Whatever bad batches come, the scale of `Headroom` is soon near what the gradients allow again."""
+
+import math
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradscale import FP8_E5M2, FP16, Format, Headroom, Seen, replay
+from gradscale.policies.contract import advanced
+from gradscale.policies.scalars import SCALARS
+
+SOON, SOON_BITS = 200, 12
+LATER, LATER_BITS = 5000, 6
+"""So many clean steps after the last step that was not finite, the scale is at most so many bits, and the margin, below
+what the gradients allow."""
+
+BAD, ZERO, GOOD = "bad", "zero", "good"
+
+
+def at_random(share: float, replaced: str, steps: Iterable[str], seed: int) -> list[str]:
+    """Returns the steps with a share of the good ones replaced."""
+    rng = random.Random(seed)
+    return [replaced if step is GOOD and rng.random() < share else step for step in steps]
+
+
+gaps = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 100)), min_size=1, max_size=40).map(
+    lambda pairs: [step for burst, gap in pairs for step in (BAD,) * burst + (GOOD,) * gap]
+)
+"""Bursts of bad steps with 1 to 100 clean steps between them."""
+
+pairs = st.integers(1, 60).map(lambda count: [BAD, GOOD] * count)
+"""Every second step is bad."""
+
+shares = st.tuples(st.floats(0.001, 0.05), st.integers(0, 999)).map(
+    lambda drawn: at_random(drawn[0], BAD, [GOOD] * 1500, drawn[1])
+)
+"""From 0.1% to 5% of the steps are bad, at random."""
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> list[str]:
+    """Draws what each step is, after some clean ones: bad at any scale, all zero, or good; the last one is bad."""
+    steps = draw(gaps | pairs | shares)
+    masked = at_random(draw(st.sampled_from([0.0, 0.0, 0.1, 0.4])), ZERO, steps, draw(st.integers(0, 999)))
+    return [GOOD] * draw(st.sampled_from([1, 100])) + masked + [BAD]
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[list[float], int]:
+    """Draws the sizes of the gradients, in bits, and how many steps each lasts: mostly one size for all."""
+    largest = draw(st.integers(-20, 6))
+    smaller = draw(st.sampled_from([[], [], [0.5], [6.0], [20.0], [2.0, 9.0]]))
+    return [largest, *(largest - bits for bits in smaller)], draw(st.integers(1, 60))
+
+
+def bits_low(policy: Any, format: Format, pattern: Iterable[str], sizes: tuple[list[float], int]) -> dict[int, float]:
+    """Returns how many bits the scale is below what the largest gradient allows, so many steps after the pattern."""
+    exponents, period = sizes
+    allowed = math.log2(format.max) - max(exponents)
+    steps = [*pattern, *[GOOD] * LATER]
+    state, found = policy.start(), {}
+    for index, step in enumerate(steps):
+        amax = 0.0 if step is ZERO else 2.0 ** exponents[index // period % len(exponents)]
+        finite = step is not BAD and amax * state.scale <= format.max
+        state = advanced(
+            policy, state, Seen(finite=np.bool_(finite), amax=np.float32(amax if finite else np.inf)), SCALARS
+        )
+        found[index + 1 - (len(steps) - LATER)] = allowed - math.log2(state.scale)
+    return found
+
+
+@pytest.mark.parametrize("format", [FP16, FP8_E5M2])
+@given(pattern=patterns(), sizes=sizes())
+@settings(max_examples=100, deadline=None)
+def test_no_pattern_of_bad_steps_keeps_the_scale_low(
+    format: Format, pattern: list[str], sizes: tuple[list[float], int]
+) -> None:
+    policy = Headroom(format)
+    low = bits_low(policy, format, pattern, sizes)
+    assert max(low[step] for step in range(SOON, LATER)) <= SOON_BITS + policy.margin_bits
+    assert low[LATER] <= LATER_BITS + policy.margin_bits
+
+
+@pytest.mark.parametrize("share", [0.001, 0.002, 0.005, 0.01, 0.02])
+@pytest.mark.parametrize("seed", range(4))
+def test_at_any_share_of_bad_batches_the_scale_is_rarely_very_low(share: float, seed: int) -> None:
+    low = bits_low(Headroom(), FP16, at_random(share, BAD, [GOOD] * 10_000, seed), ([-6.0], 1))
+    assert np.mean([bits > 23 for step, bits in low.items() if step <= 0]) < 0.1
+
+
+def test_three_nan_batches_close_together_are_forgotten() -> None:
+    amax = np.full(2000, 0.05)
+    amax[[100, 102, 104]] = np.nan
+    scales = replay([Headroom()], amax=amax)[0].scales
+    assert math.log2(scales[99]) == 18
+    assert math.log2(scales[105]) == 6
+    assert math.log2(scales[-1]) == 12
+
+
+def test_one_overflow_costs_four_bits_and_one_of_them_is_back_after_8192_steps() -> None:
+    amax = np.full(20_000, 0.05)
+    amax[100] = np.nan
+    bits = np.log2(replay([Headroom()], amax=amax)[0].scales)
+    assert (bits[100], bits[101], bits[102]) == (18, 10, 14)
+    assert (bits[102:8000] == 14).all()
+    assert bits[100 + 8192 + 100] == 15
+
+
+@pytest.mark.parametrize("alternating", [1, 50])
+def test_two_tasks_26_bits_apart_skip_a_handful_of_steps(alternating: int) -> None:
+    low = bits_low(Headroom(), FP16, [GOOD] * 100, ([-19.0, 7.0], alternating))
+    assert low[LATER] <= 8
