@@ -127,7 +127,6 @@ predictives = st.one_of(
         margin_bits=st.integers(0, 4),
         leak=st.sampled_from([0.002, 0.01, 0.3]),
         recovery=st.sampled_from([0.0003, 0.1]),
-        rise_bits=st.integers(0, 5),
         **bounds,
     ),
     st.builds(LogMax, init_scale=st.sampled_from([1.0, 2.0**16]), deviations=st.floats(0, 5), **bounds),

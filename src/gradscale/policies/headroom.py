@@ -6,38 +6,25 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from gradscale.formats import Format
+from gradscale.policies import checks
 from gradscale.policies.arithmetic import Namespace, bounded, larger, pow2_floor, smaller, two_to
-from gradscale.policies.checks import (
-    FORMAT_FP16,
-    HIGHEST_PEAK,
-    HIGHEST_SCALE,
-    LOWEST_SCALE,
-    SMALLEST_GRADIENT,
-    USELESS_SCALE,
-    FormatField,
-    check_bits,
-    check_bounds,
-    check_format,
-    check_share,
-)
 from gradscale.policies.contract import ScaleState, Seen, counted, one_more, verdict
 from gradscale.record import Array, Record, leaf
 
 LESSON_BITS = 4
-"""How far below the scale that failed an overflow puts the ceiling; a tenth of the format's binades where that is less
-(3 in E5M2). Activation gradients, which nobody measures, were up to 5 bits above those of parameters in most models."""
+"""How far below the scale that failed an overflow puts the ceiling; a tenth of the format's binades if that is less (3
+in E5M2). Activation gradients, which nobody measures, were 3 to 5 bits above those of parameters in a GAN."""
 
 FAST_LEAK = 8
-"""How many times faster the peak decays while it is more than two lessons above the gradients. After a fall by 20 bits
-the scale is within 10 of its target 350 steps later; in 50 steps with small gradients it rises by one bit."""
+"""How many times faster the peak decays while it is more than two lessons above the gradients: a bit in 43 steps, so
+that after a fall by 20 bits it is near in 600, and tasks may take turns every 50, as a bit is less than the margin."""
 
 RECOVERY = 2.0**-17
-"""Share of `top` by which the ceiling rises at a clean step. So n clean steps after an overflow it is at least n / 2**17
-of `top`: 10 bits below after 200 steps, 5 after 5,000. A power of two, so that the product is exact."""
+"""Share of `top` by which a clean step raises the ceiling: n clean steps after an overflow it is at least n / 2**17 of
+`top`, which is 10 bits below after 200 steps and 5 after 5,000. A power of two: the product is exact."""
 
-FASTEST_RISE = 0.125
-"""The ceiling rises by no more than this share of itself: a bit in 6 steps. Where it is so low that this matters, it
-failed at every step, or bad batches follow each other."""
+FASTEST_RISE = 0.25
+"""The ceiling rises by at most this share of itself, a bit in 3 steps. It is that low only after many overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +39,7 @@ class HeadroomState(ScaleState):
     """
 
     peak: Array = leaf("float32", 0)
-    ceiling: Array = leaf("float32", HIGHEST_SCALE)
+    ceiling: Array = leaf("float32", checks.HIGHEST_SCALE)
 
 
 S = TypeVar("S", bound=HeadroomState)
@@ -62,54 +49,52 @@ S = TypeVar("S", bound=HeadroomState)
 class Headroom(Record):
     """Sets the scale by the largest gradient it remembers, so that it moves before a step overflows.
 
-    Two numbers bound the scale, which is the largest power of two below both:
+    The scale is the largest power of two below two bounds:
 
-    - `top` keeps a leaky peak of the unscaled gradients `margin_bits` below the format's maximum (below 2**48 in formats
-      as wide as BF16). The peak follows a larger gradient at once, and forgets it slowly.
-    - the *ceiling* remembers overflows, which a peak of parameter gradients cannot foresee: activation gradients and
-      spikes. An overflow puts it 4 bits below the scale that failed (3 in FP8 E5M2), and every clean step raises it by
-      1/131072 of `top`. Without overflows there is none.
+    - `top` keeps a leaky peak of the unscaled gradients `margin_bits` below the format's maximum (BF16's: below 2**48).
+      The peak follows a larger gradient at once, and forgets it slowly.
+    - the *ceiling* is for what the peak of parameter gradients cannot foresee: activation gradients and spikes. An
+      overflow puts it 4 bits below the scale that failed (3 in FP8 E5M2), and a clean step raises it by 1/131072 of
+      `top`. There is none before the first overflow.
 
-    The first scale is 1, where hardly anything overflows; the first gradient sets the next one.
+    The first scale is 1, at which hardly anything overflows, and the first gradient sets the next one.
 
     Attributes:
         format: the format that the gradients must fit, or its name, such as `"fp16"`.
         init_scale: scale of the first step.
         margin_bits: headroom above the peak, in whole bits from 0 to 15. One more bit means fewer overflows, and a
             scale one binade lower.
-        leak: share by which the peak decays at a step: 0.002 is a bit in 350 steps. It decays 8 times faster while it is
-            more than 8 bits above the gradients (6 in E5M2).
+        leak: share by which the peak decays at a step: 0.002 is a bit in 350 steps. Decay is 8 times faster while the
+            peak is more than 8 bits above the gradients (6 in E5M2).
         recovery: share of `top` by which a clean step raises the ceiling.
         min_scale: the scale never falls below.
         max_scale: the scale never rises above. Tiny gradients need scales of 2**36 and more.
 
     >>> policy = Headroom()
     >>> state = policy.start()
-    >>> for amax in (1e-7, 1e-7, 1e-7, 50.0):
+    >>> for amax in (1e-7, 50.0):
     ...     state = policy.next(state, Seen(amax=np.float32(amax)), np)
     ...     print(f"2**{np.log2(state.scale):.0f}")
-    2**37
-    2**37
     2**37
     2**8
     """
 
-    format: FormatField = FORMAT_FP16
+    format: checks.FormatField = checks.FORMAT_FP16
     init_scale: float = 1.0
     margin_bits: float = 2.0
     leak: float = 0.002
     recovery: float = RECOVERY
-    min_scale: float = field(default=USELESS_SCALE, kw_only=True)
-    max_scale: float = field(default=HIGHEST_SCALE, kw_only=True)
+    min_scale: float = field(default=checks.USELESS_SCALE, kw_only=True)
+    max_scale: float = field(default=checks.HIGHEST_SCALE, kw_only=True)
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "amax"})
     is_compiled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_format(self)
-        check_bounds(self)
-        check_bits(self, "margin_bits")
-        check_share(self, "leak", "recovery")
+        checks.check_format(self)
+        checks.check_bounds(self)
+        checks.check_bits(self, "margin_bits")
+        checks.check_share(self, "leak", "recovery")
 
     def start(self) -> HeadroomState:
         """Returns the state before the first step."""
@@ -122,7 +107,7 @@ class Headroom(Record):
 
     def predict(self, state: HeadroomState, amax: Array, xp: Namespace) -> dict[str, Array]:
         """Returns the leaky peak after a step whose largest gradient was `amax`."""
-        far = state.peak > amax * lesson(self.format) ** 2
+        far = state.peak * lesson(self.format) ** -2 > amax
         slow, fast = state.peak * (1.0 - self.leak), state.peak * (1.0 - self.leak * FAST_LEAK)
         return {"peak": larger(amax, xp.where(far, fast, slow), xp)}
 
@@ -134,34 +119,34 @@ def lesson(format: Format) -> float:
 
 def highest_peak(format: Format) -> float:
     """Returns the largest value that a scaled peak may have in the format."""
-    return min(format.max, HIGHEST_PEAK)
+    return min(format.max, checks.HIGHEST_PEAK)
 
 
 def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp: Namespace) -> S:
     """Returns the state after one step of a policy whose `predict` returns a peak, which may reach `limit` scaled.
 
     A clean step raises the ceiling, and the scale is the power of two at or below the ceiling and `top`. An overflow
-    lowers the ceiling, if the step before was clean, and the scale by two lessons until the next clean step; no further
-    than half of the format's range below `top`, where more overflows halve it. Gradients that are all zero change
-    nothing, but raise the scale by half of the range while none has been seen. A non-finite loss changes nothing but
-    the counters.
+    lowers the ceiling if the step before was clean, and the scale by two lessons until the next clean step, at most 28
+    bits below `top` (22 in E5M2), where more overflows halve it. Gradients that are all zero change nothing. While no
+    gradient has been seen, an overflow lowers the scale by 28 bits, and zeros raise it to 2**28, where what vanishes at
+    a scale of 1 still fits. A non-finite loss changes nothing but the counters.
     """
     clean, overflow = verdict(seen, xp)
     amax = state.scale * 0 + seen.amax  # an array of the framework, also where `seen` has numpy's default
-    measured = xp.logical_and(clean, xp.logical_and(xp.isfinite(amax), amax >= SMALLEST_GRADIENT))
+    measured = xp.logical_and(clean, xp.logical_and(xp.isfinite(amax), amax >= checks.SMALLEST_GRADIENT))
     predicted = policy.predict(state, xp.where(measured, amax, 1.0), xp)
     leaves = {name: xp.where(measured, new, getattr(state, name)) for name, new in predicted.items()}
     known = leaves["peak"] > 0
-    top = limit / larger(leaves["peak"], limit * LOWEST_SCALE, xp)
-    taught, half = lesson(policy.format), 2.0 ** min(20, policy.format.binades // 2)
-    lowest = top / half
+    top = limit / larger(leaves["peak"], limit * checks.LOWEST_SCALE, xp)
+    taught, reach = lesson(policy.format), 2.0 ** min(28, policy.format.binades * 7 // 10)
+    lowest = top / reach
     ceiling = larger(state.ceiling, lowest, xp)
     risen = ceiling + smaller(top * recovery, ceiling * FASTEST_RISE, xp)
     ceiling = xp.where(ceiling < top, risen, ceiling)
     lowered = larger(state.scale / taught**2, smaller(lowest, state.scale * 0.5, xp), xp)
-    lowered = xp.where(known, lowered, state.scale / half)
-    searches = xp.logical_and(clean, xp.logical_and(xp.logical_not(known), state.scale <= half))
-    moved = xp.where(measured, smaller(ceiling, top, xp), xp.where(overflow, lowered, state.scale * half))
+    lowered = xp.where(known, lowered, state.scale / reach)
+    searches = xp.logical_and(clean, xp.logical_and(xp.logical_not(known), state.scale < reach))
+    moved = xp.where(measured, smaller(ceiling, top, xp), xp.where(overflow, lowered, reach))
     moves = xp.logical_or(measured, xp.logical_or(overflow, searches))
     # Only the first of a series teaches: the next ones ran at scales that no clean step has chosen.
     teaches = xp.logical_and(overflow, state.clean_steps > 0)

@@ -19,7 +19,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "dynamic hysteresis": partial(Dynamic, init_scale=2.0**15, growth_interval=2, hysteresis=2, backoff_factor=0.25),
     "dynamic refill": partial(Dynamic, init_scale=2.0**15, hysteresis=2, refill="clean", max_scale=2.0**16),
     "auto": Headroom,
-    "headroom": partial(Headroom, init_scale=2.0**8, min_scale=2.0**-4, margin_bits=1.0, rise_bits=0.0),
+    "headroom": partial(Headroom, init_scale=2.0**8, min_scale=2.0**-4, margin_bits=1.0),
     "log max": partial(LogMax, min_scale=2.0**-4),
     "histogram": partial(Histogram, init_scale=2.0**12, period=2, min_scale=2.0**-4),
     "torch": partial(preset, "torch", growth_interval=2),

@@ -28,7 +28,7 @@ POLICIES: dict[str, Policy] = {
         init_scale=2.0**126, min_scale=2.0**-126, growth_interval=1, backoff_factor=2.0**-60
     ),
     "Headroom": Headroom(),
-    "Headroom, quick": Headroom(leak=0.1, recovery=0.05, margin_bits=0, rise_bits=0, max_scale=2.0**40),
+    "Headroom, quick": Headroom(leak=0.1, recovery=0.05, margin_bits=0, max_scale=2.0**40),
     "LogMax": LogMax(),
     "Histogram": Histogram(period=2),
     "Static": Static(100.0),
