@@ -1,6 +1,5 @@
 """Whether the losses of a step were finite, as `scale_loss` saw them: Keras gives `apply` the gradients alone."""
 
-import threading
 from typing import Any
 
 import keras
@@ -8,16 +7,12 @@ import keras
 from gradscale.keras.measure import BACKEND, Gradients
 
 
-class Losses(threading.local):
-    """Whether the losses that were scaled since the last step were finite. Each replica has a thread, and its own."""
+class Losses:
+    """Whether the losses that were scaled since the last step were finite: of one replica or several, which agree."""
 
     def __init__(self) -> None:
         self._owner: Any = None
         self._finite: Any = None
-
-    def __reduce__(self) -> tuple[type["Losses"], tuple[()]]:
-        """A copy starts empty."""
-        return Losses, ()
 
     def add(self, loss: Any) -> None:
         """Adds a loss. Does not synchronize with the device."""

@@ -1,6 +1,5 @@
 """A loss that is not finite: `scale_loss` sees it, and a policy keeps its scale; Keras's own rule backs off."""
 
-import copy
 from typing import Any
 
 import keras
@@ -73,12 +72,6 @@ def test_loss_that_is_given_takes_precedence() -> None:
     optimizer.scale_loss(tensors(NAN)[0])
     assert optimizer.apply_if_finite(tensors([8.0, 8.0]), models, loss=1.0).status() is Status.APPLIED
     assert optimizer.apply_if_finite(tensors([8.0, 8.0]), models).status() is Status.APPLIED
-
-
-def test_copy_of_an_optimizer_starts_without_losses() -> None:
-    optimizer, _ = built()
-    optimizer.scale_loss(tensors(NAN)[0])
-    assert copy.deepcopy(optimizer.losses)._finite is None
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="a tensor of torch has a value, wherever it was computed")
