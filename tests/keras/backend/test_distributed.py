@@ -50,9 +50,7 @@ def data(*bad: int, device: int = 1, target: float = LARGE) -> tuple[Any, Any]:
     return inputs, targets.reshape(-1, 1)
 
 
-def trained(
-    make: Callable[[], Any], *bad: int, device: int = 1, target: float = LARGE, **options: Any
-) -> Any:
+def trained(make: Callable[[], Any], *bad: int, device: int = 1, target: float = LARGE, **options: Any) -> Any:
     """Returns a model trained on all batches, in order."""
     model = network()
     model.compile(make(), loss="mse", jit_compile=BACKEND == "jax")

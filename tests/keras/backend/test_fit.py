@@ -5,7 +5,18 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from tests.keras.backend.helpers import BACKEND, LARGE, data, host, inner_state, network, same, trained, weights, without
+from tests.keras.backend.helpers import (
+    BACKEND,
+    LARGE,
+    data,
+    host,
+    inner_state,
+    network,
+    same,
+    trained,
+    weights,
+    without,
+)
 
 from gradscale import Dynamic, Headroom, NoScaling, Static
 from gradscale.keras import LossScaleOptimizer

@@ -26,7 +26,12 @@ from gradscale.keras import LossScaleOptimizer
 
 KerasOwn = keras.optimizers.LossScaleOptimizer
 SGD = keras.optimizers.SGD
-POLICIES: dict[str, Policy] = {"headroom": Headroom(), "dynamic": Dynamic(), "logmax": LogMax(), "histogram": Histogram()}
+POLICIES: dict[str, Policy] = {
+    "headroom": Headroom(),
+    "dynamic": Dynamic(),
+    "logmax": LogMax(),
+    "histogram": Histogram(),
+}
 
 
 def built(policy: Policy | None = None) -> tuple[Any, list[Any]]:

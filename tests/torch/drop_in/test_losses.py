@@ -78,7 +78,9 @@ def test_rule_of_torch_backs_off_as_torchs_scaler_does(arguments: dict[str, Any]
     assert scales == [2.0**13] * 2
 
 
-@pytest.mark.parametrize("policy", [Dynamic(init_scale=8.0, growth_interval=1), Headroom()], ids=["dynamic", "headroom"])
+@pytest.mark.parametrize(
+    "policy", [Dynamic(init_scale=8.0, growth_interval=1), Headroom()], ids=["dynamic", "headroom"]
+)
 def test_finite_gradients_of_such_a_loss_are_applied_as_in_torch_and_keep_the_scale(policy: Policy) -> None:
     owner = parameter()
     optimizer = torch.optim.SGD([owner], lr=0.5)
