@@ -131,7 +131,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         return metrics_on_host(self.state, result)
 
     def scale_loss(self, loss: Any, optimizer_variables: Sequence[Any] | None = None) -> Any:
-        """Returns `loss` times the scale, in float32 or wider.
+        """Returns `loss` times the scale, in float32 or wider. With a policy, the next step knows whether it was finite.
 
         Args:
             loss: the unscaled loss.
@@ -186,8 +186,8 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         Args:
             grads: scaled gradients; None for a variable without one.
             trainable_variables: their variables; by default those that the optimizer was built with.
-            loss: the unscaled loss. One that is not finite skips the step and leaves the scale as it is: no scale could
-                have helped.
+            loss: the unscaled loss; by default those that `scale_loss` has seen since the last step. One that is not
+                finite skips the step and leaves the scale as it is: no scale could have helped.
             norm: measure the norm for the result.
         """
         gradients = self._gradients(grads, trainable_variables)
