@@ -131,7 +131,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         return metrics_on_host(self.state, result)
 
     def scale_loss(self, loss: Any, optimizer_variables: Sequence[Any] | None = None) -> Any:
-        """Returns `loss` times the scale, in float32 or wider. With a policy, the next step knows whether it was finite.
+        """Returns `loss` times the scale, in float32 or wider. With a `policy` the next step knows if it was finite.
 
         Args:
             loss: the unscaled loss.
