@@ -23,7 +23,7 @@ VARIABLE = "GRADSCALE_ADAPTERS"
 Difference = Literal["losses", "no grads", "no scaling", "norm", "infinite norm", "result", "state", "metrics"]
 """What a drop-in may do as its peer does, in place of what the table says:
 
-    losses: it does not check losses.
+    losses: it applies finite gradients, whatever the loss.
     no grads: a step without gradients raises.
     no scaling: `NoScaling` switches it off, so that nothing is counted.
     norm: the user clips, so its result has no norm.

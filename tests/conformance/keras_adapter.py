@@ -27,10 +27,11 @@ class KerasSession:
         before = self._params()
         self._optimizer.inner_optimizer.global_clipnorm = clip_norm
         tensors = [None if grad is None else keras.ops.convert_to_tensor(grad) for grad in grads.values()]
+        self._optimizer.scale_loss(np.float32(loss))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Gradients do not exist for variables")
             result = self._last = self._optimizer.apply_if_finite(
-                tensors, list(self._variables.values()), loss=np.float32(loss), norm=clip_norm is not None
+                tensors, list(self._variables.values()), norm=clip_norm is not None
             )
         after = self._params()
         # What was applied shows only in what it did.

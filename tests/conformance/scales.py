@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gradscale import FP8_E5M2, Policy
+from gradscale import FP8_E5M2, Dynamic, Policy, Static
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
 from gradscale.policies.log_max import LogMax
@@ -44,6 +44,27 @@ ZERO = (0.0, 0.0)
 INF = (math.inf, 0.0)
 MINUS_INF = (2.0**-10, -math.inf)
 NAN = (math.nan, 16.0)
+
+BAD_LOSSES = ((NAN, math.nan), (INF, math.inf), (NAN, math.nan), (LARGE, math.nan), (SMALL, math.inf))
+"""Unscaled gradients and losses that are not finite. No scale could have helped, whatever the gradients."""
+
+
+def held(name: str, policy: Policy) -> ScaleCase:
+    """Returns the case in which `policy` keeps its first scale through bad losses."""
+    scale = float(policy.start().scale)
+    rows = [Row(grads, scale, loss=loss) for grads, loss in BAD_LOSSES]
+    return ScaleCase(f"a non-finite loss holds the scale: {name}", policy, tuple(rows))
+
+
+LOSS_CASES = (
+    held("headroom", Headroom()),
+    held("logmax", LogMax()),
+    held("histogram", Histogram(period=1)),
+    held("dynamic", Dynamic(growth_interval=1)),
+    held("dynamic with hysteresis", Dynamic(hysteresis=2)),
+    held("static", Static(1024.0)),
+)
+"""Every policy of gradscale's own. Those of other systems back off, as these do."""
 
 SCALE_CASES = (
     ScaleCase(

@@ -37,7 +37,7 @@ class GradScalerSession:
 class GradScalerAdapter:
     sampled = NO_TABLES
     differs: Mapping[Difference, str] = {
-        "losses": "torch's GradScaler does not check the loss",
+        "losses": "torch's GradScaler applies finite gradients, whatever the loss",
         "no grads": "torch's GradScaler raises where no optimizer has gradients",
         "no scaling": "NoScaling() is `enabled=False`: the optimizer is called and nothing else is done",
         "norm": "torch's loop clips with `clip_grad_norm_`, which returns the norm to the user",

@@ -165,8 +165,8 @@ class ScaleMonitor(keras.callbacks.Callback):
     def _show(self, logs: dict[str, Any] | None) -> None:
         if logs is None:
             return
-        # `fit` does not pass the loss to the optimizer. This is the mean over the epoch so far, which one bad batch
-        # makes non-finite until the epoch ends.
+        # The optimizer keeps no loss. This is the mean over the epoch so far, which one bad batch makes non-finite
+        # until the epoch ends.
         self._loss_finite = math.isfinite(logs.get("loss", 0.0))
         logs |= {name: getattr(self.rows[-1], name) for name in LOGGED}
 

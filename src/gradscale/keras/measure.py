@@ -34,7 +34,7 @@ def overwrites(variable: Any) -> bool:
     return getattr(variable, "overwrite_with_gradient", False)
 
 
-def measure(optimizer: Any, gradients: Gradients, loss: Any, *, norm: bool, kinds: bool) -> Observation | None:
+def measure(optimizer: Any, gradients: Gradients, loss_finite: Any, *, norm: bool, kinds: bool) -> Observation | None:
     """Returns what is found in the gradients; None where neither the policy nor the caller asks for anything.
 
     Does not synchronize with the device, except on torch.
@@ -52,7 +52,7 @@ def measure(optimizer: Any, gradients: Gradients, loss: Any, *, norm: bool, kind
         overwrites=_where([overwrites(variable) for variable in variables]),
         half=_where([_is_half(variable) for variable in variables]),
     )
-    return BACKEND.measure(grads, loss, plan)
+    return BACKEND.measure(grads, loss_finite, plan)
 
 
 def _where(flags: Sequence[bool]) -> tuple[int, ...]:

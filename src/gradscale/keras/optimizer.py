@@ -24,6 +24,7 @@ from gradscale.keras.checks import (
     with_policy,
 )
 from gradscale.keras.compat import check_inner_settings, check_overwritten
+from gradscale.keras.losses import Losses
 from gradscale.keras.measure import BACKEND, Gradients, overwrites
 from gradscale.keras.remember import StepResult, metrics_on_host, result_of, result_without_gradients
 from gradscale.keras.step import is_narrow, run_step, unscaled
@@ -89,6 +90,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         self._policy = rule
         self._layout = layout
         self._has_own_rule = policy is not None
+        self.losses = Losses()
         # Keras's attribute: the scale that training starts from.
         if self._has_own_rule:
             self.initial_scale = float(layout.start.scale)
@@ -129,7 +131,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         return metrics_on_host(self.state, result)
 
     def scale_loss(self, loss: Any, optimizer_variables: Sequence[Any] | None = None) -> Any:
-        """Returns `loss` times the scale, in float32 or wider.
+        """Returns `loss` times the scale, in float32 or wider. With a `policy` the next step knows if it was finite.
 
         Args:
             loss: the unscaled loss.
@@ -139,6 +141,9 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         Raises:
             ValueError: JAX would compile the scale in, as it is not among the arguments of the function.
         """
+        # Not under Keras's own rule, which backs off as Keras's class does.
+        if self._has_own_rule and self._policy.needs:
+            self.losses.add(loss)
         if not (multiplies(self._policy) or is_narrow(loss)):
             return loss
         if optimizer_variables is not None:
@@ -181,8 +186,8 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         Args:
             grads: scaled gradients; None for a variable without one.
             trainable_variables: their variables; by default those that the optimizer was built with.
-            loss: the unscaled loss. One that is not finite skips the step and leaves the scale as it is: no scale could
-                have helped.
+            loss: the unscaled loss; by default those that `scale_loss` has seen since the last step. One that is not
+                finite skips the step and leaves the scale as it is: no scale could have helped.
             norm: measure the norm for the result.
         """
         gradients = self._gradients(grads, trainable_variables)

@@ -7,6 +7,7 @@ import keras
 
 from gradscale.engine.decide import Outcome, decide
 from gradscale.keras.backends import Observation, Update
+from gradscale.keras.losses import all_finite
 from gradscale.keras.measure import BACKEND, Gradients, measure, overwrites
 from gradscale.policies.contract import Seen
 from gradscale.policies.static import multiplies
@@ -32,9 +33,12 @@ class Step(NamedTuple):
 def run_step(optimizer: Any, gradients: Gradients, loss: Any, *, norm: bool, kinds: bool) -> Step:
     """Runs the inner optimizer if the gradients are finite, and updates the scale.
 
-    With `kinds`, also measures which gradients hold a NaN. Synchronizes with the device on torch only.
+    Without a `loss`, those that `scale_loss` has seen count. With `kinds`, also measures which gradients hold a NaN.
+    Synchronizes with the device on torch only.
     """
     policy, inner = optimizer.policy, optimizer.inner_optimizer
+    scaled_finite = optimizer.losses.take(gradients)
+    loss_finite = scaled_finite if loss is None else all_finite(loss)
     if optimizer.recorder is not None:
         optimizer.recorder(gradients, optimizer.dynamic_scale.value)
 
@@ -58,7 +62,7 @@ def run_step(optimizer: Any, gradients: Gradients, loss: Any, *, norm: bool, kin
 
     # On each replica, before `merge_call`: MirroredStrategy reduces gradients inside the inner optimizer, after the
     # decision. A check of one replica's gradients would let another's inf into the weights, as Keras's class does.
-    observation = measure(optimizer, gradients, loss, norm=norm, kinds=kinds)
+    observation = measure(optimizer, gradients, loss_finite, norm=norm, kinds=kinds)
     agreed = None if observation is None else BACKEND.agree(observation)
     return BACKEND.merge_call(finish, agreed, update, gradients.grads, gradients.variables)
 

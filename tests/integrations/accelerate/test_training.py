@@ -19,7 +19,7 @@ def test_training_in_fp16_learns_and_holds_the_schedule_at_the_skipped_step(fuse
     assert run.losses[-1] < 0.5 * run.losses[0]
     assert [index for index, skipped in enumerate(run.skips) if skipped] == [5]
     assert run.schedule_steps == 15
-    assert run.scaler.get_scale() == 2.0**10 * 2 / 2 * 4
+    assert run.scaler.get_scale() == 2.0**10 * 8  # three times four clean steps; the bad loss holds it
     assert all(torch.isfinite(parameter).all() for parameter in run.parameters)
 
 

@@ -27,12 +27,16 @@ def network(*, seed: int = 0, dtype: str | None = None) -> Any:
     return model
 
 
-def data(*bad: int, batches: int = 4, size: int = 4) -> tuple[Any, Any]:
-    """Returns inputs and targets. The targets of the batches `bad` are so large that the scaled gradients overflow."""
+LARGE = 1e17
+"""A target whose loss, 1e34, is finite, and whose gradients are not at a scale of 2**80."""
+
+
+def data(*bad: int, batches: int = 4, size: int = 4, target: float = 3e38) -> tuple[Any, Any]:
+    """Returns inputs and targets. Those of the batches `bad` are so large that the loss is inf, unless given."""
     rng = np.random.default_rng(0)
     inputs, targets = rng.normal(size=(batches * size, 4)), rng.normal(size=(batches * size, 1))
     for number in bad:
-        targets[number * size : (number + 1) * size] = 3e38
+        targets[number * size : (number + 1) * size] = target
     return inputs.astype("float32"), targets.astype("float32")
 
 

@@ -8,21 +8,30 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from tests.keras.backend.helpers import data, network, same, weights
+from tests.keras.backend.helpers import INF, LARGE, data, network, same, weights
 
 from gradscale import Dynamic, NoScaling, Static, replay
 from gradscale.keras import LossScaleOptimizer, ScaleMonitor, ScaleRow, ScaleStuck
 
 SGD = keras.optimizers.SGD
 six_batches = partial(data, batches=6)
-POLICY = Dynamic(init_scale=1024.0, growth_interval=2)
+SCALE = 2.0**80
+POLICY = Dynamic(init_scale=SCALE, growth_interval=2)
 
 
-def watched(monitor: ScaleMonitor, *bad: int, epochs: int = 1, later: Any = (), policy: Any = POLICY) -> Any:
+def watched(
+    monitor: ScaleMonitor,
+    *bad: int,
+    epochs: int = 1,
+    later: Any = (),
+    policy: Any = POLICY,
+    target: float = LARGE,
+) -> Any:
     """Returns a model after `fit` with the monitor, six batches in order to an epoch."""
+    batches = six_batches(*bad, target=target)
     model = network()
     model.compile(LossScaleOptimizer(SGD(0.01), policy=policy), loss="mse")
-    model.fit(*six_batches(*bad), batch_size=4, epochs=epochs, shuffle=False, verbose=0, callbacks=[monitor, *later])
+    model.fit(*batches, batch_size=4, epochs=epochs, shuffle=False, verbose=0, callbacks=[monitor, *later])
     return model
 
 
@@ -30,13 +39,13 @@ def test_every_step_is_read_in_order() -> None:
     monitor = ScaleMonitor(every=1)
     watched(monitor, 2)
     assert monitor.rows == [
-        ScaleRow(0, 1024.0, 0, True),
-        ScaleRow(1, 1024.0, 0, True),
-        ScaleRow(2, 2048.0, 0, True),
-        ScaleRow(3, 1024.0, 1, False),
-        ScaleRow(4, 1024.0, 1, True),
-        ScaleRow(5, 2048.0, 1, True),
-        ScaleRow(6, 2048.0, 1, True),
+        ScaleRow(0, SCALE, 0, True),
+        ScaleRow(1, SCALE, 0, True),
+        ScaleRow(2, 2 * SCALE, 0, True),
+        ScaleRow(3, SCALE, 1, False),
+        ScaleRow(4, SCALE, 1, True),
+        ScaleRow(5, 2 * SCALE, 1, True),
+        ScaleRow(6, 2 * SCALE, 1, True),
     ]
 
 
@@ -90,10 +99,10 @@ class Later(keras.callbacks.Callback):
 def test_history_and_later_callbacks_get_scale_and_skips(capsys: pytest.CaptureFixture[str]) -> None:
     later = Later()
     model = watched(ScaleMonitor(every=1), 2, epochs=2, later=[later])
-    assert model.history.history["scale"] == [2048.0, 4096.0]
+    assert model.history.history["scale"] == [2 * SCALE, 4 * SCALE]
     assert model.history.history["skipped"] == [1, 2]
     # A batch shows what was read before it began.
-    assert later.batches[:6] == [(1024.0, 0), (1024.0, 0), (2048.0, 0), (1024.0, 1), (1024.0, 1), (2048.0, 1)]
+    assert later.batches[:6] == [(SCALE, 0), (SCALE, 0), (2 * SCALE, 0), (SCALE, 1), (SCALE, 1), (2 * SCALE, 1)]
     model.fit(*six_batches(), batch_size=4, verbose=2, callbacks=[ScaleMonitor()])
     assert "scale: " in capsys.readouterr().out
 
@@ -120,11 +129,11 @@ def test_tensorboard_gets_a_point_for_each_reading(tmp_path: Path) -> None:
     values = [(event.step, value) for event in events for value in event.summary.value]
     assert {value.metadata.plugin_data.plugin_name for _, value in values} == {"scalars"}
     assert [(step, value.tag, float(tf.make_ndarray(value.tensor))) for step, value in values] == [
-        (0, "scale", 1024.0),
+        (0, "scale", SCALE),
         (0, "skipped", 0.0),
-        (3, "scale", 1024.0),
+        (3, "scale", SCALE),
         (3, "skipped", 1.0),
-        (6, "scale", 2048.0),
+        (6, "scale", 2 * SCALE),
         (6, "skipped", 1.0),
     ]
 
@@ -154,7 +163,7 @@ def test_the_weights_are_those_of_a_run_without_it() -> None:
     watched_model = watched(ScaleMonitor(every=1), 2, epochs=2)
     alone = network()
     alone.compile(LossScaleOptimizer(SGD(0.01), policy=POLICY), loss="mse")
-    alone.fit(*six_batches(2), batch_size=4, epochs=2, shuffle=False, verbose=0)
+    alone.fit(*six_batches(2, target=LARGE), batch_size=4, epochs=2, shuffle=False, verbose=0)
     for left, right in zip(watched_model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_array_equal(left, right)
 
@@ -183,31 +192,30 @@ def test_the_model_trains_on_after_it_was_stuck() -> None:
 
 def test_a_scale_that_can_still_fall_is_not_stuck() -> None:
     model = network()
-    model.compile(LossScaleOptimizer(SGD(0.01), policy=Dynamic(init_scale=2.0**80)), loss="mse")
+    model.compile(LossScaleOptimizer(SGD(0.01), policy=Dynamic(init_scale=SCALE)), loss="mse")
     inputs, targets = six_batches()
     monitor = ScaleMonitor(every=1, max_consecutive_skips=1)
-    # The loss, 1e34, is finite; its gradients times the scale are not.
-    model.fit(inputs, np.full_like(targets, 1e17), batch_size=4, shuffle=False, verbose=0, callbacks=[monitor])
+    model.fit(inputs, np.full_like(targets, LARGE), batch_size=4, shuffle=False, verbose=0, callbacks=[monitor])
     assert int(model.optimizer.state.consecutive_skips) == 6
 
 
 def test_a_loss_that_is_not_finite_is_stuck_at_any_scale() -> None:
     with pytest.raises(ScaleStuck, match="the loss itself is inf or NaN"):
-        watched(ScaleMonitor(every=10, max_consecutive_skips=3), 3, 4, 5)
+        watched(ScaleMonitor(every=10, max_consecutive_skips=3), 3, 4, 5, target=INF)
 
 
 def test_a_stuck_run_whose_loss_is_not_finite_does_not_speak_of_gradients_that_are_not_known() -> None:
     with pytest.raises(
         ScaleStuck, match=r"^3 steps in a row were skipped, since step 4, and the loss is inf"
     ) as caught:
-        watched(ScaleMonitor(every=10, max_consecutive_skips=3), 3, 4, 5)
+        watched(ScaleMonitor(every=10, max_consecutive_skips=3), 3, 4, 5, target=INF)
     assert "Gradients that were not finite" not in str(caught.value)
 
 
 @pytest.mark.parametrize("rate", [30.0, 1e3])
 def test_a_learning_rate_that_is_too_high_is_named_with_the_size_of_the_weights(rate: float) -> None:
     model = network()
-    model.compile(LossScaleOptimizer(SGD(rate), policy=POLICY), loss="mse")
+    model.compile(LossScaleOptimizer(SGD(rate), policy=Dynamic(init_scale=1024.0)), loss="mse")
     with pytest.raises(
         ScaleStuck, match=rf"since step \d+, and the loss is inf.*the learning rate \({rate:g}\) is too"
     ):
@@ -215,23 +223,23 @@ def test_a_learning_rate_that_is_too_high_is_named_with_the_size_of_the_weights(
 
 
 def test_a_stuck_run_can_be_ignored() -> None:
-    model = watched(ScaleMonitor(every=1, max_consecutive_skips=3, on_stuck="ignore"), 0, 1, 2, 3, 4, 5)
+    model = watched(ScaleMonitor(every=1, max_consecutive_skips=3, on_stuck="ignore"), 0, 1, 2, 3, 4, 5, target=INF)
     assert int(model.optimizer.state.consecutive_skips) == 6
 
 
 def test_a_stuck_run_with_a_finite_loss_says_that_its_culprits_were_not_recorded() -> None:
     model = network()
-    model.compile(LossScaleOptimizer(SGD(0.01), policy=Static(2.0**80)), loss="mse")
+    model.compile(LossScaleOptimizer(SGD(0.01), policy=Static(SCALE)), loss="mse")
     inputs, targets = six_batches()
     with pytest.raises(ScaleStuck, match="the step did not record which"):
         model.fit(
-            inputs, np.full_like(targets, 1e17), verbose=0, callbacks=[ScaleMonitor(every=1, max_consecutive_skips=1)]
+            inputs, np.full_like(targets, LARGE), verbose=0, callbacks=[ScaleMonitor(every=1, max_consecutive_skips=1)]
         )
 
 
 def test_a_stuck_run_is_reported_once_where_it_shall_not_end() -> None:
     reports: list[ScaleStuck] = []
-    watched(ScaleMonitor(every=1, max_consecutive_skips=3, on_stuck=reports.append), 0, 1, 2, 3, 4, 5)
+    watched(ScaleMonitor(every=1, max_consecutive_skips=3, on_stuck=reports.append), 0, 1, 2, 3, 4, 5, target=INF)
     assert [report.culprits for report in reports] == [[]]
 
 

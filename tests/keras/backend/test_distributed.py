@@ -8,14 +8,14 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from tests.keras.backend.helpers import BACKEND, network
+from tests.keras.backend.helpers import BACKEND, LARGE, NAN, network
 
 from gradscale import Dynamic, Headroom, NoScaling, replay
 from gradscale.keras import LossScaleOptimizer, ScaleMonitor, Watch
 
 KerasOwn: Any = keras.optimizers.LossScaleOptimizer
 SGD = keras.optimizers.SGD
-POLICY = Dynamic(init_scale=1024.0, growth_interval=2)
+POLICY = Dynamic(init_scale=2.0**80, growth_interval=2)
 BATCHES, SIZE = 6, 8
 
 pytestmark = pytest.mark.skipif(BACKEND == "torch", reason="Keras on torch leaves several devices to torch")
@@ -41,21 +41,22 @@ def two_devices() -> Iterator[None]:
         keras.distribution.set_distribution(None)
 
 
-def data(*bad: int, device: int = 1) -> tuple[Any, Any]:
+def data(*bad: int, device: int = 1, target: float = LARGE) -> tuple[Any, Any]:
     """Returns inputs and targets. In batches `bad`, the half of one device alone makes gradients overflow."""
     rng = np.random.default_rng(0)
     inputs = rng.normal(size=(BATCHES * SIZE, 4)).astype(np.float32)
     targets = rng.normal(size=(BATCHES, 2, SIZE // 2)).astype(np.float32)
-    targets[list(bad), device] = 2.0**120
+    targets[list(bad), device] = target
     return inputs, targets.reshape(-1, 1)
 
 
-def trained(make: Callable[[], Any], *bad: int, device: int = 1, **options: Any) -> Any:
+def trained(make: Callable[[], Any], *bad: int, device: int = 1, target: float = LARGE, **options: Any) -> Any:
     """Returns a model trained on all batches, in order."""
     model = network()
     model.compile(make(), loss="mse", jit_compile=BACKEND == "jax")
     # Shuffled, the overflow would not stay on one device.
-    model.fit(*data(*bad, device=device), batch_size=SIZE, shuffle=False, verbose=0, **options)
+    batches = data(*bad, device=device, target=target)
+    model.fit(*batches, batch_size=SIZE, shuffle=False, verbose=0, **options)
     return model
 
 
@@ -86,6 +87,14 @@ def test_an_overflow_on_one_device_alone_skips_the_step_on_both(device: int) -> 
         np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_loss_that_is_nan_on_one_device_alone_leaves_the_scale_as_it_is(device: int) -> None:
+    with two_devices():
+        model = trained(lambda: ours(Dynamic(init_scale=1024.0)), 1, 3, 4, device=device, target=NAN)
+        state = model.optimizer.state
+    assert (float(state.scale), int(state.applied), int(state.skipped)) == (1024.0, 3, 3)
+
+
 def test_clean_steps_are_those_of_one_device() -> None:
     with two_devices():
         on_two = trained(ours).get_weights()
@@ -111,7 +120,7 @@ def test_a_policy_that_predicts_sees_the_largest_gradient_of_both() -> None:
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="arrays spread over devices are one array on JAX")
 def test_keras_own_class_writes_an_overflow_of_the_second_replica_to_the_weights() -> None:
     with two_devices():
-        model = trained(lambda: KerasOwn(SGD(0.01), initial_scale=1024.0), 1)
+        model = trained(lambda: KerasOwn(SGD(0.01), initial_scale=2.0**80), 1)
         weights = [copies(weight)[0] for weight in model.weights]
     assert not any(np.isfinite(weight).all() for weight in weights)
 

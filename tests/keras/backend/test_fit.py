@@ -5,7 +5,18 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from tests.keras.backend.helpers import BACKEND, data, host, inner_state, network, same, trained, weights, without
+from tests.keras.backend.helpers import (
+    BACKEND,
+    LARGE,
+    data,
+    host,
+    inner_state,
+    network,
+    same,
+    trained,
+    weights,
+    without,
+)
 
 from gradscale import Dynamic, Headroom, NoScaling, Static
 from gradscale.keras import LossScaleOptimizer
@@ -65,9 +76,10 @@ def test_headroom_finds_its_scale_within_a_step() -> None:
 
 
 def test_the_scale_stays_within_the_bounds_of_the_policy() -> None:
-    policy = Dynamic(init_scale=4.0, growth_interval=1, min_scale=2.0, max_scale=8.0)
-    assert trained(LossScaleOptimizer(SGD(0.125), policy=policy), data()).optimizer.state.scale == 8.0
-    assert trained(LossScaleOptimizer(SGD(0.125), policy=policy), data(*range(4))).optimizer.state.scale == 2.0
+    policy = Dynamic(init_scale=2.0**80, growth_interval=1, min_scale=2.0**79, max_scale=2.0**81)
+    good, bad = data(), data(*range(4), target=LARGE)
+    assert trained(LossScaleOptimizer(SGD(0.125), policy=policy), good).optimizer.state.scale == 2.0**81
+    assert trained(LossScaleOptimizer(SGD(0.125), policy=policy), bad).optimizer.state.scale == 2.0**79
 
 
 def test_frozen_layers_stay_and_are_not_asked_for_gradients() -> None:

@@ -136,10 +136,11 @@ def test_gradients_of_several_optimizers_are_seen_as_one() -> None:
 
     rule = Rule(Histogram(), device=torch.tensor(2.0).device)
     both = [sizes(8.0, 0.0, 30), sizes(4.0, 1.0, 10)]
-    seen, _ = seen_by(rule, both, torch.tensor(False), torch.tensor(2.0))
+    good, bad_loss = torch.tensor(True), torch.tensor(False)
+    seen, _ = seen_by(rule, both, torch.tensor(False), torch.tensor(2.0), good)
     assert (seen.finite.item(), seen.amax.item(), seen.upper_share.item()) == (True, 4.0, 0.25)
-    bad, _ = seen_by(rule, [*both, sizes(torch.nan, 1.0, 1)], torch.tensor(True), torch.tensor(2.0))
-    assert (bad.finite.item(), bad.loss_finite.item(), bad.amax.item()) == (False, True, torch.inf)
+    bad, _ = seen_by(rule, [*both, sizes(torch.nan, 1.0, 1)], torch.tensor(True), torch.tensor(2.0), bad_loss)
+    assert (bad.finite.item(), bad.loss_finite.item(), bad.amax.item()) == (False, False, torch.inf)
 
 
 def test_policy_that_would_reach_zero_stops_at_the_floor() -> None:
@@ -180,9 +181,8 @@ def test_no_scaling_is_a_disabled_scaler() -> None:
     assert (scaler.is_enabled(), scaler.get_scale(), scaler.state_dict()) == (False, 1.0, {})
 
 
-def test_plain_dynamic_runs_on_torchs_kernel() -> None:
+def test_dynamic_has_torchs_numbers_and_its_own_bounds() -> None:
     scaler = GradScaler("cpu", policy=Dynamic(init_scale=8.0, min_scale=4.0, growth_interval=7))
-    assert scaler._rule is None
     assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 7)
     assert [scale for scale, _ in scales_of(scaler, [True, True])] == [4.0, 4.0]
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.torch.drop_in.helpers import OURS, TORCH, grad_of
-from tests.torch.helpers import INF
+from tests.torch.helpers import INF, NAN
 from tests.torch.ranks.launch import run_ranks
 from tests.torch.ranks.sharded import backward_of, loss_of, model_of
 from tests.torch.ranks.test_rounds import counting
 from tests.torch.versions import needs_sharding_on_cpu
 from torch import Tensor, nn
 
-from gradscale import Policy
+from gradscale import Dynamic, Policy, Status
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
 from gradscale.policies.log_max import LogMax
@@ -186,6 +186,27 @@ def with_ddp(rank: int) -> Any:
     return found
 
 
+def with_bad_loss(rank: int) -> Any:
+    """Scale and status after a step whose loss is NaN on the second rank: of DTensors, in a named group, under DDP."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    found = {}
+    for name, given, plain in (("dtensors", None, False), ("group", dist.group.WORLD, True), ("ddp", None, True)):
+        scaler = OURS("cpu", policy=Dynamic(init_scale=8.0), group=given)
+        parameter = nn.Parameter(distributed(torch.ones(8), None if plain else mesh))
+        optimizer = torch.optim.SGD([parameter], lr=0.5)
+        scaler.scale(torch.ones((), requires_grad=True) * (NAN if rank == 1 else 1.0))
+        # As DDP reduces it, or on the one rank only.
+        parameter.grad = distributed(torch.ones(8), None if plain else mesh)
+        if rank == 1 or name == "ddp":
+            local(grad_of(parameter)).fill_(NAN)
+        scaler.step(optimizer)
+        scaler.update()
+        found[name] = scaler.get_scale(), scaler.last.status()  # type: ignore[union-attr]
+    return found
+
+
 KINDS = ("fsdp", "hsdp", "tp", "loss parallel")
 MARKED = [pytest.param(kind, marks=needs_sharding_on_cpu if kind in ("fsdp", "hsdp") else ()) for kind in KINDS]
 
@@ -194,7 +215,8 @@ def on_two_ranks() -> Any:
     rank = dist.get_rank()
     found = {f"policy {name}": with_policy(name, rank) for name in POLICIES}
     found |= {f"kind {kind}": error_of(lambda kind=kind: with_kind(kind)) for kind in KINDS}
-    return found | {"stages": with_stages(rank), "failures": with_failures(rank), "ddp": with_ddp(rank)}
+    found |= {"stages": with_stages(rank), "failures": with_failures(rank), "ddp": with_ddp(rank)}
+    return found | {"bad loss": with_bad_loss(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +308,16 @@ def test_a_state_that_only_one_rank_has_loaded_is_found(two: list[Any]) -> None:
 
 def test_ddp_has_no_collective_of_the_scaler(two: list[Any]) -> None:
     assert two[0]["ddp"] == two[1]["ddp"] == [(8.0, []), (4.0, [])]
+
+
+@pytest.mark.parametrize("kind", ["dtensors", "group"])
+def test_loss_that_is_nan_on_one_rank_keeps_the_scale_on_all(kind: str, two: list[Any]) -> None:
+    for report in two:
+        assert report["bad loss"][kind] == (8.0, Status.NONFINITE_LOSS)
+
+
+def test_loss_of_one_rank_counts_as_an_overflow_under_ddp_so_that_no_rank_parts(two: list[Any]) -> None:
+    assert [report["bad loss"]["ddp"][0] for report in two] == [4.0, 4.0]
 
 
 def clipped(how: dict[str, Any], unscale: bool, policy: Policy | None) -> Any:

@@ -88,8 +88,11 @@ class Backend(Protocol):
     XP: Any
     """Namespace of the leaves."""
 
-    def measure(self, grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
-        """Returns what this replica finds in its gradients, of which there is at least one."""
+    def measure(self, grads: Sequence[Any], loss_finite: Any, plan: StepPlan) -> Observation:
+        """Returns what this replica finds in its gradients, of which there is at least one.
+
+        `loss_finite` is whether its loss was finite; None if that is not known.
+        """
         ...
 
     def agree(self, observation: Observation) -> Observation:
@@ -137,6 +140,10 @@ class Backend(Protocol):
 
     def place(self, value: Any) -> str:
         """Returns why a value cannot be read without synchronizing, as in `<on cuda:0>`; nothing where it can."""
+        ...
+
+    def owner(self, value: Any) -> Any:
+        """Returns what compiles the function that a tensor is part of; None for a tensor that has a value."""
         ...
 
     def is_constant(self, value: Any) -> bool:

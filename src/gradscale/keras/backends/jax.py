@@ -30,7 +30,7 @@ agree, merge_call = only_observation, single_call
 jax.tree_util.register_dataclass(StepResult, data_fields=TENSORS, meta_fields=STATIC)
 
 
-def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
+def measure(grads: Sequence[Any], loss_finite: Any, plan: StepPlan) -> Observation:
     """Returns what is found in the gradients. Compiled, it reads each once for each number of the plan."""
     arrays = [values(grad) for grad in grads]
     sizes = _sizes(arrays, plan)
@@ -45,8 +45,8 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
         upper_share=None if plan.edge is None else share_above(scaled, plan.edge),
         half_amax=jnp.max(_stacked(_peak_or_inf, [arrays[place] for place in plan.half])) if plan.half else None,
     )
-    loss_finite = jnp.bool_(True) if loss is None else jnp.all(jnp.isfinite(loss))
-    return Observation(measurement, loss_finite, jnp.sum(sizes[own]) if plan.overwrites else None)
+    known = jnp.bool_(True) if loss_finite is None else loss_finite
+    return Observation(measurement, known, jnp.sum(sizes[own]) if plan.overwrites else None)
 
 
 def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
@@ -95,6 +95,14 @@ def gate(applied: Array, update: Callable[[], None], variables: Sequence[Any], a
 
     for variable, value in zip(variables, lax.cond(applied, after, lambda: before), strict=True):
         assign(variable, value)
+
+
+def owner(value: Any) -> Any:
+    """Returns the trace of a value; None if it is an array.
+
+    A flag that is computed inside `jax.grad` is one of the trace around it: it has no derivative.
+    """
+    return value._trace if isinstance(value, Tracer) else None
 
 
 def is_constant(value: Any) -> bool:

@@ -34,7 +34,7 @@ XP = SimpleNamespace(
 """What a rule may call. `tf.experimental.numpy` would make float64 of a float32 times a Python number."""
 
 
-def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
+def measure(grads: Sequence[Any], loss_finite: Any, plan: StepPlan) -> Observation:
     """Returns what this replica finds in its gradients."""
     _check_norm(plan)
     magnitudes = [_magnitudes(grad) for grad in grads]
@@ -50,9 +50,9 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
         upper_share=None if plan.edge is None else _share_above(scaled, plan.edge),
         half_amax=_largest(half) if half else None,
     )
-    loss_finite = tf.constant(True) if loss is None else tf.reduce_all(tf.math.is_finite(loss))
+    known = tf.constant(True) if loss_finite is None else loss_finite
     overwrites = _sum([sizes[place] for place in plan.overwrites]) if plan.overwrites else None
-    return Observation(measurement, loss_finite, overwrites)
+    return Observation(measurement, known, overwrites)
 
 
 def agree(observation: Observation) -> Observation:
@@ -146,6 +146,11 @@ def place(value: Any) -> str:
         return "<traced>"
     device = getattr(value, "device", None) or "CPU"
     return "" if "CPU" in device else f"<on {device}>"
+
+
+def owner(value: Any) -> Any:
+    """Returns the graph of a tensor; None if it has a value."""
+    return value.graph if tf.is_symbolic_tensor(value) else None
 
 
 def is_constant(value: Any) -> bool:

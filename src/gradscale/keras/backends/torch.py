@@ -24,14 +24,13 @@ merge_call = torch.compiler.disable(np.errstate(all="ignore")(single_call))
 
 @torch.compiler.disable  # the rule runs on the host, where there is nothing to compile
 @torch.no_grad()
-def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
+def measure(grads: Sequence[Any], loss_finite: Any, plan: StepPlan) -> Observation:
     """Returns what is found in the gradients. Synchronizes with the device."""
     tensors = [values(grad) for grad in grads]
     device = tensors[0].device
     sizes = largest(tensors, device)
     scaled = plan.to_unscale(tensors)
     own = torch.tensor(plan.overwrites, dtype=torch.long, device=device)
-    bad_loss = None if loss is None else ~torch.isfinite(torch.as_tensor(loss)).all()
     total = sizes.index_fill(0, own, 0).amax() if plan.overwrites else sizes.amax()  # torch's maximum keeps a NaN
     edge = None if plan.edge is None else torch.tensor(plan.edge, device=device)
     known = _on_host(
@@ -40,10 +39,10 @@ def measure(grads: Sequence[Any], loss: Any, plan: StepPlan) -> Observation:
         upper_share=None if edge is None else share_above(scaled, edge, device),
         half_amax=sizes[list(plan.half)].amax() if plan.half else None,
         overwrites=sizes[own].amax() if plan.overwrites else None,
-        bad_loss=bad_loss,
+        bad_loss=None if loss_finite is None else ~loss_finite,
     )
-    loss_finite, overwrites = np.bool_(known.pop("bad_loss", 0) == 0), known.pop("overwrites", None)
-    return Observation(Measurement(sizes, amax=known["total"], **known), loss_finite, overwrites)
+    known_finite, overwrites = np.bool_(known.pop("bad_loss", 0) == 0), known.pop("overwrites", None)
+    return Observation(Measurement(sizes, amax=known["total"], **known), known_finite, overwrites)
 
 
 def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
@@ -94,6 +93,11 @@ def gate(applied: Any, update: Callable[[], None], variables: Sequence[Any], ass
 def place(value: Any) -> str:
     """Returns `<on ...>` for a tensor that is not in host memory, else nothing."""
     return f"<on {value.device}>" if isinstance(value, Tensor) and value.device.type != "cpu" else ""
+
+
+def owner(value: Any) -> Any:
+    """Returns None: a tensor has a value."""
+    del value
 
 
 def is_constant(value: Any) -> bool:

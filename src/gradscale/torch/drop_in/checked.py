@@ -37,7 +37,7 @@ def divide(scaler: "GradScaler", optimizer: Optimizer, scale: Tensor, *, allow_f
             flags = scaler._divide(optimizer, gradients, factor, None, allow_fp16)
         return unscale.still_finite(optimizer, flags, scale, scaler._bound)
 
-    flags = scaler._ranks.agree(optimizer, state, scale, divided)
+    flags = scaler._ranks.agree(optimizer, state, scaler._steps.losses, scale, divided)
     unscale.note_unscaled(optimizer, state, flags, scale.device)
     scaler._divided.append(optimizer)
 
@@ -56,7 +56,7 @@ def check(scaler: "GradScaler", optimizer: Optimizer, scale: Tensor) -> Flags:
         own, policy = getattr(optimizer, "grad_scale", None), sizing_policy(scaler._rule)
         return unscale.check_scaled(gradients, own, state, scale, scaler._bound, policy)
 
-    state["found_inf_per_device"] = scaler._ranks.agree(optimizer, state, scale, checked)
+    state["found_inf_per_device"] = scaler._ranks.agree(optimizer, state, scaler._steps.losses, scale, checked)
     return state["found_inf_per_device"]
 
 
@@ -85,7 +85,7 @@ def measure_to_clip(
         amax = scaled and reads_amax_beside_norm(scaler._rule, merges=merges)
         return unscale.check_norm(gradients, found, total, grows=grows, policy=policy, amax=amax, scale=scale)
 
-    flags = scaler._ranks.agree(optimizer, found, scale, measured)
+    flags = scaler._ranks.agree(optimizer, found, scaler._steps.losses, scale, measured)
     if scaled:
         scaler._divided.append(optimizer)
     gradients = found.pop("norm").gradients

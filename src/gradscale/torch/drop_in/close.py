@@ -101,6 +101,8 @@ def _follow_rule(
     else:
         made_with = scale if updated is None else updated.scale(scale)
         sizes = [state["sizes"] for state in states.values() if "sizes" in state]
-        update.by_policy(rule, scale, tracker, (sizes, found_inf, made_with), before, scaler._bounds)
+        loss_finite = scaler._ranks.loss_finite(states.values(), scaler._steps.losses, scale.device)
+        step = (sizes, found_inf, made_with, loss_finite)
+        update.by_policy(rule, scale, tracker, step, before, scaler._bounds)
     if tracks:
         scaler._bound.lowered(scale, by=update.lowest_factor(rule, scaler._backoff_factor))

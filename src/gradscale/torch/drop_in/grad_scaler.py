@@ -80,8 +80,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         backoff_factor: factor by which the scale is multiplied when it backs off.
         growth_interval: clean steps in a row before the scale grows.
         enabled: False makes every method do nothing, and `step` just call the optimizer's.
-        policy: a rule for the scale, or its name, instead of the four numbers above. `NoScaling()` is the same as
-            `enabled=False`.
+        policy: a rule for the scale, or its name, instead of the four numbers above. It keeps the scale after a loss
+            that is not finite, where torch's rule backs off. `NoScaling()` is the same as `enabled=False`.
         min_scale: lowest scale; by default 2**-126.
         max_scale: highest scale; by default the largest float32.
         hysteresis: overflows before the scale backs off for the first time.

@@ -1,4 +1,4 @@
-"""Whether the losses of a step were finite: what torch's scaler does not know, for the result and the stuck check."""
+"""Whether the losses of a step were finite, which torch's scaler does not know: for policies, results, stuck check."""
 
 from collections.abc import Mapping
 from functools import reduce

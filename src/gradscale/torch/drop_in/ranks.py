@@ -1,12 +1,15 @@
 """The ranks that `GradScaler` agrees with: whether gradients are finite, and how large they are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import reduce
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from gradscale.engine.measurement import Measurement
+from gradscale.torch.drop_in.losses import Losses
 from gradscale.torch.ranks.packet import Facts, Received
 from gradscale.torch.ranks.rounds import Rounds
 from gradscale.torch.step.gradients import Gradients, parameters_of
@@ -59,8 +62,23 @@ class Ranks:
             self._always or any(hasattr(kind, "to_local") for kind in set(map(type, parameters_of([optimizer]))))
         )
 
-    def agree(self, optimizer: Optimizer, state: dict[str, Any], scale: Tensor, find: Callable[[], Flags]) -> Flags:
+    def loss_finite(self, states: Iterable[dict[str, Any]], losses: Losses, device: torch.device) -> Tensor:
+        """Returns whether every loss of a step was finite, the same on all ranks. Does not synchronize.
+
+        True where other ranks have losses of their own and `agree` has sent no round: as under DDP, where each rank
+        knows the gradients of all, and its own loss only.
+        """
+        told = [state["loss_finite"] for state in states if "loss_finite" in state]
+        if told:
+            return reduce(torch.logical_and, told)
+        return (losses if self._rounds.ranks == 1 else Losses()).finite(device)
+
+    def agree(
+        self, optimizer: Optimizer, state: dict[str, Any], losses: Losses, scale: Tensor, find: Callable[[], Flags]
+    ) -> Flags:
         """Returns the flags that `find` returns, and that are the same on all ranks; so are sizes and norm in `state`.
+
+        So is whether the `losses` were finite, which is noted there after a round.
 
         One round (`gradscale.torch.ranks.packet`). If `find` raises, so do all ranks. Does not synchronize with the
         device.
@@ -81,7 +99,7 @@ class Ranks:
             self._rounds.fail(error, scale.device)
             raise
         overflow = any_overflow(flags.values(), scale.device)
-        overflow = self._send(state, overflow, scale)
+        overflow = self._send(state, Facts(bad=overflow, bad_loss=~losses.finite(scale.device)), scale)
         # Also on a rank without gradients, which would count as one that was not checked.
         return {device: overflow.to(device, torch.float32) for device in flags or (scale.device,)}
 
@@ -91,13 +109,13 @@ class Ranks:
             return self._rounds.norm(gradients, measured, torch.ones((), device=device))
         return cast(Tensor, measured.norm)
 
-    def _send(self, state: dict[str, Any], overflow: Tensor, scale: Tensor) -> Tensor:
-        """Returns whether a gradient of any rank is not finite, and makes sizes and norm in `state` those of all."""
-        own, amax = Facts(bad=overflow), None
+    def _send(self, state: dict[str, Any], own: Facts, scale: Tensor) -> Tensor:
+        """Returns whether a gradient of any rank is not finite, and makes what is in `state` that of all."""
+        overflow, amax = own.bad, None
         if "sizes" in state:
             sizes, elements = state["sizes"]
             share = 0.0 if sizes.upper_share is None else torch.where(overflow, 0.0, sizes.upper_share)
-            own = Facts(bad=overflow, above=share * elements, elements=float(elements))
+            own = replace(own, above=share * elements, elements=float(elements))
             amax = None if sizes.amax is None else torch.where(overflow, 0.0, sizes.amax)
         if "norm" in state:
             norm: ScaledNorm = state["norm"]
@@ -107,6 +125,7 @@ class Ranks:
         else:
             norm_of_all, received = None, self._rounds.send(own, amax, scale)
             overflow = received.facts.bad > 0
+        state["loss_finite"] = received.facts.bad_loss == 0
         if "sizes" in state:
             state["sizes"] = _of_all(state["sizes"][0], received, norm_of_all, scale)
         return overflow

@@ -79,14 +79,11 @@ class Settings:
 def of_policy(policy: Policy) -> Settings:
     """Returns the settings of a scaler that follows `policy`.
 
-    A plain `Dynamic` is torch's own rule with bounds, so that torch's kernel runs it. Other policies do not use torch's
-    numbers, which keep their defaults.
+    Policies other than `Dynamic` do not use torch's numbers, which keep their defaults.
     """
     numbers = dict(TORCH_DEFAULTS)
     if isinstance(policy, Dynamic):
         numbers = {name: getattr(policy, name) for name in TORCH_DEFAULTS}
-        if policy.hysteresis == 1:
-            return Settings(**numbers, bounds=Bounds(policy.min_scale, policy.max_scale), policy=None)
     numbers["init_scale"] = float(policy.start().scale)
     return Settings(**numbers, bounds=bounds_of(policy), policy=policy)
 

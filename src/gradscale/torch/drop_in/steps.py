@@ -165,14 +165,14 @@ def _result(optimizer: Optimizer, state: dict[str, Any], scale: Tensor, stepped:
     amax = None if found is None else found * scale.reciprocal()
     # Finite gradients are applied whatever the loss was, as in torch: where they are known to be, it is not needed.
     applies = bool(applied) and host_value(gate) is not None
-    loss_finite = gate if applies else losses.finite(scale.device)
+    known = gate if applies else state.get("loss_finite")
     counted = measured.sizes if measured is not None and applied is False else None
     traces = None if applied else state.get("traces") or Traces(collect([optimizer]), counted)
     return StepResult(
         applied=gate,
         scale=scale,
         next_scale=scale,
-        loss_finite=loss_finite,
+        loss_finite=losses.finite(scale.device) if known is None else known,
         grad_norm=state.get("grad_norm"),
         amax=amax if amax is None or applies else torch.where(gate, amax, torch.inf),
         attempted=bool(state["found_inf_per_device"]),

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +15,11 @@ from gradscale.kernels.torch import share_above
 from gradscale.policies.arithmetic import larger
 from gradscale.policies.contract import Policy, ScaleState, Seen, advanced
 from gradscale.policies.dynamic import Dynamic
-from gradscale.policies.headroom import Headroom
 from gradscale.policies.static import CheckOnly, Static
 from gradscale.torch.drop_in.settings import Bounds
 from gradscale.torch.step.decide import Rule
 from gradscale.torch.step.host_copy import host_value
 from gradscale.torch.step.measure import measure_sizes
-from gradscale.torch.step.numbers import unwarned
 
 LARGEST_TRACKER = 2**31 - 1  # the tracker is an int32
 
@@ -61,7 +60,7 @@ def by_policy(
     rule: Rule,
     scale: Tensor,
     tracker: Tensor,
-    step: tuple[Sequence[Sizes], Tensor, Tensor],
+    step: tuple[Sequence[Sizes], Tensor, Tensor, Tensor],
     before: tuple[Any, Any],
     bounds: Bounds,
 ) -> None:
@@ -80,23 +79,14 @@ def by_policy(
         rule.write(after.clean_steps, tracker)
 
 
-def _advanced(rule: Rule, state: ScaleState, measured: Sequence[Sizes], found_inf: Tensor, scale: Tensor) -> ScaleState:
-    """Advances `rule` from a state, and returns the state that follows. Other arguments are those of `seen_by`."""
-    # In host memory a rule that predicts bounds what it computes of finite gradients, and nothing overflows; only the
-    # ratio of amax to norm may be 0 / 0.
-    without_ratio = all([found.amax is None or found.norm is None for found, _ in measured])
-    safe = without_ratio and isinstance(rule.policy, Headroom) and host_value(found_inf) == 0
-    rule.state, rule.amax_ratio = unwarned(_next, rule, state, measured, found_inf, scale, safe=safe)
+# numpy warns where a scalar overflows or is divided by 0, and a device does not: inf and NaN are facts here.
+@np.errstate(all="ignore")
+def _advanced(rule: Rule, state: ScaleState, *step: Any) -> ScaleState:
+    """Advances `rule` from a state, and returns the state that follows. `step` has the arguments of `seen_by`."""
+    seen, rule.amax_ratio = seen_by(rule, *step)
+    rule.state = advanced(rule.policy, state, seen, rule.xp)
     rule.steps += 1
     return rule.state
-
-
-def _next(
-    rule: Rule, state: ScaleState, measured: Sequence[Sizes], found_inf: Tensor, scale: Tensor
-) -> tuple[ScaleState, Any]:
-    """Returns the state that follows, and the ratio of amax to norm for later steps."""
-    seen, ratio = seen_by(rule, measured, found_inf, scale)
-    return advanced(rule.policy, state, seen, rule.xp), ratio
 
 
 def present(rule: Rule, scale: Any, tracker: Any) -> ScaleState:
@@ -146,17 +136,19 @@ def measure_for(policy: Policy, gradients: Sequence[Tensor], scale: Tensor, know
     return known._replace(upper_share=share_above(gradients, torch.full_like(scale, edge), scale.device)), elements
 
 
-def seen_by(rule: Rule, measured: Sequence[Sizes], found_inf: Tensor, scale: Tensor) -> tuple[Seen, Any]:
+def seen_by(
+    rule: Rule, measured: Sequence[Sizes], found_inf: Tensor, scale: Tensor, loss_finite: Tensor
+) -> tuple[Seen, Any]:
     """Returns what the policy sees of a step, all optimizers together and unscaled, and the ratio of amax to norm.
 
-    Both are in leaves of `rule`; the ratio is that for later steps. torch's scaler does not check the loss, so that
-    every overflow counts as the scale's.
+    Both are in leaves of `rule`; the ratio is that for later steps.
 
     Args:
         rule: the rule.
         measured: what `measure_for` returned for each optimizer.
         found_inf: 0 unless a gradient was not finite.
         scale: the scale that made the gradients.
+        loss_finite: whether every loss was finite, as far as all ranks know.
     """
     default, xp = rule.default, rule.xp
     # Most often of one optimizer: nothing is to be merged.
@@ -170,7 +162,7 @@ def seen_by(rule: Rule, measured: Sequence[Sizes], found_inf: Tensor, scale: Ten
         upper_share=default.upper_share if together.upper_share is None else rule.leaf(together.upper_share),
     )
     finite = xp.logical_not(rule.leaf(found_inf))
-    seen = sizes.seen_with(finite, rule.leaf(scale), default.loss_finite, xp)
+    seen = sizes.seen_with(finite, rule.leaf(scale), rule.leaf(loss_finite), xp)
     if norm is None:
         return seen, rule.amax_ratio
     without_amax = sum([found.amax is None for found, _ in measured])
