@@ -57,7 +57,7 @@ class Headroom(Record):
       overflow puts it 4 bits below the scale that failed (3 in FP8 E5M2), and a clean step raises it by 1/131072 of
       `top`. There is none before the first overflow.
 
-    The first scale is 1, at which hardly anything overflows, and the first gradient sets the next one.
+    The first scale is 16, at which hardly anything overflows, and the first gradient sets the next one.
 
     Attributes:
         format: the format that the gradients must fit, or its name, such as `"fp16"`.
@@ -80,7 +80,7 @@ class Headroom(Record):
     """
 
     format: checks.FormatField = checks.FORMAT_FP16
-    init_scale: float = 1.0
+    init_scale: float = 16.0
     margin_bits: float = 2.0
     leak: float = 0.002
     recovery: float = RECOVERY
@@ -102,7 +102,7 @@ class Headroom(Record):
 
     def next(self, state: HeadroomState, seen: Seen, xp: Namespace) -> HeadroomState:
         """Returns the state after one step, as `follow` says. Does not synchronize with the device."""
-        limit = highest_peak(self.format) / two_to(self.margin_bits, xp)
+        limit = min(self.format.max, checks.HIGHEST_PEAK) / two_to(self.margin_bits, xp)
         return follow(self, limit, self.recovery, state, seen, xp)
 
     def predict(self, state: HeadroomState, amax: Array, xp: Namespace) -> dict[str, Array]:
@@ -117,46 +117,42 @@ def lesson(format: Format) -> float:
     return 2.0 ** max(1, min(LESSON_BITS, format.binades // 10))
 
 
-def highest_peak(format: Format) -> float:
-    """Returns the largest value that a scaled peak may have in the format."""
-    return min(format.max, checks.HIGHEST_PEAK)
-
-
 def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp: Namespace) -> S:
     """Returns the state after one step of a policy whose `predict` returns a peak, which may reach `limit` scaled.
 
     A clean step raises the ceiling, and the scale is the power of two at or below the ceiling and `top`. An overflow
-    lowers the ceiling if the step before was clean, and the scale by two lessons until the next clean step, at most 28
-    bits below `top` (22 in E5M2), where more overflows halve it. Gradients that are all zero change nothing. While no
-    gradient has been seen, an overflow lowers the scale by 28 bits, and zeros raise it to 2**28, where what vanishes at
-    a scale of 1 still fits. A non-finite loss changes nothing but the counters.
+    after a clean step lowers the scale by a lesson, and puts the ceiling there. Further ones lower the scale alone, by
+    two lessons each, at most to 28 bits below `top` (22 in E5M2), where they halve it. Gradients that are all zero
+    change nothing. While no gradient has been seen, an overflow lowers the scale by 28 bits, and zeros raise it to
+    2**28, where what vanishes at a scale of 1 still fits. A non-finite loss changes nothing but the counters.
     """
     clean, overflow = verdict(seen, xp)
     amax = state.scale * 0 + seen.amax  # an array of the framework, also where `seen` has numpy's default
     measured = xp.logical_and(clean, xp.logical_and(xp.isfinite(amax), amax >= checks.SMALLEST_GRADIENT))
     predicted = policy.predict(state, xp.where(measured, amax, 1.0), xp)
     leaves = {name: xp.where(measured, new, getattr(state, name)) for name, new in predicted.items()}
-    known = leaves["peak"] > 0
+    unknown = leaves["peak"] <= 0
     top = limit / larger(leaves["peak"], limit * checks.LOWEST_SCALE, xp)
     taught, reach = lesson(policy.format), 2.0 ** min(28, policy.format.binades * 7 // 10)
     lowest = top / reach
     ceiling = larger(state.ceiling, lowest, xp)
     risen = ceiling + smaller(top * recovery, ceiling * FASTEST_RISE, xp)
     ceiling = xp.where(ceiling < top, risen, ceiling)
-    lowered = larger(state.scale / taught**2, smaller(lowest, state.scale * 0.5, xp), xp)
-    lowered = xp.where(known, lowered, state.scale / reach)
-    searches = xp.logical_and(clean, xp.logical_and(xp.logical_not(known), state.scale < reach))
+    # Only the first overflow of a series teaches: the next ones ran at scales that no clean step has chosen.
+    teaches = xp.logical_and(overflow, state.clean_steps > 0)
+    learned = state.scale / taught
+    lowered = larger(xp.where(teaches, learned, learned / taught), smaller(lowest, state.scale * 0.5, xp), xp)
+    lowered = xp.where(unknown, state.scale / reach, lowered)
+    searches = xp.logical_and(clean, xp.logical_and(unknown, state.scale < reach))
     moved = xp.where(measured, smaller(ceiling, top, xp), xp.where(overflow, lowered, reach))
     moves = xp.logical_or(measured, xp.logical_or(overflow, searches))
-    # Only the first of a series teaches: the next ones ran at scales that no clean step has chosen.
-    teaches = xp.logical_and(overflow, state.clean_steps > 0)
     return counted(
         state,
         clean,
         xp,
         **leaves,
         scale=bounded(xp.where(moves, pow2_floor(moved, xp), state.scale), policy.min_scale, policy.max_scale, xp),
-        ceiling=xp.where(measured, ceiling, xp.where(teaches, state.scale / taught, state.ceiling)),
+        ceiling=xp.where(measured, ceiling, xp.where(teaches, learned, state.ceiling)),
         clean_steps=xp.where(clean, one_more(state.clean_steps, xp), xp.where(overflow, 0, state.clean_steps)),
         stuck=xp.logical_and(overflow, state.scale <= policy.min_scale),
     )

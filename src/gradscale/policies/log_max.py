@@ -8,6 +8,7 @@ import numpy as np
 from gradscale.policies.arithmetic import Namespace, bounded, exp2_linear, larger, log2_linear, root, smaller
 from gradscale.policies.checks import (
     FORMAT_FP16,
+    HIGHEST_PEAK,
     HIGHEST_SCALE,
     USELESS_SCALE,
     FormatField,
@@ -17,7 +18,7 @@ from gradscale.policies.checks import (
     check_share,
 )
 from gradscale.policies.contract import Seen
-from gradscale.policies.headroom import RECOVERY, HeadroomState, follow, highest_peak
+from gradscale.policies.headroom import RECOVERY, HeadroomState, follow
 from gradscale.record import Array, Record, leaf
 
 HIGHEST_EXPONENT = 126.0
@@ -79,7 +80,7 @@ class LogMax(Record):
     """
 
     format: FormatField = FORMAT_FP16
-    init_scale: float = 1.0
+    init_scale: float = 16.0
     beta1: float = 0.99
     beta2: float = 0.999
     deviations: float = 3.09
@@ -108,7 +109,7 @@ class LogMax(Record):
         A clean step enters the model and moves the scale to what it allows. Overflows, gradients that are all zero and
         non-finite losses do as in `Headroom`. Does not synchronize with the device.
         """
-        return follow(self, highest_peak(self.format), RECOVERY, state, seen, xp)
+        return follow(self, min(self.format.max, HIGHEST_PEAK), RECOVERY, state, seen, xp)
 
     def predict(self, state: LogMaxState, amax: Array, xp: Namespace) -> dict[str, Array]:
         """Returns the model after a step whose largest gradient was `amax`, and the peak that it predicts."""
