@@ -84,4 +84,5 @@ def test_the_root_is_close_and_never_too_small(x: float) -> None:
 
 @pytest.mark.parametrize("bits", range(16))
 def test_two_to_is_exact_for_whole_bits(bits: int) -> None:
-    assert two_to(float(bits), np.float32(1), np) == 2.0**bits
+    assert two_to(float(bits), np) == 2.0**bits
+    assert two_to(np.array([bits], np.float32), np).tolist() == [2.0**bits]

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.streams import Stream, named, simulate
 from tests.stories import next_of
 
-from gradscale import FP16, Seen
+from gradscale import Seen
 from gradscale.policies.arithmetic import log2_linear
 from gradscale.policies.log_max import LogMax, LogMaxState
 
@@ -28,7 +28,7 @@ def after(policy: LogMax, *steps: Seen) -> LogMaxState:
 
 def test_it_starts_knowing_nothing_but_a_variance_of_one() -> None:
     state = LogMax(init_scale=8).start()
-    assert (state.scale, state.peak, state.ceiling) == (8, 0, np.float32(FP16.max))
+    assert (state.scale, state.peak, state.ceiling) == (8, 0, 2.0**126)
     assert (state.mean, state.variance, state.observations) == (0, 1, 0)
 
 
@@ -74,22 +74,22 @@ def test_more_deviations_lower_the_scale() -> None:
 def test_an_overflow_backs_off_and_leaves_the_model_alone() -> None:
     before = after(LogMax(), clean(1.0), clean(0.5))
     state = next_of(LogMax(), before, OVERFLOW)
-    assert state.scale == before.scale / 2**20
+    assert state.scale == before.scale / 16
     assert (state.mean, state.variance, state.observations) == (before.mean, before.variance, before.observations)
 
 
-def test_an_overflow_that_the_model_does_not_explain_is_learnt_from() -> None:
+def test_an_overflow_lowers_the_ceiling() -> None:
     before = after(LogMax(), *[clean(1.0)] * 100)
     state = before
     for step in (OVERFLOW, *[clean(1.0)] * 50):
         state = next_of(LogMax(), state, step)
-    assert state.scale == before.scale / 2**8
+    assert state.scale == before.scale / 16
     assert state.ceiling < before.ceiling
 
 
-def test_a_lasting_gap_of_8_bits_to_gradients_nobody_sees_costs_a_step_or_two() -> None:
+def test_a_lasting_gap_of_8_bits_to_gradients_nobody_sees_costs_a_few_steps() -> None:
     run = simulate(LogMax(), named("8 bits hidden", 3000, 8))
-    assert run.overflowed.sum(0).max() <= 2
+    assert run.overflowed.sum(0).max() <= 8
     assert np.median(run.bits_low) < 8
 
 

@@ -38,7 +38,7 @@ def bounds(draw: st.DrawFn, lowest: int = -126, highest: int = 126) -> dict[str,
 def policies(draw: st.DrawFn, kind: Any, **fixed: Any) -> Any:
     """Draws a policy with any valid settings."""
     own: Mapping[type, Mapping[str, st.SearchStrategy[Any]]] = {
-        Headroom: {"margin_bits": bits, "leak": shares, "recovery": shares},
+        Headroom: {"margin_bits": bits, "leak": st.floats(0, 0.12), "recovery": shares},
         LogMax: {"beta1": shares, "beta2": shares, "deviations": st.floats(0, 100)},
         Histogram: {"edge": st.floats(1e-6, 0.99), "threshold": shares, "period": st.integers(1, 9)},
         Dynamic: {"growth_interval": st.integers(1, 5), "backoff_factor": st.floats(0.1, 0.9)},

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not EXACT, reason="numpy 1 makes float64 of a fl
 
 POLICIES = [
     Headroom(),
-    Headroom(FP8_E5M2, init_scale=1.0, leak=0.5),
+    Headroom(FP8_E5M2, init_scale=1.0, leak=0.1),
     LogMax(),
     Histogram(),
     Dynamic(growth_interval=2, hysteresis=2),

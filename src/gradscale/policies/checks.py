@@ -129,10 +129,12 @@ def check_bits(policy: Any, *names: str) -> None:
         object.__setattr__(policy, name, bits)
 
 
-def check_share(policy: Any, *names: str) -> None:
-    """Raises unless the settings are at least 0 and below 1; rounds them to float32."""
+def check_share(policy: Any, *names: str, below: float = 1.0) -> None:
+    """Raises unless the settings are at least 0 and less than `below`; rounds them to float32."""
     for name in names:
         share = as_single(name, getattr(policy, name))
-        if not 0 <= share < 1:
-            raise ValueError(f"`{name}` must be at least 0 and below 1. Received: {name}={getattr(policy, name)!r}.")
+        if not 0 <= share < below:
+            raise ValueError(
+                f"`{name}` must be at least 0 and below {below:g}. Received: {name}={getattr(policy, name)!r}."
+            )
         object.__setattr__(policy, name, share)

@@ -94,7 +94,8 @@ class Headroom(Record):
         checks.check_format(self)
         checks.check_bounds(self)
         checks.check_bits(self, "margin_bits")
-        checks.check_share(self, "leak", "recovery")
+        checks.check_share(self, "leak", below=1 / FAST_LEAK)
+        checks.check_share(self, "recovery")
 
     def start(self) -> HeadroomState:
         """Returns the state before the first step."""
@@ -127,12 +128,13 @@ def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp:
     2**28, where what vanishes at a scale of 1 still fits. A non-finite loss changes nothing but the counters.
     """
     clean, overflow = verdict(seen, xp)
-    amax = state.scale * 0 + seen.amax  # an array of the framework, also where `seen` has numpy's default
-    measured = xp.logical_and(clean, xp.logical_and(xp.isfinite(amax), amax >= checks.SMALLEST_GRADIENT))
+    zero = state.scale * 0  # makes an array of a number: torch has no exact quotient of a number and an array
+    amax = zero + seen.amax
+    measured = xp.logical_and(clean, xp.logical_and(amax >= checks.SMALLEST_GRADIENT, amax < np.inf))
     predicted = policy.predict(state, xp.where(measured, amax, 1.0), xp)
     leaves = {name: xp.where(measured, new, getattr(state, name)) for name, new in predicted.items()}
     unknown = leaves["peak"] <= 0
-    top = limit / larger(leaves["peak"], limit * checks.LOWEST_SCALE, xp)
+    top = (zero + limit) / larger(leaves["peak"], limit * checks.LOWEST_SCALE, xp)
     taught, reach = lesson(policy.format), 2.0 ** min(28, policy.format.binades * 7 // 10)
     lowest = top / reach
     ceiling = larger(state.ceiling, lowest, xp)
