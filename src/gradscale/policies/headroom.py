@@ -125,8 +125,8 @@ def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp:
     puts the ceiling a lesson, a factor of 16, below the scale that failed. The scale falls as far if it was set less
     than 16 clean steps after the start or the last overflow. Else the overflow is a surprise, and until a clean step
     shows what fits, the scale falls by four lessons, and again if that fails; at most by half of the format's range
-    below `top`, where it halves. Gradients that are all zero change nothing. While none has been seen, half of the range
-    is `top`, and what an overflow lowers the scale by. A non-finite loss changes nothing but the counters.
+    below `top`, where it halves. Gradients that are all zero change nothing. While none has been seen, half of the
+    range is `top`, and what an overflow lowers the scale by. A non-finite loss changes nothing but the counters.
     """
     clean, overflow = verdict(seen, xp)
     zero = state.scale * 0  # makes an array of a number: torch has no exact quotient of a number and an array
