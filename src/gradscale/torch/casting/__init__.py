@@ -10,16 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from gradscale.torch.cast import HALF_DTYPES
-from gradscale.torch.casting.catching import (
-    THREAD,
-    Aliases,
-    Function,
-    Patch,
-    Rules,
-    patch_for,
-    plain_name,
-    torch_aliases,
-)
+from gradscale.torch.casting.catching import RULES, Function, Patch, patch_for, plain_name, torch_aliases
 from gradscale.torch.casting.rules import Ban, Cast, Precision, bans, float_function, half_function, promote_function
 from gradscale.torch.scripts import SCRIPTS, Call, operations
 
@@ -72,7 +63,7 @@ class casts(TorchFunctionMode, ContextDecorator):
         if dtype is not None and dtype not in HALF_DTYPES:
             raise ValueError(f"`dtype` must be torch.float16 or torch.bfloat16. Received: dtype={dtype!r}.")
         super().__init__()
-        self._rules: Rules = {}
+        self._rules: dict[Function, Cast | Ban] = {}
         self._patches: list[Patch] = []
         self._allowed = {alias for function in allow for alias in _caught("allow", function)}
         lists: dict[Precision, Iterable[Function]] = {"half": half, "float": float, "promote": promote}
@@ -83,10 +74,10 @@ class casts(TorchFunctionMode, ContextDecorator):
             self._list("banned", function, Ban(reason))
 
     def __enter__(self) -> "casts":
-        outer = bans() | THREAD.rules[-1]
+        outer = bans() | RULES.items[-1]
         # `allow` lifts bans, not casts of an outer context.
         lifted = {alias: None for alias in self._allowed if isinstance(outer.get(alias), Ban)}
-        THREAD.rules.append(outer | lifted | self._rules)
+        RULES.items.append(outer | lifted | self._rules)
         for patch in self._patches:
             patch.install()
         SCRIPTS.catch(_checked)
@@ -97,19 +88,19 @@ class casts(TorchFunctionMode, ContextDecorator):
         SCRIPTS.release(_checked)
         for patch in self._patches:
             patch.remove()
-        THREAD.rules.pop()
+        RULES.items.pop()
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Returns the result of a call of a torch function, under the rule that holds for it."""
-        rule, kwargs = THREAD.rules[-1].get(func), kwargs or {}
+        rule, kwargs = RULES.items[-1].get(func), kwargs or {}
         if rule is None:
             return func(*args, **kwargs)
         # torch calls the modes of outer contexts next, and their rules must not be applied as well.
-        THREAD.rules.append({})
+        RULES.items.append({})
         try:
             return rule(func, args, kwargs)
         finally:
-            THREAD.rules.pop()
+            RULES.items.pop()
 
     def _list(self, parameter: str, function: Function, rule: Cast | Ban) -> None:
         aliases = _caught(parameter, function)
@@ -129,7 +120,7 @@ class casts(TorchFunctionMode, ContextDecorator):
             self._patches.append(patch_for(function))
 
 
-def _caught(parameter: str, function: Any) -> Aliases:
+def _caught(parameter: str, function: Any) -> frozenset[Function]:
     """Returns the objects by which calls of a listed function are recognized: its aliases in torch, or itself."""
     name = plain_name(function)
     if aliases := torch_aliases(function):
@@ -163,7 +154,7 @@ def _checked(script: Any, call: Call) -> Call:
     Raises:
         RuntimeError: an operation of the script is listed.
     """
-    listed = {plain_name(function) for function, rule in THREAD.rules[-1].items() if isinstance(rule, Cast)}
+    listed = {plain_name(function) for function, rule in RULES.items[-1].items() if isinstance(rule, Cast)}
     if found := sorted(listed & operations(script)):
         raise RuntimeError(
             "`casts` does not reach into TorchScript: a listed function would run in the precision of its arguments. "

@@ -17,26 +17,25 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import get_overridable_functions
 
 Function = Callable[..., Any]
-Aliases = frozenset[Function]
-Rule = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
-"""Returns the result of a call, given its function and arguments."""
-Rules = dict[Function, Rule | None]
 
 _OPERATOR = re.compile(r"__([ri]?)(add|sub|mul|div|truediv|floordiv|mod|pow|matmul)__")
 _CALLED = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
 
 
-class _Thread(threading.local):
-    """The rules of each context that this thread is in, innermost last, with those of the outer contexts included."""
+class PerThread(threading.local):
+    """A list that each thread has for itself, with `first` in it."""
 
-    def __init__(self) -> None:
-        self.rules: list[Rules] = [{}]
-
-
-THREAD = _Thread()
+    def __init__(self, *first: Any) -> None:
+        self.items = list(first)
 
 
-def torch_aliases(function: Function) -> Aliases:
+RULES = PerThread({})
+"""For each context that a thread is in, innermost last: the rule of each function, those of outer contexts included.
+
+A rule returns the result of a call, given the function and its arguments. None is a ban that is lifted."""
+
+
+def torch_aliases(function: Function) -> frozenset[Function]:
     """Returns the function and all its aliases in torch; nothing where torch does not report its calls.
 
     `torch.softmax`, `torch.nn.functional.softmax`, `torch.special.softmax` and `Tensor.softmax` are one function, and
@@ -51,7 +50,7 @@ def torch_aliases(function: Function) -> Aliases:
 
 
 @cache
-def functions_by_name() -> dict[str, Aliases]:
+def functions_by_name() -> dict[str, frozenset[Function]]:
     """Returns the functions whose calls torch reports, by their plain name. Those with the same one are aliases."""
     # torch's own list lacks some that write to their argument, such as `torch.relu_`.
     in_place = [getattr(torch, name) for name in dir(torch) if name.endswith("_") and not name.startswith("_")]
@@ -81,7 +80,7 @@ class Patch:
     def __init__(self, function: FunctionType) -> None:
         @wraps(function)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            rule = THREAD.rules[-1].get(function)
+            rule = RULES.items[-1].get(function)
             return function(*args, **kwargs) if rule is None else rule(function, args, kwargs)
 
         self.function = function
@@ -113,8 +112,7 @@ class Patch:
         A method is looked for in its class, any other function in all modules: `from library import function` makes one
         more place. That takes milliseconds, and is done again only if modules have been imported since.
         """
-        if self._modules_searched != len(sys.modules):
-            self._modules_searched = len(sys.modules)
+        if self._modules_searched != (modules := len(sys.modules)):
             *path, _ = self.function.__qualname__.split(".")
             module = sys.modules.get(self.function.__module__)
             owner = reduce(lambda found, part: getattr(found, part, None), path, module)
@@ -125,6 +123,7 @@ class Patch:
                 # `type`, since modules hold objects that warn when `isinstance` looks at them.
                 if self._is_this(held.__func__ if type(held) is staticmethod else held)
             ]
+            self._modules_searched = modules
         return self._places
 
     def _is_this(self, held: Any) -> bool:
