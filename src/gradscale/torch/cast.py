@@ -2,19 +2,16 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import EllipsisType, NoneType
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, _get_node_type
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-
-LEAVES = (NoneType, EllipsisType, int, float, str, slice, torch.dtype, torch.device, torch.Size)
-"""Types of common arguments that hold no tensor. Finding that out with `pytree` would be most of the cost of a call."""
 
 
 def cast(value: Any, dtype: torch.dtype, castable: Collection[torch.dtype]) -> Any:
@@ -29,16 +26,14 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     pytree. A container with a changed tensor is copied. Any other is returned itself, since the model may write to it,
     as to a cache of keys and values.
     """
-    return change(value) if isinstance(value, Tensor) else _mapped(value, change)[0]
+    return _mapped(value, change)[0]
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields every tensor that `map_tensors` would change."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns every tensor that `map_tensors` would change."""
     if isinstance(value, Tensor):
-        yield value
-    elif not isinstance(value, LEAVES):
-        for item in _opened(value)[0]:
-            yield from tensors_in(item)
+        return [value]
+    return [tensor for item in _opened(value)[0] for tensor in tensors_in(item)]
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
@@ -46,8 +41,6 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
     if isinstance(value, Tensor):
         new = change(value)
         return new, new is not value
-    if isinstance(value, LEAVES):
-        return value, False
     items, rebuild = _opened(value)
     mapped = [_mapped(item, change) for item in items]
     if not any([changed for _, changed in mapped]):
@@ -57,33 +50,22 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
 
 def _opened(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]]:
     """Returns the items of a container, and a function that builds the container from others; else no items."""
-    # Nearly all containers are one of these, and pytrees are far slower.
-    if type(value) is tuple or type(value) is list:
-        return value, type(value)
-    if type(value) is dict:
-        return list(value.values()), lambda new: dict(zip(value, new, strict=True))
     if isinstance(value, PackedSequence):
         return [value.data], lambda new: value._replace(data=new[0])
-    items, tree = tree_flatten(value, is_leaf=lambda item: item is not value)
-    if not tree.is_leaf():
-        return items, lambda new: tree_unflatten(new, tree)
+    if node := SUPPORTED_NODES.get(_get_node_type(value)):  # opened here, since `tree_flatten` opens what is inside too
+        items, context = node.flatten_fn(value)
+        return items, lambda new: node.unflatten_fn(new, context)
     if isinstance(value, Mapping):
-        return list(value.values()), lambda new: _copy_with(value, dict(value), new, _set_item)
+        return list(value.values()), lambda new: _copy_with(value, value, new, operator.setitem)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return list(fields.values()), lambda new: _copy_with(value, fields, new, object.__setattr__)
+        names = [field.name for field in dataclasses.fields(value)]
+        return [getattr(value, name) for name in names], lambda new: _copy_with(value, names, new, object.__setattr__)
     return (), lambda new: value
 
 
-def _copy_with(whole: Any, old: Mapping[Any, Any], new: list[Any], put: Callable[[Any, Any, Any], None]) -> Any:
-    """Returns a copy of `whole` with its changed items replaced."""
+def _copy_with(whole: Any, keys: Iterable[Any], items: list[Any], put: Callable[[Any, Any, Any], None]) -> Any:
     # Not a call of the constructor, which may check or compute. `object.__setattr__` writes to frozen dataclasses too.
     made = copy.copy(whole)
-    for (key, before), item in zip(old.items(), new, strict=True):
-        if item is not before:
-            put(made, key, item)
+    for key, item in zip(keys, items, strict=True):
+        put(made, key, item)
     return made
-
-
-def _set_item(mapping: Any, key: Any, item: Any) -> None:
-    mapping[key] = item

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradscale.torch import casts
-from gradscale.torch.casting.banned import BANNED, bans
+from gradscale.torch.casting.rules import BANNED, bans
 
 FP16, BF16 = torch.float16, torch.bfloat16
 
@@ -153,6 +153,6 @@ def test_a_ban_does_not_hold_where_autocast_widens_the_function(monkeypatch: pyt
     ban = BANNED[functional.normalize]
     assert ban.safe_under == ("cuda",)
     here = type(ban)(ban.reason, ban.dtypes, safe_under=(zeros.device.type,))
-    here.run(functional.normalize, (zeros,), {}, op=True)
+    here(functional.normalize, (zeros,), {})
     with pytest.raises(RuntimeError, match="unsafe"):
-        ban.run(functional.normalize, (zeros,), {}, op=True)
+        ban(functional.normalize, (zeros,), {})

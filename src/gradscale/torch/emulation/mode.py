@@ -1,13 +1,12 @@
 """The mode that rounds around each torch function that is called inside an `emulate` block.
 
-Importing this loads torch's compiler, which takes a second, to exclude the mode from it. So it is imported by the first
-block, and not by `gradscale.torch`.
+In FP16 and BF16 it follows which float32 tensors hold numbers of the format, and would be of that dtype under autocast.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from types import FunctionType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,29 +14,25 @@ from torch.overrides import TorchFunctionMode
 
 from gradscale.formats import BF16, FP16, FP32
 from gradscale.torch.cast import map_tensors, tensors_in
+from gradscale.torch.casting.catching import Function, PerThread
 from gradscale.torch.casting.rules import autocast_devices, floating, without_autocast
 from gradscale.torch.compat import uncompiled
-from gradscale.torch.emulation.lists import (
-    DECOMPOSED,
-    EMBEDDINGS,
-    FLOAT32,
-    HALF,
-    LIKE_FIRST,
-    LIKE_SECOND,
-    NOT_OPERANDS,
-    OPERANDS,
-    PRODUCTS,
-)
-from gradscale.torch.emulation.low_precision import LowPrecision, is_emulated, share_memory
+from gradscale.torch.emulation import functions
 from gradscale.torch.emulation.rounding import Rounding, round_copy, round_grads, round_result
-
-Function = Callable[..., Any]
+from gradscale.torch.scripts import SCRIPTS, Call, operations
 
 ELEMENTWISE = (FP16, BF16)
 """Formats in which torch also computes element by element. In the others no machine does: only products use them, and
 everything between is float32."""
 
 UNCOMPILED = "`gradscale.torch.emulate` runs uncompiled. Leave out `fullgraph`."
+
+MARK = "_gradscale_low_precision"
+"""The attribute that marks tensors with numbers of the format. It refers to no tensor, and so keeps nothing alive. A
+set of ids would not do: the id of a tensor is reused once it is freed."""
+
+MODES = PerThread()
+"""The blocks that a thread is in, the innermost last."""
 
 
 class EmulationMode(TorchFunctionMode):
@@ -50,49 +45,60 @@ class EmulationMode(TorchFunctionMode):
 
     def __init__(self, values: Rounding, grads: Rounding) -> None:
         super().__init__()
-        self.paused = False
-        self.rounds = (values.format, grads.format) != (FP32, FP32)
         self._values = values
         self._grads = grads
+        self._rounds = (values.format, grads.format) != (FP32, FP32)
         self._elementwise = values.format in ELEMENTWISE
-        self._low_precision = LowPrecision()
+        self._block = object()
+
+    def __enter__(self) -> Self:
+        MODES.items.append(self)
+        SCRIPTS.catch(_scripted)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        SCRIPTS.release(_scripted)
+        MODES.items.pop()
 
     @uncompiled(UNCOMPILED)
     def __torch_function__(
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # torch calls all modes of a thread, the innermost first: the outer one would round a second time.
+        if self is not MODES.items[-1] or not self._rounds:
+            return func(*args, **kwargs)
         # The overloads of an operator are named "mm.default" and "mm.out".
         name = getattr(func, "__name__", "").partition(".")[0]
-        if self.paused:
-            return func(*args, **kwargs)
-        if self.rounds and torch._C._is_any_autocast_enabled():
-            # Autocast would cast what is emulated: FP16 tensors are not.
-            devices = autocast_devices(floating(args, kwargs))
-            return without_autocast(devices, self._run, (name, func, args, kwargs), {})
-        return self._run(name, func, args, kwargs)
+        # Autocast would cast what is emulated: FP16 tensors are not.
+        return without_autocast(autocast_devices(floating(args, kwargs)), self._run, (name, func, args, kwargs), {})
 
     def _run(self, name: str, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Returns the result of a function by the rule that its name is listed under."""
-        if name in PRODUCTS or name in EMBEDDINGS or (name in HALF and self._elementwise):
+        if name in functions.PRODUCTS or name in functions.EMBEDDINGS or (name in functions.HALF and self._elementwise):
             return self._product(name, func, args, kwargs)
-        if name.endswith("_") and name[:-1] in PRODUCTS:
+        if name.endswith("_") and name[:-1] in functions.PRODUCTS:
             return self._product_in_place(name[:-1], args, kwargs)
-        if name in DECOMPOSED:
+        if name in functions.DECOMPOSED:
             # torch disables a mode while its `__torch_function__` runs: entered again, it sees the calls inside.
             with self:
                 return _decomposed(func)(*args, **kwargs)
-        if not self._elementwise or name in FLOAT32:
+        if not self._elementwise or name in functions.FLOAT32:
             return func(*args, **kwargs)
         return self._promote(name, func, args, kwargs)
 
-    def run_scripted(self, names: Collection[str], func: Function, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of a TorchScript function whose operations have these names.
+    def run_script(self, script: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of the call of a TorchScript function.
 
         Rounds the result as that of one function: a fused kernel rounds at its end, too. The operations themselves are
         not seen, so that those with products are refused.
         """
-        if products := sorted(name for name in names if name.removesuffix("_") in PRODUCTS | EMBEDDINGS):
+        if not self._rounds:
+            return call(*args, **kwargs)
+        names = operations(script)
+        refused = functions.PRODUCTS | functions.EMBEDDINGS
+        if products := sorted(name for name in names if name.removesuffix("_") in refused):
             raise RuntimeError(
                 "`emulate` cannot round inside TorchScript, whose products would run in float32. "
                 f"Received: a scripted or traced function with {', '.join(products[:5])}. Run the Python function, for "
@@ -100,44 +106,45 @@ class EmulationMode(TorchFunctionMode):
             )
         # Not called by torch, which would disable the mode: rounding must not be rounded.
         with torch._C.DisableTorchFunction():
-            if not self._elementwise or not FLOAT32.isdisjoint(names):
-                return func(*args, **kwargs)
-            return self._promote("", func, args, kwargs)
+            if not self._elementwise or not functions.FLOAT32.isdisjoint(names):
+                return call(*args, **kwargs)
+            return self._promote("", call, args, kwargs)
 
     def _product(self, name: str, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Returns the product of rounded operands, rounded."""
-        count = OPERANDS.get(name, len(args))
+        count = functions.OPERANDS.get(name, len(args))
         operands = [map_tensors(arg, self._round_operand) for arg in args[:count]]
         named = {
-            key: arg if key in NOT_OPERANDS else map_tensors(arg, self._round_operand) for key, arg in kwargs.items()
+            key: arg if key in functions.NOT_OPERANDS else map_tensors(arg, self._round_operand)
+            for key, arg in kwargs.items()
         }
         # The result may be `out`, the caller's tensor: all of it has just been written, and may be rounded.
         result = func(*operands, *args[count:], **named)
-        return map_tensors(result, self._round_in_place if name in EMBEDDINGS else self._round_result)
+        return map_tensors(result, partial(self._round_result, low=name not in functions.EMBEDDINGS))
 
     def _product_in_place(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Puts the product of rounded operands, rounded, into the first of them, and returns that."""
         # `copy_`, which autograd records: the gradient of the tensor from before goes through the product.
         target = args[0].copy_(self._product(name, getattr(Tensor, name), args, kwargs))
-        return self._low_precision.mark(target) if is_emulated(target) else target
+        return self._marked(target) if _is_emulated(target) else target
 
     def _round_operand(self, tensor: Tensor) -> Tensor:
         """Returns an operand of a product, rounded unless it is so already. Its gradient is rounded in any case."""
         # A parameter is rounded at every use. A cache, as autocast has for its casts, would have to know when it
         # changes, and fused optimizers change parameters without raising their version.
-        if not is_emulated(tensor):
+        if not _is_emulated(tensor):
             return tensor
-        if tensor in self._low_precision:
+        if self._is_low(tensor):
             # A view: the hook is for this use, and the gradient of every use is rounded before they are summed.
             return round_grads(tensor.view_as(tensor), self._grads)
         return round_copy(tensor, self._values, self._grads)
 
-    def _round_result(self, tensor: Tensor) -> Tensor:
-        """Rounds a result in place, marks it as low precision, and returns it."""
-        return self._low_precision.mark(self._round_in_place(tensor)) if is_emulated(tensor) else tensor
-
-    def _round_in_place(self, tensor: Tensor) -> Tensor:
-        return round_result(tensor, self._values, self._grads) if is_emulated(tensor) else tensor
+    def _round_result(self, tensor: Tensor, low: bool = True) -> Tensor:
+        """Rounds a result in place, marks it as low precision if `low`, and returns it."""
+        if not _is_emulated(tensor):
+            return tensor
+        rounded = round_result(tensor, self._values, self._grads)
+        return self._marked(rounded) if low else rounded
 
     def _promote(self, name: str, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Returns the result of a function, rounded where autocast would compute it in FP16 or BF16.
@@ -146,45 +153,58 @@ class EmulationMode(TorchFunctionMode):
         dimensions does not count beside one with.
         """
         # As in torch's type promotion, `out` has no part in it: it takes the result.
-        deciding = args[:1] if name in LIKE_FIRST else (*args, *(kwargs[key] for key in kwargs if key != "out"))
-        given = [tensor for arg in deciding for tensor in tensors_in(arg) if is_emulated(tensor)]
-        low = [tensor for tensor in given if tensor in self._low_precision]
+        all_inputs = (*args, *(value for key, value in kwargs.items() if key != "out"))
+        deciding = args[:1] if name in functions.LIKE_FIRST else all_inputs
+        given = [tensor for tensor in tensors_in(deciding) if _is_emulated(tensor)]
+        low = [tensor for tensor in given if self._is_low(tensor)]
         if not low:
             return func(*args, **kwargs)
-        if name in LIKE_SECOND and len(given) == 2:
-            return self._like(given[1], func(*args, **kwargs))
-        if name == "float" or any(arg is torch.float32 for arg in (*args, *kwargs.values())):
-            return map_tensors(func(*args, **kwargs), _unmarked)
+        is_like_second = name in functions.LIKE_SECOND and len(given) == 2
+        if is_like_second and self._is_low(given[1]):
+            result = func(*args, **kwargs)
+            return result if self._is_low(result) else self._marked(self._round_operand(result))
+        if is_like_second or name == "float" or any(arg is torch.float32 for arg in (*args, *kwargs.values())):
+            return map_tensors(func(*args, **kwargs), lambda tensor: tensor.view_as(tensor))  # a view has no mark
         promoted = [tensor for tensor in given if tensor.dim()] or given
         # Before the call, which may change a tensor in place and so remove its mark. `__get__` reads a property.
-        rounds = name != "__get__" and all(tensor in self._low_precision for tensor in promoted)
+        rounds = name != "__get__" and all(self._is_low(tensor) for tensor in promoted)
         result = func(*args, **kwargs)
         for tensor in low:
-            if tensor not in self._low_precision:  # the function changed it in place
+            if not self._is_low(tensor):  # the function changed it in place
                 self._round_result(tensor)
         return map_tensors(result, partial(self._promoted, given, rounds))
 
     def _promoted(self, given: Sequence[Tensor], rounds: bool, tensor: Tensor) -> Tensor:
         """Returns a result of a function with low-precision tensors among its arguments."""
-        if not is_emulated(tensor) or tensor in self._low_precision:
+        if not _is_emulated(tensor) or self._is_low(tensor):
             return tensor
-        if shared := [other for other in given if share_memory(tensor, other)]:
-            # A view of a rounded tensor is rounded already, and rounding it in place would change the other tensor.
-            return self._low_precision.mark(tensor) if shared[0] in self._low_precision else tensor
+        # A view of a rounded tensor is rounded already, and rounding it in place would change the other tensor.
+        # Inside transforms of `torch.func`, whose tensors do not show their storage, nothing counts as a view.
+        if shared := [other for other in given if torch._C._is_alias_of(tensor, other)]:  # type: ignore[attr-defined]
+            return self._marked(tensor) if self._is_low(shared[0]) else tensor
         return self._round_result(tensor) if rounds else tensor
 
-    def _like(self, other: Tensor, tensor: Tensor) -> Tensor:
-        """Returns a tensor with the precision of another: low precision if that one is, else float32."""
-        if (tensor in self._low_precision) is (other in self._low_precision):
-            return tensor
-        if tensor in self._low_precision:
-            return _unmarked(tensor)
-        return self._low_precision.mark(self._round_operand(tensor))
+    def _marked(self, tensor: Tensor) -> Tensor:
+        """Marks a tensor as low precision, and returns it."""
+        setattr(tensor, MARK, self._mark(tensor))
+        return tensor
+
+    def _is_low(self, tensor: Tensor) -> bool:
+        return getattr(tensor, MARK, None) == self._mark(tensor)
+
+    def _mark(self, tensor: Tensor) -> tuple[object, int | None]:
+        # A change in place changes the version, and the tensor counts as float32 again. Inference tensors have none.
+        return self._block, None if tensor.is_inference() else tensor._version
 
 
-def _unmarked(tensor: Tensor) -> Tensor:
-    """Returns a view of the tensor, which has no mark: a cast to float32 is not low precision any more."""
-    return tensor.view_as(tensor)
+def _scripted(script: Any, call: Call) -> Call:
+    """Returns the call of a script in the innermost block of this thread; the call itself where there is none."""
+    return partial(MODES.items[-1].run_script, script, call) if MODES.items else call
+
+
+def _is_emulated(tensor: Tensor) -> bool:
+    """Returns whether emulation applies to a tensor: not to float64, integer and sparse tensors."""
+    return tensor.dtype is torch.float32 and tensor.layout is torch.strided
 
 
 @cache

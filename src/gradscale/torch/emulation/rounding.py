@@ -6,15 +6,12 @@ for the backward pass has saved the rounded one, as it would in FP16. Gradients 
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
-from torch.autograd import forward_ad
 
 from gradscale.formats import BF16, FP8_E5M2, FP16, FP32, Format
-from gradscale.torch.generators import Generators
 
 EXPONENT = 0x7F800000
 """The exponent bits of a float32. Alone, they are the power of two at or below its magnitude."""
@@ -32,16 +29,19 @@ class UniformNumbers:
     """Random numbers for stochastic rounding.
 
     Args:
-        seed: of generators of its own; None uses torch's default ones.
+        seed: of generators of its own, one for each device; None uses torch's default ones.
     """
 
     def __init__(self, seed: int | None) -> None:
-        self._generators = None if seed is None else Generators(seed)
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
 
     def like(self, values: Tensor) -> Tensor:
         """Returns a multiple of 2**-24 in [0, 1) for each value."""
-        generator = None if self._generators is None else self._generators.on(values.device)
-        return torch.rand(values.shape, device=values.device, generator=generator)
+        device = values.device
+        if self._seed is not None and device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return torch.rand(values.shape, device=device, generator=self._generators.get(device))
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,6 @@ class Rounding:
     saturate: bool = False
     random: UniformNumbers | None = None
 
-    # Found once: comparing and hashing a format takes as long as rounding a small tensor.
-    @cached_property
-    def changes(self) -> bool:
-        """Whether it rounds at all: not to float32."""
-        return self.format != FP32
-
-    @cached_property
-    def cast(self) -> torch.dtype | None:
-        """The dtype to which a cast is all of it; None where there is more to do."""
-        return None if self.saturate or self.random is not None else CASTS.get(self.format)
-
     def round_(self, values: Tensor) -> Tensor:
         """Rounds float32 values in place, and returns them. Does not synchronize with the device.
 
@@ -79,9 +68,7 @@ class Rounding:
         >>> Rounding(FP8_E4M3, saturate=True).round_(torch.tensor([1000.0])).item()
         448.0
         """
-        if self.cast is not None:
-            return values.copy_(values.to(self.cast))
-        if not self.changes:
+        if self.format == FP32:
             return values
         if self.saturate or not self.format.has_nan:
             values.clamp_(-self.format.max, self.format.max)
@@ -93,10 +80,6 @@ class Rounding:
         values.round_() if self.random is None else _round_stochastically_(values, self.random)
         values.mul_(step)
         return values if self.saturate and self.format.has_nan else _put_overflow_(values, self.format)
-
-    def rounded(self, tensor: Tensor) -> Tensor:
-        """Returns a rounded copy of a tensor, whose own gradient is rounded in the same way."""
-        return round_copy(tensor, self, self)
 
 
 def round_result(tensor: Tensor, values: Rounding, grads: Rounding) -> Tensor:
@@ -111,9 +94,6 @@ def round_result(tensor: Tensor, values: Rounding, grads: Rounding) -> Tensor:
 
 def round_copy(tensor: Tensor, values: Rounding, grads: Rounding) -> Tensor:
     """Returns a rounded copy of a tensor, whose gradient is rounded in the backward pass."""
-    if values.cast is not None and not torch.is_grad_enabled() and forward_ad._current_level < 0:
-        # Nothing is recorded, as in most backward passes: two casts do. They would round tangents of forward mode, too.
-        return tensor.to(values.cast).float()
     # A product with 1, for which autograd saves a tensor, and not a `clone`: a checkpoint that is recomputed without
     # emulation then saves fewer tensors than at first, and torch raises an error. It would silently be float32.
     return round_result(tensor * ONE, values, grads)
@@ -121,8 +101,8 @@ def round_copy(tensor: Tensor, values: Rounding, grads: Rounding) -> Tensor:
 
 def round_grads(tensor: Tensor, grads: Rounding) -> Tensor:
     """Rounds the gradient of a tensor in the backward pass, and returns the tensor."""
-    if tensor.requires_grad and grads.changes:
-        tensor.register_hook(grads.rounded)
+    if tensor.requires_grad and grads.format != FP32:
+        tensor.register_hook(lambda grad: round_copy(grad, grads, grads))
     return tensor
 
 
