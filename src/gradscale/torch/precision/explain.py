@@ -2,21 +2,58 @@
 
 import re
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from gradscale.explain import LayerRow, explanation_text, layer_table, merged_rows
+from gradscale._table import text_table
+from gradscale.explain import LayerRow, explanation_text, layer_table, merged_rows, scaler_warning, scaling_advice
+from gradscale.formats import FP16
+from gradscale.policies.static import multiplies
+from gradscale.torch.cast import HALF_DTYPES
 from gradscale.torch.checks import check_modules
-from gradscale.torch.precision.advice import advice
-from gradscale.torch.precision.checks import as_optimizers
-from gradscale.torch.precision.compute_dtypes import ModuleDtype, compute_dtypes, dtype_names
-from gradscale.torch.precision.optimizer_row import OptimizerRow, optimizer_row, optimizer_table
+from gradscale.torch.compat import grad_dtype
+from gradscale.torch.masters import MasterWeights, master_bytes
+from gradscale.torch.precision.casts import NORMS
+from gradscale.torch.precision.checks import as_optimizers, lost_eps
+from gradscale.torch.precision.modules import ModuleRow, dtype_names, module_rows
+from gradscale.torch.step.gradients import parameters_of
 
-Optimizer = torch.optim.Optimizer
+COLUMNS = ("optimizer", "state in", "elements", "weight", "master", "gradient", "state", "bytes in all")
+ADD_SCALER = "Train it with `LossScaler(model)`, or use BF16."
+REMOVE_SCALER = "Use `LossScaler(model, NoScaling())` or none."
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRow:
+    """The memory of an optimizer, in bytes for each element that it trains.
+
+    Attributes:
+        kind: its class.
+        elements: how many elements it trains.
+        state: dtypes of its state; empty before its first step.
+        weight_bytes: bytes of the model's weights.
+        master_bytes: bytes of the master weights.
+        grad_bytes: bytes of the gradients.
+        state_bytes: bytes of the state.
+    """
+
+    kind: str
+    elements: int
+    state: str
+    weight_bytes: float
+    master_bytes: float
+    grad_bytes: float
+    state_bytes: float
+
+    def cells(self) -> list[str]:
+        """Returns the row as text."""
+        kind, elements, state, *held = astuple(self)
+        sizes = [f"{size:.3g}" for size in (*held, sum(held))]
+        return [kind, state or "none before the first step", f"{elements:,}", *sizes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +76,7 @@ class Explanation:
         """Returns tables of modules and optimizers, the advice on scaling and the warnings."""
         tables = [layer_table("module", self.modules, buffers=True)]
         if self.optimizers:
-            tables.append(optimizer_table(self.optimizers))
+            tables.append(text_table(COLUMNS, [row.cells() for row in self.optimizers]))
         return explanation_text(tables, self.scaling, self.warnings)
 
 
@@ -63,30 +100,20 @@ def explain(
         scaler: a `LossScaler` or a `GradScaler`, this package's or torch's; None if there is none.
         warn: emit the warnings as well.
     """
-    models = check_modules(model)
-    optimizers = as_optimizers(optimizer)
-    found = [module for each in models for module in compute_dtypes(each)]
-    rows = merged_rows(map(_row, found), _shared_name)
-    scaling, mistakes = advice(found, optimizers, scaler)
+    models, optimizers = check_modules(model), as_optimizers(optimizer)
+    found = [module_row for each in models for module_row in module_rows(each)]
+    trained = {
+        weight.dtype for module, _ in found for weight in module.parameters(recurse=False) if weight.requires_grad
+    }
+    scaling = scaling_advice({row.compute_dtype for _, row in found} | set(map(dtype_names, trained)))
+    scaler_mistake = scaler_warning(scaling, scales=_scales(scaler), add=ADD_SCALER, remove=REMOVE_SCALER)
+    mistakes = tuple(filter(None, [scaler_mistake, *_mistakes(found, optimizers)]))
     for mistake in mistakes if warn else ():
         warnings.warn(mistake, stacklevel=2)
-    return Explanation(rows, tuple(map(optimizer_row, optimizers)), scaling, tuple(mistakes))
-
-
-def _row(found: ModuleDtype) -> tuple[str, LayerRow]:
-    """Returns the row of a module, and its name with stars for numbers, which it shares with its siblings."""
-    weights = list(found.module.parameters(recurse=False))
-    row = LayerRow(
-        name=found.name,
-        count=1,
-        kind=type(found.module).__name__,
-        weights=dtype_names(*(weight.dtype for weight in weights)),
-        compute_dtype=found.compute_dtype,
-        elements=sum(weight.numel() for weight in weights),
-        buffers=dtype_names(*(buffer.dtype for buffer in found.module.buffers(recurse=False))),
-    )
-    # A number that is the whole name, as in a `Sequential`, is kept: a star alone would say nothing.
-    return re.sub(r"\b\d+(?=\.)|(?<=\.)\d+\b", "*", found.name), row
+    # Numbers become stars. One that is the whole name, as in a `Sequential`, is kept: a star alone would say nothing.
+    patterns = ((re.sub(r"\b\d+(?=\.)|(?<=\.)\d+\b", "*", row.name), row) for _, row in found)
+    rows = merged_rows(patterns, _shared_name)
+    return Explanation(rows, tuple(map(_optimizer_row, optimizers)), scaling, mistakes)
 
 
 def _shared_name(names: Sequence[str]) -> str:
@@ -97,3 +124,66 @@ def _shared_name(names: Sequence[str]) -> str:
     """
     pieces = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(piece[0] if len(set(piece)) == 1 else "*" for piece in pieces)
+
+
+def _optimizer_row(optimizer: Optimizer) -> OptimizerRow:
+    """Returns what `optimizer` holds now."""
+    parameters = list(parameters_of([optimizer]))
+    state = [value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
+    kind, masters = type(optimizer).__name__, 0
+    if isinstance(optimizer, MasterWeights):
+        kind = f"{kind}({type(optimizer.optimizer).__name__}, {optimizer.storage!r})"
+        masters = master_bytes(optimizer.storage) * sum(
+            each.numel() for each in parameters if each.dtype in HALF_DTYPES
+        )
+    elements = sum(map(Tensor.numel, parameters))
+    divisor = max(elements, 1)  # all parameters may be empty
+    return OptimizerRow(
+        kind=kind,
+        elements=elements,
+        # Step counts are tensors of one element, and their dtype is of no interest.
+        state=dtype_names(*(value.dtype for value in state if value.dim())),
+        weight_bytes=sum(each.nbytes for each in parameters) / divisor,
+        master_bytes=masters / divisor,
+        grad_bytes=sum(each.numel() * grad_dtype(each).itemsize for each in parameters if each.requires_grad) / divisor,
+        state_bytes=sum(value.nbytes for value in state) / divisor,
+    )
+
+
+def _scales(scaler: Any) -> bool:
+    """Returns whether `scaler`, a `LossScaler` or a `GradScaler` or None, multiplies losses by a scale."""
+    if scaler is None:
+        return False
+    enabled: Callable[[], bool] | None = getattr(scaler, "is_enabled", None)
+    return multiplies(scaler.policy) if enabled is None else enabled() and getattr(scaler, "_multiplies", True)
+
+
+def _mistakes(modules: Sequence[ModuleRow], optimizers: Sequence[Optimizer]) -> Iterator[str]:
+    """Yields warnings of dtypes that are likely to be a mistake."""
+    if half := [row.name for module, row in modules if isinstance(module, NORMS) and _changes_in_half(module)]:
+        yield (
+            f"{len(half)} norm layers store weights or statistics in half precision, such as {half[0]!r}: small "
+            "changes of them are lost. Keep them float32 with `keep_norm_fp32=True`."
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, MasterWeights):
+            continue
+        kind = type(optimizer).__name__
+        if count := sum(each.requires_grad and each.dtype in HALF_DTYPES for each in parameters_of([optimizer])):
+            yield (
+                f"{kind} updates {count} half-precision parameters with no master weights: updates below half a unit "
+                "in the last place are lost. Use `MasterWeights(optimizer)`, or float32 weights under autocast."
+            )
+        if (eps := lost_eps(optimizer)) is not None:
+            yield (
+                f"{kind} keeps squares of gradients in FP16. Those below {FP16.smallest_subnormal:.1e} are 0, and it "
+                f"divides by eps={eps:g} alone, or by 0 where that is rounded to FP16 too. Use "
+                "`MasterWeights(optimizer)`, or a larger `eps`."
+            )
+
+
+def _changes_in_half(norm: nn.Module) -> bool:
+    """Returns whether a norm layer has half-precision weights that are trained, or statistics that are updated."""
+    trained = [weight for weight in norm.parameters(recurse=False) if weight.requires_grad]
+    statistics = norm.buffers(recurse=False) if norm.training else ()
+    return any(changed.dtype in HALF_DTYPES for changed in (*trained, *statistics))

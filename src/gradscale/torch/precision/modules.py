@@ -1,15 +1,16 @@
-"""The dtype that each module of a model computes in: from its weights, its input/output cast and autocast's lists."""
+"""The rows of modules in `explain`: the dtypes that they store, and the one that each computes in."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from gradscale.explain import LayerRow
 from gradscale.torch.compat import autocast_widens
-from gradscale.torch.precision.input_output_cast import device_type, input_output_cast_of
+from gradscale.torch.precision.casts import InputOutputCast, device_type, input_output_cast_of
 from gradscale.torch.wrappers import is_added, own_module
+
+ModuleRow = tuple[nn.Module, LayerRow]
 
 LIKE_INPUT = "its input"
 
@@ -28,46 +29,36 @@ LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 """Modules that return their weights unchanged, whatever autocast is set to."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleDtype:
-    """A module of a model, and the dtype it computes in.
-
-    Attributes:
-        name: its name in the model.
-        module: the module itself.
-        compute_dtype: the name of the dtype, or `LIKE_INPUT`.
-    """
-
-    name: str
-    module: nn.Module
-    compute_dtype: str
-
-
-def compute_dtypes(model: nn.Module) -> Iterator[ModuleDtype]:
-    """Yields the modules of `model` that own weights or buffers, or that autocast has a rule for.
+def module_rows(model: nn.Module) -> Iterator[ModuleRow]:
+    """Yields the modules of `model` that own weights or buffers, or that autocast has a rule for, with their rows.
 
     For a call of the model at this point: an enclosing `torch.autocast` block is taken into account.
     """
     device = device_type(model)
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    yield from _compute_dtypes(own_module(model), "", device, autocast)
+    yield from _rows_inside(own_module(model), "", device, autocast)
 
 
-def _compute_dtypes(module: nn.Module, name: str, device: str, autocast: torch.dtype | None) -> Iterator[ModuleDtype]:
-    how = input_output_cast_of(module)
-    if how is not None and how.autocast is not None:
+def _rows_inside(module: nn.Module, name: str, device: str, autocast: torch.dtype | None) -> Iterator[ModuleRow]:
+    how = input_output_cast_of(module) or InputOutputCast(None, None, None)
+    if how.autocast is not None:
         autocast = None if how.autocast is torch.float32 else how.autocast
-    if how is not None and how.inputs is torch.float32:
-        found = "float32"
-    else:
-        found = _compute_dtype(module, device, autocast)
-    owned = chain(module.parameters(recurse=False), module.buffers(recurse=False))
-    if found != LIKE_INPUT or next(owned, None) is not None:
-        yield ModuleDtype(name, module, found)
+    computes_in = "float32" if how.inputs is torch.float32 else _compute_dtype(module, device, autocast)
+    weights, buffers = list(module.parameters(recurse=False)), list(module.buffers(recurse=False))
+    if computes_in != LIKE_INPUT or weights or buffers:
+        row = LayerRow(
+            name=name,
+            count=1,
+            kind=type(module).__name__,
+            weights=dtype_names(*(weight.dtype for weight in weights)),
+            compute_dtype=computes_in,
+            elements=sum(map(Tensor.numel, weights)),
+            buffers=dtype_names(*(buffer.dtype for buffer in buffers)),
+        )
+        yield module, row
     for child_name, child in module.named_children():
-        added = is_added(module, child_name)
-        inner = name if added else f"{name}.{child_name}" if name else child_name
-        yield from _compute_dtypes(child, inner, device, autocast)
+        inner = name if is_added(module, child_name) else f"{name}.{child_name}" if name else child_name
+        yield from _rows_inside(child, inner, device, autocast)
 
 
 def _compute_dtype(module: nn.Module, device: str, autocast: torch.dtype | None) -> str:
