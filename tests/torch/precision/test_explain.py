@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradscale import NoScaling, Static
 from gradscale.torch import O1, O2, Explanation, GradScaler, LossScaler, MasterWeights, Precision, explain, prepare
-from gradscale.torch.precision.modules import LIKE_INPUT, module_rows
+from gradscale.torch.precision.explain import LIKE_INPUT, module_rows
 
 HALF, FLOAT = torch.float16, torch.float32
 

@@ -26,16 +26,16 @@ def cast_models(models: Sequence[nn.Module], precision: Precision) -> None:
     """Casts the weights of models, and from now on their inputs and outputs. Parameters stay the same objects.
 
     Raises:
-        ValueError: `keep_fp32` matches no module, or one that shares a weight with a model itself. Nothing has been
-            changed then.
+        ValueError: a pattern in `keep_fp32` matches no module, or a module that must stay float32 shares a weight with
+            a model itself. Nothing has been changed then.
     """
-    named, norms, half = _named(models, precision), _norms(models, precision), None
-    if precision.half_weights:
-        half = precision.compute
+    named, norms = _named(models, precision), _norms(models, precision)
+    half = precision.compute if precision.half_weights else None
+    if half is not None:
         named |= _tied(models, named | norms)
         for module in _all(models) - _all(named | norms):
             # One module at a time, and not `model.half()`: its submodules may stay float32.
-            module._apply(lambda tensor: cast(tensor, precision.compute, [torch.float32]), recurse=False)
+            module._apply(lambda tensor: cast(tensor, half, [torch.float32]), recurse=False)
     # What is inside a module that stays float32 needs no cast of its own.
     inside = _all(child for module in named for child in module.children())
     for module in named - inside:
@@ -93,10 +93,10 @@ def _tied(models: Sequence[nn.Module], float32: set[nn.Module]) -> set[nn.Module
     kept = _all(float32)
     weights = {weight for module in kept for weight in module.parameters(recurse=False)}
     tied = {each for each in _all(models) - kept if not weights.isdisjoint(each.parameters(recurse=False))}
-    for model in tied.intersection(models):
+    if whole := [model for model in models if model in tied]:
         raise ValueError(
             "A module that stays float32 shares a weight with the model itself, which would have to stay float32 "
-            f"as a whole. Received: {type(model).__name__}. Put the shared weight into a module of its own, or "
+            f"as a whole. Received: {type(whole[0]).__name__}. Put the shared weight into a module of its own, or "
             "leave the one that shares it out of `keep_fp32`."
         )
     # A module that stays float32 because of a shared weight may share another one with a third.
@@ -113,9 +113,9 @@ class InputOutputCast:
         outputs: dtype that outputs are cast to; None leaves them as they are.
     """
 
-    inputs: torch.dtype | None
-    autocast: torch.dtype | None
-    outputs: torch.dtype | None
+    inputs: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    outputs: torch.dtype | None = None
 
 
 class CastModule(nn.Module):
@@ -125,7 +125,7 @@ class CastModule(nn.Module):
     # pickles keep the cast. A `forward` that is replaced on the object would, in a copy, still run the original module.
     _gradscale_original: type[nn.Module]
     # For a new module that is built by calling the class of another, `type(model)(...)`: it has no cast of its own.
-    _gradscale_cast = InputOutputCast(None, None, None)
+    _gradscale_cast = InputOutputCast()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Returns how to copy or pickle the module: by its original class, as the derived one cannot be imported."""

@@ -49,9 +49,8 @@ def check_order(model: Any, optimizer: Any) -> None:
     wrong = [holds(model, Optimizer), holds(optimizer, nn.Module)]
     if any(wrong):
         kinds = f"{type(model).__name__}, {type(optimizer).__name__}"
-        fix = (
-            "Swap them: `prepare(model, optimizer)`." if all(wrong) else "Call it as `prepare(model, optimizer, 'O1')`."
-        )
+        swap, call = "Swap them: `prepare(model, optimizer)`.", "Call it as `prepare(model, optimizer, 'O1')`."
+        fix = swap if all(wrong) else call
         raise TypeError(f"`prepare` takes the model first, then its optimizer. Received: {kinds}. {fix}")
 
 
@@ -78,7 +77,7 @@ def _check_module(module: nn.Module, where: str) -> None:
             f"`prepare` changes a model once, and this one has been prepared. Received: {where}. "
             "Use what the first call returned; for another precision, build the model again."
         )
-    for wrapper in (WRAPPERS[base.__name__] for base in type(module).__mro__ if base.__name__ in WRAPPERS):
+    if wrapper := next((WRAPPERS[base.__name__] for base in type(module).__mro__ if base.__name__ in WRAPPERS), None):
         raise RuntimeError(
             f"`prepare` must come before {wrapper}, which holds references to the model's parameters or code. "
             f"Received: {where}. Prepare the plain model, then wrap it. For an optimizer that must be built after "

@@ -2,10 +2,11 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,16 +16,34 @@ from gradscale.formats import FP16
 from gradscale.policies.static import multiplies
 from gradscale.torch.cast import HALF_DTYPES
 from gradscale.torch.checks import check_modules
-from gradscale.torch.compat import grad_dtype
+from gradscale.torch.compat import autocast_widens, grad_dtype
 from gradscale.torch.masters import MasterWeights, master_bytes
-from gradscale.torch.precision.casts import NORMS
+from gradscale.torch.precision.casts import NORMS, InputOutputCast, device_type, input_output_cast_of
 from gradscale.torch.precision.checks import as_optimizers, lost_eps
-from gradscale.torch.precision.modules import ModuleRow, dtype_names, module_rows
 from gradscale.torch.step.gradients import parameters_of
+from gradscale.torch.wrappers import is_added, own_module
+
+ModuleRow = tuple[nn.Module, LayerRow]
 
 COLUMNS = ("optimizer", "state in", "elements", "weight", "master", "gradient", "state", "bytes in all")
 ADD_SCALER = "Train it with `LossScaler(model)`, or use BF16."
 REMOVE_SCALER = "Use `LossScaler(model, NoScaling())` or none."
+
+LIKE_INPUT = "its input"
+
+HALF = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.PReLU, nn.RNNBase, nn.RNNCellBase)
+"""Modules that autocast runs in half precision on every device. On a CPU some recurrent ones return float32: only
+their products are half."""
+
+FLOAT32_ON_ACCELERATORS = (
+    *(nn.LayerNorm, nn.GroupNorm, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softplus),
+    *((nn.RMSNorm,) if autocast_widens("rms_norm") else ()),
+    nn.modules.loss._Loss,
+)
+"""Modules that autocast runs in float32 on an accelerator. On a CPU their kernels sum in float32 instead."""
+
+LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+"""Modules that return their weights unchanged, whatever autocast is set to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +121,8 @@ def explain(
     """
     models, optimizers = check_modules(model), as_optimizers(optimizer)
     found = [module_row for each in models for module_row in module_rows(each)]
-    trained = {
-        weight.dtype for module, _ in found for weight in module.parameters(recurse=False) if weight.requires_grad
-    }
-    scaling = scaling_advice({row.compute_dtype for _, row in found} | set(map(dtype_names, trained)))
+    trained = {_dtypes([weight]) for each in models for weight in each.parameters() if weight.requires_grad}
+    scaling = scaling_advice(trained | {row.compute_dtype for _, row in found})
     scaler_mistake = scaler_warning(scaling, scales=_scales(scaler), add=ADD_SCALER, remove=REMOVE_SCALER)
     mistakes = tuple(filter(None, [scaler_mistake, *_mistakes(found, optimizers)]))
     for mistake in mistakes if warn else ():
@@ -126,27 +143,75 @@ def _shared_name(names: Sequence[str]) -> str:
     return ".".join(piece[0] if len(set(piece)) == 1 else "*" for piece in pieces)
 
 
+def module_rows(model: nn.Module) -> Iterator[ModuleRow]:
+    """Yields the modules of `model` that own weights or buffers, or that autocast has a rule for, with their rows.
+
+    For a call of the model at this point: an enclosing `torch.autocast` block is taken into account.
+    """
+    device = device_type(model)
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    yield from _rows_inside(own_module(model), "", device, autocast)
+
+
+def _rows_inside(module: nn.Module, name: str, device: str, autocast: torch.dtype | None) -> Iterator[ModuleRow]:
+    how = input_output_cast_of(module) or InputOutputCast()
+    if how.autocast is not None:
+        autocast = None if how.autocast is torch.float32 else how.autocast
+    computes_in = "float32" if how.inputs is torch.float32 else _compute_dtype(module, device, autocast)
+    weights, buffers = list(module.parameters(recurse=False)), list(module.buffers(recurse=False))
+    if computes_in != LIKE_INPUT or weights or buffers:
+        row = LayerRow(
+            name=name,
+            count=1,
+            kind=type(module).__name__,
+            weights=_dtypes(weights),
+            compute_dtype=computes_in,
+            elements=sum(map(Tensor.numel, weights)),
+            buffers=_dtypes(buffers),
+        )
+        yield module, row
+    for child_name, child in module.named_children():
+        inner = name if is_added(module, child_name) else f"{name}.{child_name}" if name else child_name
+        yield from _rows_inside(child, inner, device, autocast)
+
+
+def _compute_dtype(module: nn.Module, device: str, autocast: torch.dtype | None) -> str:
+    if autocast is None or isinstance(module, LOOKUPS):
+        return _dtypes(own for own in module.parameters(recurse=False) if own.is_floating_point()) or LIKE_INPUT
+    if isinstance(module, HALF):
+        return str(autocast).removeprefix("torch.")
+    return "float32" if device != "cpu" and isinstance(module, FLOAT32_ON_ACCELERATORS) else LIKE_INPUT
+
+
+def _dtypes(tensors: Iterable[Tensor]) -> str:
+    """Returns the names of the dtypes of tensors, each once.
+
+    >>> _dtypes([torch.ones(1), torch.ones(1).bfloat16(), torch.ones(1)])
+    'bfloat16 and float32'
+    """
+    return " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
+
+
 def _optimizer_row(optimizer: Optimizer) -> OptimizerRow:
     """Returns what `optimizer` holds now."""
     parameters = list(parameters_of([optimizer]))
     state = [value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
     kind, masters = type(optimizer).__name__, 0
     if isinstance(optimizer, MasterWeights):
-        kind = f"{kind}({type(optimizer.optimizer).__name__}, {optimizer.storage!r})"
-        masters = master_bytes(optimizer.storage) * sum(
-            each.numel() for each in parameters if each.dtype in HALF_DTYPES
-        )
+        kind = f"MasterWeights({type(optimizer.optimizer).__name__}, {optimizer.storage!r})"
+        half_elements = sum(each.numel() for each in parameters if each.dtype in HALF_DTYPES)
+        masters = half_elements * master_bytes(optimizer.storage)
     elements = sum(map(Tensor.numel, parameters))
     divisor = max(elements, 1)  # all parameters may be empty
     return OptimizerRow(
         kind=kind,
         elements=elements,
         # Step counts are tensors of one element, and their dtype is of no interest.
-        state=dtype_names(*(value.dtype for value in state if value.dim())),
-        weight_bytes=sum(each.nbytes for each in parameters) / divisor,
+        state=_dtypes(value for value in state if value.dim()),
+        weight_bytes=sum(each.numel() * each.element_size() for each in parameters) / divisor,
         master_bytes=masters / divisor,
         grad_bytes=sum(each.numel() * grad_dtype(each).itemsize for each in parameters if each.requires_grad) / divisor,
-        state_bytes=sum(value.nbytes for value in state) / divisor,
+        state_bytes=sum(value.numel() * value.element_size() for value in state) / divisor,
     )
 
 

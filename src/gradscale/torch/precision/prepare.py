@@ -16,14 +16,15 @@ from gradscale.torch.scaler import LossScaler
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizers = TypeVar("Optimizers", Optimizer, Sequence[Optimizer], None)
-Level = Precision | str
 
 
-@overload
-def prepare(model: Model, optimizer: Optimizers, precision: Level = "O1") -> tuple[Model, Optimizers, LossScaler]: ...
 @overload
 def prepare(
-    model: Sequence[Model], optimizer: Optimizers, precision: Level = "O1"
+    model: Model, optimizer: Optimizers, precision: Precision | str = "O1"
+) -> tuple[Model, Optimizers, LossScaler]: ...
+@overload
+def prepare(
+    model: Sequence[Model], optimizer: Optimizers, precision: Precision | str = "O1"
 ) -> tuple[list[Model], Optimizers, LossScaler]: ...
 def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tuple[Any, Any, LossScaler]:
     """Returns model, optimizer and scaler, ready to be trained in `precision`.
