@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from gradscale.torch.cast import cast as cast_any
 from gradscale.torch.cast import tensors_in
-from gradscale.torch.precision.input_output_cast import CASTABLE
+from gradscale.torch.precision.casts import CASTABLE
 
 HALF = torch.float16
 

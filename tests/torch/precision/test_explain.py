@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradscale import NoScaling, Static
 from gradscale.torch import O1, O2, Explanation, GradScaler, LossScaler, MasterWeights, Precision, explain, prepare
-from gradscale.torch.precision.compute_dtypes import LIKE_INPUT, compute_dtypes
+from gradscale.torch.precision.explain import LIKE_INPUT, module_rows
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -93,7 +93,7 @@ def test_what_is_reported_of_autocast_is_what_it_does_on_a_cpu(
     module: nn.Module, inputs: tuple[Any, ...], reported: str
 ) -> None:
     with autocast(dtype=HALF):
-        assert next(each.compute_dtype for each in compute_dtypes(module)) == reported
+        assert next(row.compute_dtype for _, row in module_rows(module)) == reported
         found = module(*inputs)
     while isinstance(found, tuple):
         found = found[0]
@@ -285,7 +285,7 @@ def test_several_models_and_optimizers_are_explained_together() -> None:
 
 def test_what_is_reported_of_a_prepared_model_is_what_runs() -> None:
     model, _, _ = prepare(net := Net(), torch.optim.SGD(net.parameters()), "O2")
-    reported, found = {each.name: each.compute_dtype for each in compute_dtypes(model) if each.name}, {}
+    reported, found = {row.name: row.compute_dtype for _, row in module_rows(model) if row.name}, {}
     for name, part in model.named_modules():
         for own in part.parameters(recurse=False):
             own.register_hook(lambda grad, name=name: found.__setitem__(name, str(grad.dtype).removeprefix("torch.")))

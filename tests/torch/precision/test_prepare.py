@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradscale import NoScaling, Static
 from gradscale.policies.headroom import Headroom
 from gradscale.torch import O0, O1, O2, O3, MasterWeights, Precision, prepare
-from gradscale.torch.precision.input_output_cast import input_output_cast_of
+from gradscale.torch.precision.casts import input_output_cast_of
 from gradscale.torch.precision.levels import LEVELS
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32

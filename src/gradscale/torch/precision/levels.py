@@ -44,17 +44,10 @@ class Precision:
     output: torch.dtype | None = torch.float32
 
     def __post_init__(self) -> None:
-        _check_flags(self)
-        _check_compute(self)
-        _check_weights(self)
-        _check_kept(self.keep_fp32)
+        _check_fields(self)
+        _check_together(self)
         if self.policy != "auto":
             object.__setattr__(self, "policy", as_policy(self.policy))
-        if self.output is not None and not (isinstance(self.output, torch.dtype) and self.output.is_floating_point):
-            raise ValueError(
-                "`output` must be a floating-point dtype, or None to leave the outputs of the model as they are. "
-                f"Received: output={self.output!r}."
-            )
 
     def scaling(self) -> Policy | str:
         """Returns the policy for `LossScaler`.
@@ -67,24 +60,41 @@ class Precision:
         return self.policy
 
 
-def _check_flags(precision: Precision) -> None:
-    for name in ("autocast", "half_weights", "keep_norm_fp32"):
-        value = getattr(precision, name)
-        if not isinstance(value, bool):
-            raise TypeError(f"`{name}` must be True or False. Received: {name}={value!r}.")
+def _check_fields(precision: Any) -> None:
+    """Raises if one of the fields has a wrong type or value."""
+
+    def check(name: str, right: bool, rule: str, fix: str = "", error: type[Exception] = ValueError) -> None:
+        if not right:
+            raise error(f"`{name}` must be {rule}. Received: {name}={getattr(precision, name)!r}.{fix}")
+
+    for flag in ("autocast", "half_weights", "keep_norm_fp32"):
+        check(flag, isinstance(getattr(precision, flag), bool), "True or False", error=TypeError)
+    fix = " For other formats use `gradscale.torch.emulate`."
+    computes = precision.compute in (torch.float32, *HALF_DTYPES)
+    check("compute", computes, "torch.float32, torch.float16 or torch.bfloat16", fix)
+    rule = f"None or one of {', '.join(map(repr, get_args(Storage)))}"
+    check("master_weights", precision.master_weights in (None, *get_args(Storage)), rule)
+    rule = "a floating-point dtype, or None to leave the outputs of the model as they are"
+    output = precision.output
+    check("output", output is None or (isinstance(output, torch.dtype) and output.is_floating_point), rule)
+    rule, fix = "a tuple of name patterns and module types", " A single one is written as `keep_fp32=('head',)`."
+    check("keep_fp32", isinstance(precision.keep_fp32, tuple), rule, fix, TypeError)
+    for entry in precision.keep_fp32:
+        if not (isinstance(entry, str) or (isinstance(entry, type) and issubclass(entry, nn.Module))):
+            raise TypeError(
+                "`keep_fp32` takes patterns of module names, such as 'blocks.*.router', and types of modules. "
+                f"Received: {entry!r}."
+            )
 
 
-def _check_compute(precision: Precision) -> None:
-    compute, makes_half = precision.compute, precision.autocast or precision.half_weights
-    if compute not in (torch.float32, *HALF_DTYPES):
-        raise ValueError(
-            "`compute` must be torch.float32, torch.float16 or torch.bfloat16. "
-            f"Received: compute={compute!r}. For other formats use `gradscale.torch.emulate`."
-        )
+def _check_together(precision: Precision) -> None:
+    """Raises if two fields contradict each other."""
+    compute, masters, half_weights = precision.compute, precision.master_weights, precision.half_weights
+    makes_half = precision.autocast or half_weights
     if compute is torch.float32 and makes_half:
         raise ValueError(
             "`autocast` and `half_weights` make a model run in half precision, and `compute` is float32. "
-            f"Received: autocast={precision.autocast}, half_weights={precision.half_weights}. "
+            f"Received: autocast={precision.autocast}, half_weights={half_weights}. "
             "Set `compute` to torch.float16 or torch.bfloat16, or start from `O0`."
         )
     if compute is not torch.float32 and not makes_half:
@@ -92,41 +102,16 @@ def _check_compute(precision: Precision) -> None:
             "A model runs in half precision by `autocast` or by `half_weights`. "
             f"Received: compute={compute} with neither. Set one of them, or start from `O1` or `O2`."
         )
-
-
-def _check_weights(precision: Precision) -> None:
-    masters = precision.master_weights
-    if masters is not None and masters not in get_args(Storage):
-        raise ValueError(
-            f"`master_weights` must be None or one of {', '.join(map(repr, get_args(Storage)))}. "
-            f"Received: master_weights={masters!r}."
-        )
-    if precision.half_weights:
-        return
-    if masters is not None:
+    if masters is not None and not half_weights:
         raise ValueError(
             "`master_weights` keep the low bits of half weights, and these weights stay float32. "
             f"Received: master_weights={masters!r}, half_weights=False. Leave them out, or start from `O2`."
         )
-    if not precision.keep_norm_fp32:
+    if not precision.keep_norm_fp32 and not half_weights:
         raise ValueError(
             "`keep_norm_fp32=False` stores norm layers in half precision as all other weights are, and these weights "
             "stay float32. Received: half_weights=False. Leave it out, or start from `O3`."
         )
-
-
-def _check_kept(kept: Any) -> None:
-    if not isinstance(kept, tuple):
-        raise TypeError(
-            "`keep_fp32` must be a tuple of name patterns and module types. "
-            f"Received: keep_fp32={kept!r}. A single one is written as `keep_fp32=('head',)`."
-        )
-    for entry in kept:
-        if not (isinstance(entry, str) or (isinstance(entry, type) and issubclass(entry, nn.Module))):
-            raise TypeError(
-                "`keep_fp32` takes patterns of module names, such as 'blocks.*.router', and types of modules. "
-                f"Received: {entry!r}."
-            )
 
 
 O0 = Precision(compute=torch.float32)
@@ -141,14 +126,9 @@ O2 = Precision(compute=torch.float16, half_weights=True, master_weights="fp32")
 O3 = Precision(compute=torch.float16, half_weights=True, keep_norm_fp32=False)
 """Half throughout: the most that half precision saves, and the most that it costs."""
 
-
-def _levels() -> dict[str, Precision]:
-    levels = {"O0": O0, "O1": O1, "O2": O2, "O3": O3}
-    bf16 = {f"{name}-bf16": replace(level, compute=torch.bfloat16) for name, level in levels.items() if level is not O0}
-    return levels | bf16 | {"fp32": O0, "fp16": O1, "bf16": bf16["O1-bf16"]}
-
-
-LEVELS = _levels()
+LEVELS = {"O0": O0, "O1": O1, "O2": O2, "O3": O3}
+LEVELS |= {f"{name}-bf16": replace(LEVELS[name], compute=torch.bfloat16) for name in ("O1", "O2", "O3")}
+LEVELS |= {"fp32": O0, "fp16": O1, "bf16": LEVELS["O1-bf16"]}
 """Every level by name."""
 
 
@@ -160,9 +140,7 @@ def as_precision(precision: Precision | str) -> Precision:
     """
     if isinstance(precision, Precision):
         return precision
-    if not isinstance(precision, str) or precision not in LEVELS:
-        raise ValueError(
-            f"`precision` must be a `Precision` or one of {', '.join(map(repr, LEVELS))}. "
-            f"Received: precision={precision!r}."
-        )
-    return LEVELS[precision]
+    if isinstance(precision, str) and precision in LEVELS:
+        return LEVELS[precision]
+    known = ", ".join(map(repr, LEVELS))
+    raise ValueError(f"`precision` must be a `Precision` or one of {known}. Received: precision={precision!r}.")

@@ -1,46 +1,31 @@
 """`prepare`: casts a float32 model for mixed-precision training, with its optimizer and a scaler."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradscale.torch.checks import check_modules
 from gradscale.torch.masters import MasterWeights
-from gradscale.torch.precision.checks import as_optimizers, check_order, check_together, check_updates
+from gradscale.torch.precision.casts import cast_models
+from gradscale.torch.precision.checks import as_optimizers, check_models, check_optimizers, check_order, check_updates
 from gradscale.torch.precision.levels import Precision, as_precision
-from gradscale.torch.precision.rollback import undone_on_error
-from gradscale.torch.precision.weight_cast import plan_weight_cast
 from gradscale.torch.scaler import LossScaler
-from gradscale.torch.step.gradients import parameters_of
 
-Optimizer = torch.optim.Optimizer
 Model = TypeVar("Model", bound=nn.Module)
+Optimizers = TypeVar("Optimizers", Optimizer, Sequence[Optimizer], None)
 
 
 @overload
 def prepare(
-    model: Model, optimizer: Optimizer, precision: Precision | str = "O1"
-) -> tuple[Model, Optimizer, LossScaler]: ...
+    model: Model, optimizer: Optimizers, precision: Precision | str = "O1"
+) -> tuple[Model, Optimizers, LossScaler]: ...
 @overload
 def prepare(
-    model: Model, optimizer: Sequence[Optimizer], precision: Precision | str = "O1"
-) -> tuple[Model, list[Optimizer], LossScaler]: ...
-@overload
-def prepare(model: Model, optimizer: None, precision: Precision | str = "O1") -> tuple[Model, None, LossScaler]: ...
-@overload
-def prepare(
-    model: Sequence[Model], optimizer: None, precision: Precision | str = "O1"
-) -> tuple[list[Model], None, LossScaler]: ...
-@overload
-def prepare(
-    model: Sequence[Model], optimizer: Optimizer, precision: Precision | str = "O1"
-) -> tuple[list[Model], Optimizer, LossScaler]: ...
-@overload
-def prepare(
-    model: Sequence[Model], optimizer: Sequence[Optimizer], precision: Precision | str = "O1"
-) -> tuple[list[Model], list[Optimizer], LossScaler]: ...
+    model: Sequence[Model], optimizer: Optimizers, precision: Precision | str = "O1"
+) -> tuple[list[Model], Optimizers, LossScaler]: ...
 def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tuple[Any, Any, LossScaler]:
     """Returns model, optimizer and scaler, ready to be trained in `precision`.
 
@@ -72,13 +57,11 @@ def prepare(model: Any, optimizer: Any, precision: Precision | str = "O1") -> tu
     chosen = as_precision(precision)
     check_order(model, optimizer)
     models, optimizers = check_modules(model), as_optimizers(optimizer)
-    check_together(models, optimizers, chosen)
-    weight_cast = plan_weight_cast(models, chosen)
-    # `_apply` sets `data`, so that these detached tensors keep the float32 values.
-    float32 = {parameter: parameter.detach() for parameter in parameters_of(optimizers)}
-    # Without optimizers nothing can fail, and the float32 weights need not outlive their cast.
-    with undone_on_error(models if optimizers else (), optimizers):
-        weight_cast.apply(chosen.compute)
+    check_models(models, chosen)
+    check_optimizers(optimizers, models, chosen)
+    # Without optimizers nothing can fail half-way, and the float32 weights need not outlive their cast.
+    with _undone_on_error(models if optimizers else (), optimizers) as float32:
+        cast_models(models, chosen)
         prepared = [_prepared(each, chosen, float32) for each in optimizers]
         check_updates(prepared)
     scaler = LossScaler(models, chosen.scaling())
@@ -96,3 +79,33 @@ def _prepared(optimizer: Optimizer, precision: Precision, float32: Mapping[Tenso
         # Existing state is float32. torch casts state to the dtype of the parameters when it loads it.
         optimizer.load_state_dict(optimizer.state_dict())
     return optimizer
+
+
+@contextmanager
+def _undone_on_error(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[Mapping[Tensor, Tensor]]:
+    """Yields the values from before the block by parameter, and undoes the block if it raises. Copies no tensor.
+
+    Casts replace the data of parameters, and optimizers the entries of their groups and their state, so that references
+    to the old ones are enough. They are kept until the end of the block.
+    """
+    modules = [(module, type(module)) for model in models for module in model.modules()]
+    weights = [weight for model in models for weight in model.parameters()]
+    # Detached: a cast sets `data`, and these keep referring to the old data.
+    values = {each: each.detach() for weight in weights for each in (weight, weight.grad) if each is not None}
+    attributes = [(optimizer, list(optimizer.param_groups), optimizer.state) for optimizer in optimizers]
+    dicts: list[dict[Any, Any]] = [each for module, _ in modules for each in (vars(module), module._buffers)]
+    dicts += [each for _, groups, state in attributes for each in (*groups, state)]
+    copies = [dict(each) for each in dicts]
+    try:
+        yield values
+    except BaseException:
+        for module, kind in modules:
+            module.__class__ = kind
+        for tensor, data in values.items():
+            tensor.data = data
+        for optimizer, groups, state in attributes:
+            optimizer.param_groups, optimizer.state = groups, state
+        for changed, copy in zip(dicts, copies, strict=True):
+            changed.clear()
+            changed.update(copy)
+        raise
