@@ -141,12 +141,13 @@ def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp:
     ceiling = larger(state.ceiling, lowest, xp)
     risen = ceiling + smaller(top * recovery, ceiling * FASTEST_RISE, xp)
     ceiling = xp.where(ceiling < top, risen, ceiling)
-    learned = state.scale / factor
-    soon = xp.logical_and(state.clean_steps > 0, state.clean_steps < int(factor))
+    learned, follows = state.scale / factor, state.clean_steps > 0
+    soon = xp.logical_and(follows, state.clean_steps < int(factor))
     lowered = larger(xp.where(soon, learned, learned / factor**3), smaller(lowest, state.scale * 0.5, xp), xp)
     lowered = xp.where(unknown, state.scale / half, lowered)
-    searches = xp.logical_and(clean, xp.logical_and(unknown, state.scale < half))
-    moves = xp.logical_or(measured, xp.logical_or(overflow, searches))
+    moves = xp.logical_or(overflow, xp.logical_or(measured, xp.logical_and(clean, unknown)))
+    # The first scale may be anything: what it fails at before any clean step teaches nothing.
+    teaches = xp.logical_and(overflow, xp.logical_or(follows, xp.logical_not(unknown)))
     moved = pow2_floor(xp.where(overflow, lowered, smaller(ceiling, top, xp)), xp)
     return counted(
         state,
@@ -154,7 +155,7 @@ def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp:
         xp,
         **leaves,
         scale=bounded(xp.where(moves, moved, state.scale), policy.min_scale, policy.max_scale, xp),
-        ceiling=xp.where(measured, ceiling, xp.where(overflow, learned, state.ceiling)),
+        ceiling=xp.where(measured, ceiling, xp.where(teaches, learned, state.ceiling)),
         clean_steps=xp.where(clean, one_more(state.clean_steps, xp), xp.where(overflow, 0, state.clean_steps)),
         stuck=xp.logical_and(overflow, state.scale <= policy.min_scale),
     )
