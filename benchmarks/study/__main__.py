@@ -5,7 +5,7 @@
     python -m benchmarks.study --minutes 30 --workers 2
     python -m benchmarks.study --minutes 0    # only writes the tables
     python -m benchmarks.study --formats fp16 --rules torch auto    # only these runs
-    python -m benchmarks.study --tasks held-out    # only those of the tasks that no rule was tuned on
+    python -m benchmarks.study --tasks held-out held-out-2    # only those of the tasks that no rule was tuned on
 
 Rows that are in `results.json` already are not run again, whatever commit made them. Delete those that a change
 concerns.
@@ -30,7 +30,7 @@ from benchmarks.study.workers import run_all
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.json"
-KINDS = ("tuned", "held-out")
+KINDS = ("tuned", "held-out", "held-out-2")
 PAGE = FOLDER.parents[1] / "docs" / "understand" / "policies_study.md"
 
 
@@ -43,7 +43,8 @@ def main() -> None:
     chosen = [case for case in planned if _is_chosen(case, options)]
     _run_missing(results, chosen, options.workers, time.monotonic() + options.minutes * 60)
     rows = completed(results.rows, planned)
-    text = "\n\n".join([coverage(rows, planned), section(rows, held_out=False), section(rows, held_out=True)])
+    sections = [section(rows, held_out) for held_out in range(len(KINDS))]
+    text = "\n\n".join([coverage(rows, planned), *sections])
     print(text)
     if not options.quick:
         fill(PAGE, "study", text)

@@ -46,11 +46,15 @@ class Goal:
     misses: Sequence[str] = ()
 
 
-def goals(rows: Rows, held_out: bool) -> list[Goal]:
-    """Returns the goals by the rows of the tuned tasks, or of the held-out ones, which have two more."""
-    pairs = _pairs(rows)
+def goals(rows: Rows, held_out: int) -> list[Goal]:
+    """Returns the goals by the rows of the tuned tasks, or of a held-out set.
+
+    Those on blocks and on bad batches are left out where the set has no such task.
+    """
+    pairs, specs = _pairs(rows), [spec for spec in TASKS.values() if spec.held_out == held_out]
     found = [_skips(rows, pairs), _first_scale(pairs), _energy(pairs), _final_loss(rows)]
-    found += [_blocks(pairs), _bad_batches(rows)] if held_out else []
+    found += [_blocks(pairs)] if any(spec.blocks for spec in specs) else []
+    found += [_bad_batches(rows)] if any(spec.bad_batches for spec in specs) else []
     return [*found, *_never_worse(rows, pairs)]
 
 

@@ -32,8 +32,9 @@ class Gradients:
 
     @property
     def amax(self) -> float:
-        """The largest of them; NaN if one is."""
-        return float(torch.stack([tensor.abs().max() for tensor in (*self.tensors, *self.biases)]).max())
+        """The largest of them; NaN if one is, and 0 if there is none."""
+        tensors = (*self.tensors, *self.biases)
+        return float(torch.stack([tensor.abs().max() for tensor in tensors]).max()) if tensors else 0.0
 
     def lost(self, format: Format, scale: float) -> float:
         """Returns the share of a tensor's energy (the sum of squares) that becomes zero, as a mean over tensors."""

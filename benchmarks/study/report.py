@@ -13,11 +13,18 @@ from benchmarks.study.training import Case
 
 Row = dict[str, Any]
 
+HEADINGS = (
+    "Tasks that the rule was tuned on",
+    "First held-out set: run once before the last change of the rule",
+    "Second held-out set: not run before",
+)
+"""Of the tuned tasks and of the held-out sets."""
 
-def section(rows: Rows, held_out: bool) -> str:
-    """Returns the goals and the tables of the tuned tasks, or of the held-out ones, under a heading, as markdown."""
-    chosen = {key: row for key, row in rows.items() if TASKS[row["task"]].held_out is held_out}
-    heading = "## Held-out tasks" if held_out else "## Tasks that the rule was tuned on"
+
+def section(rows: Rows, held_out: int) -> str:
+    """Returns the goals and the tables of the tuned tasks, or of a held-out set, under a heading, as markdown."""
+    chosen = {key: row for key, row in rows.items() if TASKS[row["task"]].held_out == held_out}
+    heading = f"## {HEADINGS[held_out]}"
     return "\n\n".join(part for part in (heading, claims(chosen, held_out), tables(chosen)) if part)
 
 
@@ -27,7 +34,7 @@ def tables(rows: Rows) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def claims(rows: Rows, held_out: bool) -> str:
+def claims(rows: Rows, held_out: int) -> str:
     """Returns each goal, what was measured of it and whether it holds, and below them what misses one, as markdown."""
     found = goals(rows, held_out)
     lines = ["| goal | `auto` | `torch` | holds |", "|---|---|---|---|"]

@@ -48,7 +48,7 @@ class TaskSpec:
         steps: how long it is trained in the full form.
         init_scale: where every policy has to start; None for its own. FP32 and a policy that starts there anyway are
             not run again: theirs are the runs of the task with the same `make`.
-        held_out: whether no policy was tuned on it.
+        held_out: 0 if `auto` was tuned on it; otherwise which held-out set it is in, the first or the second.
         blocks: whether small and large gradients take turns for many steps each.
         bad_batches: whether some batches are spoilt.
     """
@@ -56,6 +56,6 @@ class TaskSpec:
     make: Callable[[int], Task]
     steps: int = 1500
     init_scale: float | None = None
-    held_out: bool = False
+    held_out: int = 0
     blocks: bool = False
     bad_batches: bool = False

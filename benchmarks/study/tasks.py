@@ -8,13 +8,17 @@ from benchmarks.study.adversarial import AdversarialTask
 from benchmarks.study.classification import ConsistencyTask, DeepTask, DistillationTask
 from benchmarks.study.contrastive import ContrastiveTask
 from benchmarks.study.control import ControlTask
+from benchmarks.study.distributions import FlowTask, PoissonTask, QuantileTask, ScoreTask
 from benchmarks.study.generative import AutoencoderTask, DiffusionTask
 from benchmarks.study.language import LENGTH, SEQUENCES, LanguageTask, Trouble, warmed_up
 from benchmarks.study.recurrent import RecurrentTask
 from benchmarks.study.regression import HeavyTailTask, MixtureTask
 from benchmarks.study.several_losses import InTurnsTask, WeightedTask
+from benchmarks.study.sparse import FactorizationTask, FocalTask, TripletTask
+from benchmarks.study.structured import CopyTask, GraphTask, MaskedTask, NoisyLabelsTask
 from benchmarks.study.task import Task, TaskSpec
 from benchmarks.study.transformer import STEPS, TransformerTask
+from benchmarks.study.values import QLearningTask
 from benchmarks.study.vision import VisionTask
 
 SUMMED = SEQUENCES * LENGTH
@@ -26,7 +30,11 @@ def _language(**trouble: object) -> partial[LanguageTask]:
 
 
 def _held_out(make: Callable[[int], Task], steps: int = 1000, **kind: bool) -> TaskSpec:
-    return TaskSpec(make, steps, held_out=True, **kind)
+    return TaskSpec(make, steps, held_out=1, **kind)
+
+
+def _second(make: Callable[[int], Task], steps: int = 800, **kind: bool) -> TaskSpec:
+    return TaskSpec(make, steps, held_out=2, **kind)
 
 
 _char_gpt = _language()
@@ -61,6 +69,20 @@ TASKS: dict[str, TaskSpec] = {
     "blocks of 50 steps": _held_out(partial(InTurnsTask, block=50), blocks=True),
     "alternating losses": _held_out(partial(InTurnsTask, block=1)),
     "bad batches: 2% infinite gradients": _held_out(partial(ConsistencyTask, bad_share=0.02), bad_batches=True),
+    "matrix factorization": _second(FactorizationTask),
+    "triplets with a margin": _second(TripletTask),
+    "focal loss, rare classes": _second(FocalTask),
+    "graph convolution": _second(GraphTask),
+    "GRU, sequence to sequence": _second(CopyTask, 600),
+    "depthwise CNN, SGD, wrong labels": _second(NoisyLabelsTask),
+    "masked autoencoder": _second(MaskedTask, 600),
+    "normalizing flow": _second(FlowTask, 600),
+    "Poisson, bad batches: 1% counts x 1000": _second(
+        partial(PoissonTask, bad_share=0.01, bad_factor=1000.0), bad_batches=True
+    ),
+    "quantile regression": _second(QuantileTask),
+    "score matching, blocks of 40 steps": _second(partial(ScoreTask, block=40), blocks=True),
+    "Q-learning": _second(QLearningTask),
 }
-"""The tasks by name; the held-out ones last. Losses of fine-tuning are summed over characters, so that a first scale is
-often too high."""
+"""The tasks by name; the held-out ones last, in the order of their sets. Losses of fine-tuning are summed over
+characters, so that a first scale is often too high."""

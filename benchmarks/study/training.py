@@ -81,7 +81,8 @@ class Measures:
         """Adds the gradients of a step; `counts` is whether the best scale should hold them."""
         if counts:
             self.amax.append(gradients.amax)
-        if gradients.amax * scale < format.overflow_threshold:
+        # Where all are zero, as of triplets with a margin, there is nothing to lose.
+        if gradients.tensors and gradients.amax * scale < format.overflow_threshold:
             self.lost.append(gradients.lost(format, scale))
 
     def summary(self, best: float) -> dict[str, Any]:
