@@ -429,7 +429,7 @@ UPDATE_CASES = (
     ),
     UpdateCase(
         "float64 gradients that do not fit float32 lower a scale that follows them",
-        Headroom(),
+        Headroom(init_scale=2.0**16),
         {"weight": [0.0, 1.0]},
         (
             Update(
