@@ -18,6 +18,12 @@ R = TypeVar("R")
 SCHEMA = 1
 """Version of the dict form. Raised when a key is renamed, removed or changes its meaning."""
 
+OTHER_KEYS = (
+    "Another version of gradscale wrote it, or it was changed since. "
+    "Load it with that version, or leave it out and start with a new one."
+)
+"""What to do about a saved record whose keys are not those of its class."""
+
 Array = Any
 """An array or scalar of the framework that runs the rule: numpy, torch, JAX, TensorFlow."""
 
@@ -156,10 +162,10 @@ def _checked_body(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
         del body[key]
     expected = {field.name for field in fields(cls)}
     if missing := sorted(expected - body.keys()):
-        raise ValueError(f"A saved {cls.__name__} needs every key. Missing: {missing}.")
+        raise ValueError(f"A saved {cls.__name__} needs every key. Missing: {missing}. {OTHER_KEYS}")
     if unknown := body.keys() - expected:
         raise ValueError(
-            f"A saved {cls.__name__} has no such key: {shown_keys(unknown)}. Expected: {sorted(expected)}."
+            f"A saved {cls.__name__} has no such key: {shown_keys(unknown)}. Expected: {sorted(expected)}. {OTHER_KEYS}"
         )
     return body
 

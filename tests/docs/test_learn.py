@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from docs.data.draw_headroom import NANS, SPIKE, followed, gradients
 from docs.data.recorded import load, recorded_histograms
 
+from gradscale import Headroom
 from gradscale.demo.digits import AUTOENCODER
 from gradscale.demo.run import Comparison, Run, Subject
 from gradscale.demo.text import LANGUAGE
@@ -121,3 +123,18 @@ def test_the_page_quotes_a_verdict_in_the_words_of_the_demo(model: str, score: s
 def without_figures(text: str) -> str:
     """Returns a text with every number but those in names replaced."""
     return re.sub(r"\b\d+(\.\d+)?", "#", text)
+
+
+def test_the_picture_of_headroom_is_described_as_its_script_draws_it(tmp_path: Path) -> None:
+    script = ROOT / "docs/data/draw_headroom.py"
+    subprocess.run([sys.executable, str(script), "--out", str(tmp_path)], check=True, capture_output=True)
+    assert (tmp_path / "headroom.png").stat().st_size > 0
+    run = followed(Headroom(), gradients())
+    exponents = np.log2(run["scale"])
+    assert run["skipped"].tolist() == [SPIKE, *NANS]
+    after = NANS[-1] + 1
+    shown = [0, 1, SPIKE, SPIKE + 1, after, after + 400, -1]
+    assert exponents[shown].tolist() == [4, 19, 23, 19, 7, 15, 18]
+    text = (ROOT / "docs/use/policies.md").read_text()
+    assert "starts at 2^4 and is 2^19 a step later. It follows top up to 2^23." in text
+    assert "to 2^7. It is 2^15 again 400 steps later, and 2^18 at the end." in text

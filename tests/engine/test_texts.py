@@ -19,7 +19,7 @@ from gradscale.replay.stack import stacked
     ("policy", "text"),
     [
         (Headroom(), "Headroom()"),
-        (Headroom(FP8_E5M2, leak=0.5), "Headroom(format=FP8_E5M2, leak=0.5)"),
+        (Headroom(FP8_E5M2, leak=0.1), "Headroom(format=FP8_E5M2, leak=0.1)"),
         (Dynamic(init_scale=8.0, refill="clean"), "Dynamic(init_scale=8.0, refill='clean')"),
         (Static(8.0), "Static(scale=8.0)"),
         (NoScaling(), "NoScaling()"),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.engine.older_states import FIX, HEADROOM, LOG_MAX, REFUSED_POLICY, REFUSED_STATE
 from tests.jax.helpers import params, same
 
 from gradscale import Dynamic, ScaleState
@@ -86,6 +87,17 @@ def test_a_flax_file_of_another_policys_state_is_refused(serialization: Any, sca
     saved["state"]["wait"] = np.int32(1)
     with pytest.raises(ValueError, match=r"A state of Dynamic has the fields .*Received: .*'wait'"):
         serialization.from_state_dict(Scaler(), saved)
+
+
+def test_a_file_of_an_older_rule_is_refused(serialization: Any) -> None:
+    with pytest.raises(ValueError, match=REFUSED_POLICY):
+        Scaler.from_dict(HEADROOM)
+    with pytest.raises(ValueError, match=REFUSED_STATE):
+        Scaler.from_dict(LOG_MAX)
+    with pytest.raises(ValueError, match=REFUSED_POLICY):
+        serialization.from_state_dict(Scaler(), HEADROOM)
+    with pytest.raises(ValueError, match=rf"A state of LogMax has the fields .*Received: .*'level'{FIX}"):
+        serialization.from_state_dict(Scaler(), LOG_MAX)
 
 
 def test_a_scaler_goes_through_orbax_beside_its_settings(scaler: Scaler, tmp_path: Path) -> None:

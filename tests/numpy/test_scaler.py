@@ -29,9 +29,9 @@ def f16(*values: float) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("scaler", [LossScaler(), LossScaler("auto")], ids=["default", "auto"])
-def test_the_default_policy_is_headroom_from_65536(scaler: LossScaler) -> None:
+def test_the_default_policy_is_headroom_from_16(scaler: LossScaler) -> None:
     assert scaler.policy == Headroom()
-    assert scaler.loss_scale == 65536.0
+    assert scaler.loss_scale == 16.0
 
 
 def test_scale_multiplies_the_loss() -> None:
@@ -39,7 +39,7 @@ def test_scale_multiplies_the_loss() -> None:
 
 
 def test_a_float16_loss_is_widened_before_it_is_scaled() -> None:
-    scaled = LossScaler().scale(np.float16(2.0))
+    scaled = LossScaler(Static(65536.0)).scale(np.float16(2.0))
     assert scaled == 131072.0
     assert scaled.dtype == np.float32
 
@@ -146,7 +146,7 @@ def test_no_gradients_at_all_change_nothing(grads: Any) -> None:
     before = scaler.state
     result = scaler.step(grads)
     assert result.status() is Status.NO_GRADS
-    assert (result.grads, result.factor, result.scale, result.next_scale) == (None, 0.0, 65536.0, 65536.0)
+    assert (result.grads, result.factor, result.scale, result.next_scale) == (None, 0.0, 16.0, 16.0)
     assert scaler.state is before
 
 
@@ -200,7 +200,7 @@ def test_no_scaling_clips_where_it_is_asked_to() -> None:
 
 
 def test_headroom_is_given_the_unscaled_amax() -> None:
-    scaler = LossScaler(Headroom())
+    scaler = LossScaler(Headroom(init_scale=2.0**16))
     scaler.step([f32(-65536 * 2.0**-10, 1)])
     assert scaler.state.to_dict()["peak"] == 2.0**-10
 

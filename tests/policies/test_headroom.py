@@ -87,17 +87,30 @@ def test_a_leak_of_zero_never_forgets() -> None:
     assert after(Headroom(leak=0), clean(1.0), *[clean(2.0**-20)] * 50).peak == 1.0
 
 
-def test_an_overflow_divides_the_scale_by_16_and_puts_the_ceiling_there() -> None:
+CALM = [clean(1.0)] * 16
+"""After so many clean steps, an overflow is a surprise."""
+
+
+def test_an_overflow_early_or_soon_after_another_divides_the_scale_by_16_and_puts_the_ceiling_there() -> None:
     state = after(Headroom(), clean(1.0), OVERFLOW)
     assert_state(state, scale=2**9, peak=1.0, ceiling=2**9, applied=1, skipped=1, consecutive_skips=1)
 
 
-def test_further_overflows_lower_the_scale_alone_by_8_bits_each_and_by_halves_28_bits_below_the_top() -> None:
+def test_a_later_one_lowers_the_scale_by_16_bits_until_a_clean_step_brings_it_to_the_ceiling() -> None:
+    policy = Headroom(leak=0)
+    state = after(policy, *CALM, OVERFLOW)
+    assert_state(state, scale=2**-3, peak=1.0, ceiling=2**9, applied=16, skipped=1, consecutive_skips=1)
+    assert after(policy, clean(1.0), start=state).scale == 2**9
+    assert after(policy, *CALM[1:], OVERFLOW).scale == 2**9
+
+
+def test_more_overflows_lower_both_and_the_scale_by_halves_from_20_bits_below_the_top_on() -> None:
     policy = Headroom(min_scale=2.0**-40)
     start = after(policy, clean(1.0))
-    states = [after(policy, *[OVERFLOW] * count, start=start) for count in range(7)]
-    assert [math.log2(state.scale) for state in states] == [13, 9, 1, -7, -15, -16, -17]
-    assert {float(state.ceiling) for state in states[1:]} == {2.0**9}
+    states = [after(policy, *[OVERFLOW] * count, start=start) for count in range(5)]
+    assert [math.log2(state.scale) for state in states] == [13, 9, -7, -8, -9]
+    assert [math.log2(state.ceiling) for state in states[1:]] == [9, 5, -11, -12]
+    assert 2**-7 < TOP / 2**20 < 2**-6
 
 
 @pytest.mark.parametrize(("format", "bits"), [(FP16, 4), (FP8_E5M2, 3), (FP8_E4M3, 1), (BF16, 4)])
@@ -114,7 +127,7 @@ def test_after_an_overflow_the_scale_stays_at_the_ceiling() -> None:
 
 
 def test_larger_gradients_lower_the_scale_further_whatever_the_ceiling() -> None:
-    assert scales(Headroom(), clean(1.0), OVERFLOW, OVERFLOW, clean(2.0**12)) == [13, 9, 1, 1]
+    assert scales(Headroom(), *CALM, OVERFLOW, clean(2.0**12))[-2:] == [-3, 1]
 
 
 def test_a_clean_step_raises_the_ceiling_by_its_share_of_the_top() -> None:
@@ -130,16 +143,16 @@ def test_the_ceiling_stops_where_it_reaches_the_top() -> None:
     assert after(policy, clean(1.0), start=ended).ceiling == ended.ceiling
 
 
-def test_a_very_low_ceiling_rises_by_a_quarter_a_step() -> None:
+def test_a_very_low_ceiling_rises_by_a_sixteenth_a_step() -> None:
     policy = Headroom(leak=0)
-    low = after(policy, clean(1.0), *[OVERFLOW, clean(1.0)] * 5)
-    assert math.log2(low.scale) == -7
-    assert after(policy, clean(1.0), start=low).ceiling == low.ceiling * 1.25
+    low = after(policy, clean(1.0), *[OVERFLOW, clean(1.0)] * 4)
+    assert math.log2(low.scale) == -3
+    assert after(policy, clean(1.0), start=low).ceiling == low.ceiling * (1 + 1 / 16)
 
 
-def test_the_ceiling_is_never_more_than_28_bits_below_the_top() -> None:
+def test_the_ceiling_is_never_more_than_half_of_the_range_below_the_top() -> None:
     state = after(Headroom(recovery=0, leak=0), clean(1.0), *[OVERFLOW, clean(1.0)] * 20)
-    assert state.ceiling == np.float32(TOP) / 2**28
+    assert state.ceiling == np.float32(TOP) / 2**20
 
 
 def test_where_the_gradients_fall_the_ceiling_rises_with_what_they_allow() -> None:
@@ -149,25 +162,30 @@ def test_where_the_gradients_fall_the_ceiling_rises_with_what_they_allow() -> No
     assert fallen.scale > learned.scale * 2**8
 
 
-@pytest.mark.parametrize(("gap", "share"), [(2, 0.01), (6, 0.01), (10, 0.01), (12, 0.02), (14, 0.05), (18, 0.1)])
+@pytest.mark.parametrize(("gap", "share"), [(2, 0.01), (6, 0.01), (10, 0.01), (12, 0.02), (14, 0.05), (18, 0.05)])
 def test_a_gap_to_gradients_nobody_sees_costs_a_share_of_the_steps_that_grows_with_it(gap: int, share: float) -> None:
     stream = named("steady", 500, 8)
     run = simulate(Headroom(), Stream(stream.amax, stream.hidden * 2.0**gap))
     assert run.overflowed[20:].mean(0).max() <= share
 
 
-def test_before_any_gradient_an_overflow_lowers_the_scale_by_28_bits_and_teaches_nothing() -> None:
-    assert scales(Headroom(init_scale=2.0**60), OVERFLOW, OVERFLOW, clean(1.0)) == [32, 4, 13]
-    assert scales(Headroom(format=FP8_E5M2, init_scale=2.0**32), OVERFLOW) == [32 - 22]
+def test_before_any_gradient_an_overflow_lowers_the_scale_by_half_of_the_range() -> None:
+    assert scales(Headroom(init_scale=2.0**60), OVERFLOW, OVERFLOW, clean(1.0)) == [40, 20, 13]
+    assert scales(Headroom(format=FP8_E5M2, init_scale=2.0**32), OVERFLOW) == [32 - 16]
 
 
-def test_zeros_before_any_gradient_raise_the_scale_to_2_to_the_28() -> None:
+def test_zeros_before_any_gradient_raise_the_scale_to_half_of_the_range() -> None:
     zero = clean(0.0)
-    assert scales(Headroom(init_scale=1), zero, zero) == [28, 28]
+    assert scales(Headroom(init_scale=1), zero, zero) == [20, 20]
     assert scales(Headroom(init_scale=2.0**60), zero) == [60]
     # What vanishes at a scale of 1 does not overflow there.
-    assert FP16.smallest_subnormal / 2 * 2**28 < FP16.max
-    assert FP8_E5M2.smallest_subnormal / 2 * 2**22 < FP8_E5M2.max
+    assert FP16.smallest_subnormal / 2 * 2**20 < FP16.max
+    assert FP8_E5M2.smallest_subnormal / 2 * 2**16 < FP8_E5M2.max
+
+
+def test_zeros_and_overflows_in_turns_end_at_a_scale_that_fits() -> None:
+    zero = clean(0.0)
+    assert scales(Headroom(), zero, OVERFLOW, zero, OVERFLOW, zero) == [20, 0, 16, -4, 12]
 
 
 def test_zeros_after_a_gradient_change_nothing_but_the_counters() -> None:
@@ -219,9 +237,9 @@ def test_it_finds_the_scale_within_four_steps_wherever_it_starts(exponent: int) 
     assert not run.overflowed[4:].any()
 
 
-def test_a_rise_of_20_bits_costs_three_steps_and_leaves_nothing_behind() -> None:
+def test_a_rise_of_20_bits_costs_two_steps_and_leaves_nothing_behind() -> None:
     run = simulate(Headroom(), flat(6000, 2.0**-6, 2.0**20))
-    assert run.overflowed.sum() == 3
+    assert run.overflowed.sum() == 2
     assert (run.bits_low > 10).sum() <= 1
     assert run.bits_low[-1] < 3.1
 
@@ -239,7 +257,7 @@ def test_tiny_gradients_get_a_scale_above_2_to_the_36_in_two_steps() -> None:
     assert not run.overflowed.any()
 
 
-@pytest.mark.parametrize(("stream", "skips"), [("3 bits hidden", 2), ("8 bits hidden", 6)])
+@pytest.mark.parametrize(("stream", "skips"), [("3 bits hidden", 2), ("8 bits hidden", 5)])
 def test_a_lasting_gap_to_gradients_nobody_sees_costs_a_few_steps(stream: str, skips: int) -> None:
     run = simulate(Headroom(), named(stream, 6000, 8, seed=3))
     assert run.overflowed.sum(0).max() <= skips
@@ -252,10 +270,10 @@ def test_what_comes_again_and_again_costs_a_few_steps_and_not_one_each_time(stre
     assert run.overflowed.sum(0).max() <= 5
 
 
-def test_a_storm_of_overflows_no_scale_could_prevent_costs_no_more_than_one_overflow() -> None:
+def test_a_storm_of_overflows_no_scale_could_prevent_is_made_up_for_in_200_steps() -> None:
     run = simulate(Headroom(), named("storm of 10 overflows", 3000, 4))
     assert (run.overflowed.sum(0) == 10).all()
-    assert np.median(run.bits_low[520:]) - np.median(run.bits_low[400:500]) <= 4
+    assert np.median(run.bits_low[720:]) - np.median(run.bits_low[400:500]) <= 8
 
 
 @pytest.mark.parametrize("stream", CHANGES)

@@ -125,7 +125,7 @@ predictives = st.one_of(
         format=st.sampled_from(FORMATS),
         init_scale=st.sampled_from([1.0, 2.0**16]),
         margin_bits=st.integers(0, 4),
-        leak=st.sampled_from([0.002, 0.01, 0.3]),
+        leak=st.sampled_from([0.002, 0.01, 0.1]),
         recovery=st.sampled_from([0.0003, 0.1]),
         **bounds,
     ),

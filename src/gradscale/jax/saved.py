@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gradscale.engine.saved import policy_from_dict
 from gradscale.jax.tree import as_pytree
-from gradscale.record import numbers, with_values
+from gradscale.record import OTHER_KEYS, numbers, with_values
 
 
 def register_with_flax(kind: type) -> None:
@@ -37,5 +37,7 @@ def from_state_dict(scaler: Any, mapping: Mapping[str, Any]) -> Any:
     start = as_pytree(policy.start())
     expected, received = sorted(numbers(start)), sorted(mapping["state"])
     if expected != received:
-        raise ValueError(f"A state of {type(policy).__name__} has the fields {expected}. Received: {received}.")
+        raise ValueError(
+            f"A state of {type(policy).__name__} has the fields {expected}. Received: {received}. {OTHER_KEYS}"
+        )
     return scaler.tree_unflatten(policy, (with_values(start, {k: jnp.array(v) for k, v in mapping["state"].items()}),))

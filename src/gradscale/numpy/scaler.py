@@ -46,7 +46,7 @@ class LossScaler(HostScaler):
         """Returns `loss` times the scale, in float32 or wider. A loss that is not finite skips the next `step`.
 
         It does not if another loss follows that is finite, and all gradients of the step are: its batch was abandoned.
-        A narrower loss is widened first: the default scale, 65536, does not fit into float16.
+        A narrower loss is widened first: a scale such as 65536 does not fit into float16.
         """
         values = _checked(loss)
         wide = WIDE[values.dtype.name]

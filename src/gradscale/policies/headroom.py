@@ -5,7 +5,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from gradscale.formats import Format
+from gradscale.formats import FP16, Format
 from gradscale.policies import checks
 from gradscale.policies.arithmetic import Namespace, bounded, larger, pow2_floor, smaller, two_to
 from gradscale.policies.contract import ScaleState, Seen, counted, one_more, verdict
@@ -23,8 +23,8 @@ RECOVERY = 2.0**-17
 """Share of `top` by which a clean step raises the ceiling: n clean steps after an overflow it is at least n / 2**17 of
 `top`, which is 10 bits below after 200 steps and 5 after 5,000. A power of two: the product is exact."""
 
-FASTEST_RISE = 0.25
-"""The ceiling rises by at most this share of itself, a bit in 3 steps. It is that low only after many overflows."""
+FASTEST_RISE = 2.0**-4
+"""The ceiling rises by at most this share of itself, a bit in 11 steps. It is that low only after many overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +122,11 @@ def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp:
     """Returns the state after one step of a policy whose `predict` returns a peak, which may reach `limit` scaled.
 
     A clean step raises the ceiling, and the scale is the power of two at or below the ceiling and `top`. An overflow
-    after a clean step lowers the scale by a lesson, and puts the ceiling there. Further ones lower the scale alone, by
-    two lessons each, at most to 28 bits below `top` (22 in E5M2), where they halve it. Gradients that are all zero
-    change nothing. While no gradient has been seen, an overflow lowers the scale by 28 bits, and zeros raise it to
-    2**28, where what vanishes at a scale of 1 still fits. A non-finite loss changes nothing but the counters.
+    puts the ceiling a lesson, a factor of 16, below the scale that failed. The scale falls as far if it was set less
+    than 16 clean steps after the start or the last overflow. Else the overflow is a surprise, and until a clean step
+    shows what fits, the scale falls by four lessons, and again if that fails; at most by half of the format's range
+    below `top`, where it halves. Gradients that are all zero change nothing. While none has been seen, half of the
+    range is `top`, and what an overflow lowers the scale by. A non-finite loss changes nothing but the counters.
     """
     clean, overflow = verdict(seen, xp)
     zero = state.scale * 0  # makes an array of a number: torch has no exact quotient of a number and an array
@@ -134,27 +135,26 @@ def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp:
     predicted = policy.predict(state, xp.where(measured, amax, 1.0), xp)
     leaves = {name: xp.where(measured, new, getattr(state, name)) for name, new in predicted.items()}
     unknown = leaves["peak"] <= 0
-    top = (zero + limit) / larger(leaves["peak"], limit * checks.LOWEST_SCALE, xp)
-    taught, reach = lesson(policy.format), 2.0 ** min(28, policy.format.binades * 7 // 10)
-    lowest = top / reach
+    factor, half = lesson(policy.format), 2.0 ** (min(policy.format.binades, FP16.binades) // 2)
+    top = xp.where(unknown, half, (zero + limit) / larger(leaves["peak"], limit * checks.LOWEST_SCALE, xp))
+    lowest = top / half
     ceiling = larger(state.ceiling, lowest, xp)
     risen = ceiling + smaller(top * recovery, ceiling * FASTEST_RISE, xp)
     ceiling = xp.where(ceiling < top, risen, ceiling)
-    # Only the first overflow of a series teaches: the next ones ran at scales that no clean step has chosen.
-    teaches = xp.logical_and(overflow, state.clean_steps > 0)
-    learned = state.scale / taught
-    lowered = larger(xp.where(teaches, learned, learned / taught), smaller(lowest, state.scale * 0.5, xp), xp)
-    lowered = xp.where(unknown, state.scale / reach, lowered)
-    searches = xp.logical_and(clean, xp.logical_and(unknown, state.scale < reach))
-    moved = xp.where(measured, smaller(ceiling, top, xp), xp.where(overflow, lowered, reach))
+    learned = state.scale / factor
+    soon = xp.logical_and(state.clean_steps > 0, state.clean_steps < int(factor))
+    lowered = larger(xp.where(soon, learned, learned / factor**3), smaller(lowest, state.scale * 0.5, xp), xp)
+    lowered = xp.where(unknown, state.scale / half, lowered)
+    searches = xp.logical_and(clean, xp.logical_and(unknown, state.scale < half))
     moves = xp.logical_or(measured, xp.logical_or(overflow, searches))
+    moved = pow2_floor(xp.where(overflow, lowered, smaller(ceiling, top, xp)), xp)
     return counted(
         state,
         clean,
         xp,
         **leaves,
-        scale=bounded(xp.where(moves, pow2_floor(moved, xp), state.scale), policy.min_scale, policy.max_scale, xp),
-        ceiling=xp.where(measured, ceiling, xp.where(teaches, learned, state.ceiling)),
+        scale=bounded(xp.where(moves, moved, state.scale), policy.min_scale, policy.max_scale, xp),
+        ceiling=xp.where(measured, ceiling, xp.where(overflow, learned, state.ceiling)),
         clean_steps=xp.where(clean, one_more(state.clean_steps, xp), xp.where(overflow, 0, state.clean_steps)),
         stuck=xp.logical_and(overflow, state.scale <= policy.min_scale),
     )

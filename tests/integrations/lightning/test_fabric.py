@@ -11,7 +11,7 @@ from tests.torch.helpers import poison
 from tests.torch.short_runs import fine_tuned_model, large_loss
 from torch import Tensor, nn
 
-from gradscale import CheckOnly, Headroom
+from gradscale import CheckOnly
 from gradscale.integrations.lightning import FabricMixedPrecision, MixedPrecision
 from gradscale.torch import GradScaler
 
@@ -55,7 +55,7 @@ def ours(**kwargs: Any) -> FabricMixedPrecision:
 
 @pytest.mark.parametrize("how", HOWS)
 def test_training_in_fp16_on_a_cpu_learns(how: Any) -> None:
-    run = Run(FabricMixedPrecision(Headroom(init_scale=1.0)), **how)
+    run = Run(FabricMixedPrecision("auto"), **how)
     losses = [run.step(index, bad=index == 5) for index in range(40)]
     assert run.types == {torch.float16}
     assert losses[-1] < 0.5 * losses[0]
@@ -91,7 +91,7 @@ def test_clip_of_the_plugin_is_that_of_clip_gradients(how: Any) -> None:
 @pytest.mark.parametrize("steps", [3, 10, 50])
 @pytest.mark.parametrize("how", HOWS)
 def test_short_run_loses_no_step(how: Any, steps: int) -> None:
-    plugin = FabricMixedPrecision(Headroom(init_scale=1.0))
+    plugin = FabricMixedPrecision("auto")
     fabric = L.Fabric(accelerator="cpu", plugins=[plugin])
     own = fine_tuned_model()
     model, optimizer = fabric.setup(own, torch.optim.AdamW(own.parameters(), lr=1e-4, **how))
@@ -276,7 +276,7 @@ def test_bound_must_be_positive() -> None:
 @pytest.mark.parametrize("clip", [{}, {"max_norm": 0.125}], ids=str)
 @pytest.mark.parametrize("arguments", [{}, {"device": "cpu"}], ids=str)
 def test_plugin_of_the_trainer_does_the_same(arguments: Any, clip: Any, how: Any) -> None:
-    policy = Headroom(init_scale=1.0)
+    policy = "auto"
     run, expected = Run(MixedPrecision(policy, **arguments), **how), Run(FabricMixedPrecision(policy), **how)
     for index in range(6):
         assert run.step(index, bad=index == 2, **clip) == expected.step(index, bad=index == 2, **clip)

@@ -26,7 +26,7 @@ from tests.integrations.lightning.runs import (
 from tests.torch.short_runs import fine_tuned_model, large_loss
 from torch import Tensor
 
-from gradscale import CheckOnly, Headroom, Static
+from gradscale import CheckOnly, Static
 from gradscale.integrations.lightning import MixedPrecision
 from gradscale.torch import GradScaler
 
@@ -34,7 +34,7 @@ from gradscale.torch import GradScaler
 @pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 1.0}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_in_fp16_learns_and_a_skipped_step_is_reported(kind: str, clip: dict[str, Any]) -> None:
-    module, plugin = Regression(kind, bad=(5,)), MixedPrecision(Headroom(init_scale=1.0))
+    module, plugin = Regression(kind, bad=(5,)), MixedPrecision("auto")
     trainer = fit(module, plugin, max_epochs=8, **clip)
     assert module.types == {torch.float16}
     assert module.losses[-1] < 0.5 * module.losses[0]
@@ -60,7 +60,7 @@ class FineTuned(L.LightningModule):
 @pytest.mark.parametrize("steps", [3, 10, 50])
 @pytest.mark.parametrize("kind", KINDS)
 def test_short_run_loses_no_step(kind: str, steps: int) -> None:
-    trainer = fit(FineTuned(kind), MixedPrecision(Headroom(init_scale=1.0)), batches=steps)
+    trainer = fit(FineTuned(kind), MixedPrecision("auto"), batches=steps)
     assert trainer.callback_metrics["gradscale/skipped"] == 0
     assert trainer.callback_metrics["gradscale/applied"] == steps
 

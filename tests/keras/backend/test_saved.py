@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from tests.engine.older_states import HEADROOM, REFUSED_POLICY
 from tests.keras.backend.helpers import data, host, inner_state, network, same, trained, variables, weights
 
 from gradscale import Dynamic, Headroom, Histogram, LogMax, NoScaling, Static, preset
@@ -177,3 +178,20 @@ def test_an_inner_optimizer_that_has_been_at_work_keeps_its_state() -> None:
     count = len(inner.variables)
     LossScaleOptimizer(inner).build(models)
     assert len(inner.variables) == count
+
+
+def test_a_model_of_an_older_rule_is_refused() -> None:
+    config = ours(Headroom()).get_config()
+    with pytest.raises(ValueError, match=REFUSED_POLICY):
+        LossScaleOptimizer.from_config(config | {"policy": HEADROOM["policy"]})
+
+
+def test_weights_of_an_older_rule_give_their_scale_and_counters_to_a_new_one() -> None:
+    model = trained(ours(Headroom()), data(batches=1))
+    saved: dict[str, Any] = {}
+    model.optimizer.save_own_variables(saved)
+    memory = next(index for index, value in saved.items() if np.shape(value) == (2,) and int(index) > 3)
+    older = {**saved, "3": np.float32(8), memory: np.array([0.5, 0.5, 16376, 1, 16384], np.float32)}
+    model.optimizer.load_own_variables(older)
+    state = model.optimizer.state
+    assert (state.scale, state.peak, state.ceiling, state.applied) == (8, 0, Headroom().start().ceiling, 1)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.engine.older_states import HEADROOM, LOG_MAX, REFUSED_POLICY, REFUSED_STATE
 from tests.torch.drop_in.helpers import OURS, TORCH, give, parameter, ready
 
 from gradscale import CheckOnly, Dynamic, Headroom, Histogram, Static
@@ -273,3 +274,12 @@ def test_a_state_of_another_format_is_not_loaded_and_logged(
     scaler.load_state_dict(GradScaler("cpu", policy=saved).state_dict())
     assert scaler.state_dict() == before
     assert "The saved state of the scaler is not loaded: it is one of" in caplog.text
+
+
+def test_a_file_of_an_older_rule_is_refused_and_changes_nothing() -> None:
+    scaler = GradScaler("cpu", policy="auto")
+    before = scaler.state_dict()
+    for saved, refused in ((HEADROOM, REFUSED_POLICY), (LOG_MAX, REFUSED_STATE)):
+        with pytest.raises(ValueError, match=refused):
+            scaler.load_state_dict({**before, saved_text.KEY: saved_text.write_text(saved)})
+    assert scaler.state_dict() == before

@@ -187,7 +187,7 @@ def test_losses_of_an_update_are_forgotten_after_it_and_do_not_keep_their_graph(
 
 
 @pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("arguments", [{}, {"hysteresis": 2}, {"policy": Headroom()}])
+@pytest.mark.parametrize("arguments", [{}, {"hysteresis": 2}, {"policy": Headroom(init_scale=2.0**16)}])
 def test_metrics_have_the_keys_of_every_adapter(arguments: Any) -> None:
     scaler = GradScaler("cpu", **arguments)
     assert (tuple(scaler.metrics()), scaler.metrics()["scale"]) == (METRICS, 65536.0)

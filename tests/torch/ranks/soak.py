@@ -64,8 +64,11 @@ class WithLossScaler:
 
 
 class WithDropIn:
-    def __init__(self, model: nn.Module, optimizer: Optimizer, policy: Policy, clip_norm: float | None) -> None:
-        self.scaler = GradScaler("cpu", policy=policy)
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, policy: Policy, clip_norm: float | None, *, agrees: bool = False
+    ) -> None:
+        group = dist.group.WORLD if agrees and dist.is_initialized() else None
+        self.scaler = GradScaler("cpu", policy=policy, group=group)
         self.optimizer = optimizer
 
     def backward(self, loss: Tensor) -> None:
@@ -87,6 +90,7 @@ SCALERS: dict[str, Callable[..., Scaler]] = {
     "LossScaler": WithLossScaler,
     "LossScaler that always agrees": functools.partial(WithLossScaler, agree="always"),
     "GradScaler": WithDropIn,
+    "GradScaler that always agrees": functools.partial(WithDropIn, agrees=True),
 }
 
 
@@ -94,8 +98,10 @@ def places_of(layout: str, scaler: str) -> tuple[Place, ...]:
     """Returns where faults are, of which all ranks must learn."""
     # Under DDP a clean step has no collective of its own: what is written to the gradients of one replica after DDP has
     # reduced them, the others cannot know, unless they always agree.
-    unseen = layout.startswith("DDP") and scaler != "LossScaler that always agrees"
-    return ("loss", "backward") if unseen else ("loss", "backward", "gradient")
+    if not layout.startswith("DDP") or scaler.endswith("that always agrees"):
+        return ("loss", "backward", "gradient")
+    # `GradScaler` does not learn of the losses of other ranks either: it takes theirs for an overflow.
+    return ("backward",) if scaler == "GradScaler" else ("loss", "backward")
 
 
 @dataclass(frozen=True)

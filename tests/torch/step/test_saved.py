@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.older_states import HEADROOM, LOG_MAX, REFUSED_POLICY, REFUSED_STATE
 from tests.torch.helpers import INF, loss_of, poison, same, small_model, train_step, weights
 from torch import Tensor, nn
 
@@ -235,4 +236,13 @@ def test_a_state_of_another_format_is_not_loaded(policy: Any, saved: Any) -> Non
     scaler = LossScaler(policy=policy)
     before = scaler.state_dict()
     scaler.load_state_dict(LossScaler(policy=saved).state_dict())
+    assert scaler.state_dict() == before
+
+
+def test_a_file_of_an_older_rule_is_refused_and_changes_nothing() -> None:
+    scaler = LossScaler(small_model())
+    before = scaler.state_dict()
+    for saved, refused in ((HEADROOM, REFUSED_POLICY), (LOG_MAX, REFUSED_STATE)):
+        with pytest.raises(ValueError, match=refused):
+            scaler.load_state_dict(saved)
     assert scaler.state_dict() == before
