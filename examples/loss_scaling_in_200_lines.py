@@ -42,7 +42,7 @@ class Seen:
 @dataclass(frozen=True)
 class State:
     scale: float  # what the next loss is multiplied by
-    clean_steps: int = 0  # in a row
+    clean_steps: int = 0  # since the last overflow, or since `dynamic` raised the scale
     peak: float = 0.0  # of `auto`: the unscaled gradient to expect; 0 while none was seen
     ceiling: float = 2.0**126  # of `auto`: the highest scale that overflows allow
 
@@ -123,8 +123,8 @@ LEAK = 0.002  # the peak follows a larger gradient at once, and forgets it slowl
 FAST_LEAK = 8 * LEAK  # or in 43 while it is more than two lessons above the gradients, as after one that was huge
 LESSON = 2.0**4  # from a scale that failed down to the ceiling: activation gradients of a GAN were 3 to 5 bits larger
 RECOVERY = 2.0**-17  # share of `top` by which a clean step raises the ceiling, to 5 bits below it in some 5,000 steps,
-FASTEST_RISE = 0.25  # though by no more than this share of itself
-REACH = 2.0**28  # how far a search goes: what is lost at a scale of 1 still fits here
+FASTEST_RISE = 2.0**-4  # though by no more than this share of itself: a bit in 11 steps
+HALF = 2.0**20  # of FP16's range: how far below `top` the scale falls, and how high it goes to find a first gradient
 LOWEST, HIGHEST = 2.0**-24, 2.0**126  # of all scales: below, none helps; above, 1 / scale is no normal float32
 
 
@@ -142,26 +142,26 @@ def auto(state: State, seen: Seen) -> State:
         return after_overflow(state)
     state = replace(state, clean_steps=state.clean_steps + 1)
     if seen.amax < 2.0**-126:  # nothing but zeros: if there never was more, the scale may be too low to see it
-        return replace(state, scale=max(state.scale, REACH)) if state.peak == 0 else state
-    leak = FAST_LEAK if state.peak > seen.amax * LESSON**2 else LEAK
+        return state if state.peak > 0 else replace(state, scale=max(state.scale, min(state.ceiling, HALF), 1.0))
+    leak = FAST_LEAK if state.peak / LESSON**2 > seen.amax else LEAK
     peak = max(seen.amax, state.peak * (1 - leak))
     top = LIMIT / peak
-    ceiling = max(state.ceiling, top / REACH)
+    ceiling = max(state.ceiling, top / HALF)
     if ceiling < top:
         ceiling += min(top * RECOVERY, ceiling * FASTEST_RISE)
     return replace(state, scale=power_of_two(min(ceiling, top)), peak=peak, ceiling=ceiling)
 
 
 def after_overflow(state: State) -> State:
-    """Lowers the scale. By how much it was too high is not known: inf has no size."""
-    after = replace(state, clean_steps=0)
-    if state.peak == 0:  # nor was any gradient seen so far: as low as the search goes
-        return replace(after, scale=power_of_two(state.scale / REACH))
-    lowest = min(LIMIT / state.peak / REACH, state.scale / 2)  # that far below `top`, halving is enough
+    """Lowers ceiling and scale. By how much the scale was too high is not known: inf has no size."""
     learned = state.scale / LESSON
-    if state.clean_steps == 0:  # one of a series: it ran at a scale that no clean step has chosen, and teaches nothing
-        return replace(after, scale=power_of_two(max(learned / LESSON, lowest)))
-    return replace(after, scale=power_of_two(max(learned, lowest)), ceiling=learned)
+    after = replace(state, ceiling=learned, clean_steps=0)
+    if state.peak == 0:  # nor was any gradient seen so far
+        return replace(after, scale=power_of_two(state.scale / HALF))
+    # Soon after an overflow, the ceiling rose too far. Else it is a surprise: fall far, so that the next step measures.
+    lowered = learned if 0 < state.clean_steps < LESSON else learned / LESSON**3
+    lowest = min(LIMIT / state.peak / HALF, state.scale / 2)  # that far below `top`, halving is enough
+    return replace(after, scale=power_of_two(max(lowered, lowest)))
 
 
 # ---- 5. Training in FP16 ------------------------------------------------- the same with gradscale: `torch_minimal.py`
