@@ -31,12 +31,17 @@ SLOW = {
     "transformers_trainer",
 }
 
+LONGEST = {"loss_scaling_in_200_lines": 200}
+"""Most lines of examples that are longer than a screen."""
+
 CLOSING = re.compile(r"(?P<before>[\d.]+) -> (?P<after>[\d.]+)\b.*, skipped (?P<skipped>\d+) of (?P<steps>\d+)")
 """How the last line of every example ends: what was learned, and what became of the steps."""
 
 
 def needed(name: str) -> list[str]:
     """Returns the packages of an example: its framework, by which its name begins, and of Keras the backend too."""
+    if name.startswith("loss_scaling"):
+        return ["torch"]
     framework, _, rest = name.partition("_")
     backends = {"tf": "tensorflow", "jax": "jax", "torch": "torch"}
     return [framework, *(backends[word] for word in rest.split("_") if framework == "keras" and word in backends)]
@@ -77,4 +82,4 @@ def test_the_ranks_of_the_example_skip_together_and_learn(name: str) -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_example_fits_a_screen(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 75
+    assert len(path.read_text().splitlines()) <= LONGEST.get(path.stem, 75)
