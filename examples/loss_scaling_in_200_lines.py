@@ -142,7 +142,7 @@ def auto(state: State, seen: Seen) -> State:
         return after_overflow(state)
     state = replace(state, clean_steps=state.clean_steps + 1)
     if seen.amax < 2.0**-126:  # nothing but zeros: if there never was more, the scale may be too low to see it
-        return state if state.peak > 0 else replace(state, scale=max(state.scale, min(state.ceiling, HALF), 1.0))
+        return state if state.peak > 0 else replace(state, scale=power_of_two(max(min(state.ceiling, HALF), 1.0)))
     leak = FAST_LEAK if state.peak / LESSON**2 > seen.amax else LEAK
     peak = max(seen.amax, state.peak * (1 - leak))
     top = LIMIT / peak
@@ -154,8 +154,8 @@ def auto(state: State, seen: Seen) -> State:
 
 def after_overflow(state: State) -> State:
     """Lowers ceiling and scale. By how much the scale was too high is not known: inf has no size."""
-    learned = state.scale / LESSON
-    after = replace(state, ceiling=learned, clean_steps=0)
+    learned = state.scale / LESSON  # but from a first scale: that may have been anything
+    after = replace(state, ceiling=learned if state.clean_steps or state.peak else state.ceiling, clean_steps=0)
     if state.peak == 0:  # nor was any gradient seen so far
         return replace(after, scale=power_of_two(state.scale / HALF))
     # Soon after an overflow, the ceiling rose too far. Else it is a surprise: fall far, so that the next step measures.
