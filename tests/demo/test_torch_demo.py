@@ -155,7 +155,7 @@ def test_the_histogram_holds_activations_too(runs: dict[str, list[Run]]) -> None
 
 
 def test_only_unscaled_runs_lose_gradients(runs: dict[str, list[Run]]) -> None:
-    for model, at_least in (("cnn", 0.4), ("gpt", 0.08)):
+    for model, at_least, fp8_share in (("cnn", 0.4, 0.1), ("gpt", 0.08, 0.25)):
         full, unscaled, headroom, dynamic, fp8_unscaled, fp8_headroom = runs[model]
         assert set(full.lost) == {0.0}
         assert min(unscaled.lost) > at_least
@@ -164,8 +164,8 @@ def test_only_unscaled_runs_lose_gradients(runs: dict[str, list[Run]]) -> None:
         assert max(later + dynamic.lost) < 0.01
         assert min(fp8_unscaled.lost) > min(unscaled.lost)
         first, *later = fp8_headroom.lost
-        assert first < 0.5 * min(fp8_unscaled.lost)
-        assert max(later) < 0.25 * min(fp8_unscaled.lost)
+        assert first < min(fp8_unscaled.lost)
+        assert max(later) < fp8_share * min(fp8_unscaled.lost)
 
 
 def test_every_step_is_reported() -> None:
