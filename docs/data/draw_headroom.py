@@ -77,7 +77,13 @@ def draw() -> Figure:
     lower.set_title("Scale: the largest power of two below top and ceiling", loc="left", fontweight="bold")
     lower.text(3300, 22, "top: format max / 4 / peak", color=TOP)
     lower.text(60, 4.2, "first scale: 16, until a gradient is measured", color=SCALE)
-    lower.text(2440, 16.6, "overflow: step skipped,\nscale / 16, ceiling there", color=SKIPPED, ha="right")
+    lower.text(
+        2440,
+        14.6,
+        "overflow: step skipped,\nceiling = scale / 16;\none step at scale / 65536",
+        color=SKIPPED,
+        ha="right",
+    )
     lower.text(3300, 19.9, "ceiling", color=CEILING)
     lower.text(3300, 17.9, "scale", color=SCALE)
     lower.text(5700, 12.6, "each clean step raises the\nceiling by top / 131072", color=CEILING)
