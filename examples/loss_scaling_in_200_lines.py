@@ -140,16 +140,16 @@ def auto(state: State, seen: Seen) -> State:
         return state
     if not seen.finite:
         return after_overflow(state)
-    state = replace(state, clean_steps=state.clean_steps + 1)
-    if seen.amax < 2.0**-126:  # nothing but zeros: if there never was more, the scale may be too low to see it
-        return state if state.peak > 0 else replace(state, scale=power_of_two(max(min(state.ceiling, HALF), 1.0)))
-    leak = FAST_LEAK if state.peak / LESSON**2 > seen.amax else LEAK
-    peak = max(seen.amax, state.peak * (1 - leak))
-    top = LIMIT / peak
+    peak, top = state.peak, HALF  # while there were only zeros: the scale may have been too low to see more
+    if seen.amax >= 2.0**-126:
+        leak = FAST_LEAK if peak / LESSON**2 > seen.amax else LEAK
+        peak = max(seen.amax, peak * (1 - leak))
+    if peak > 0:
+        top = LIMIT / peak
     ceiling = max(state.ceiling, top / HALF)
     if ceiling < top:
         ceiling += min(top * RECOVERY, ceiling * FASTEST_RISE)
-    return replace(state, scale=power_of_two(min(ceiling, top)), peak=peak, ceiling=ceiling)
+    return State(power_of_two(min(ceiling, top)), state.clean_steps + 1, peak, ceiling)
 
 
 def after_overflow(state: State) -> State:

@@ -188,9 +188,12 @@ def test_zeros_and_overflows_in_turns_end_at_a_scale_that_fits() -> None:
     assert scales(Headroom(), zero, OVERFLOW, zero, OVERFLOW, zero) == [20, 0, 16, -4, 12]
 
 
-def test_zeros_after_a_gradient_change_nothing_but_the_counters() -> None:
+def test_zeros_after_a_gradient_leave_the_peak_and_raise_the_ceiling_as_any_clean_step() -> None:
     state = after(Headroom(), clean(1.0), clean(0.0), clean(1e-45))
     assert_state(state, scale=2**13, peak=1.0, clean_steps=3, applied=3)
+    learned = after(Headroom(leak=0), clean(1.0), OVERFLOW)
+    zero, one = (after(Headroom(leak=0), clean(amax), start=learned) for amax in (0.0, 1.0))
+    assert (zero.scale, zero.ceiling) == (one.scale, one.ceiling)
 
 
 @pytest.mark.parametrize("amax", [math.nan, math.inf])

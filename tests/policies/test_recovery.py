@@ -66,6 +66,7 @@ def bits_low(policy: Any, format: Format, pattern: Iterable[str], sizes: tuple[l
     state, found = policy.start(), {}
     for index, step in enumerate(steps):
         amax = 0.0 if step is ZERO else 2.0 ** exponents[index // period % len(exponents)]
+        amax = amax if amax * state.scale > format.smallest_subnormal / 2 else 0.0  # what is left of it in the format
         finite = step is not BAD and amax * state.scale <= format.max
         state = advanced(
             policy, state, Seen(finite=np.bool_(finite), amax=np.float32(amax if finite else np.inf)), SCALARS
@@ -119,3 +120,18 @@ def test_one_overflow_costs_four_bits_and_one_of_them_is_back_when_a_pencil_says
 def test_two_tasks_26_bits_apart_skip_a_handful_of_steps(alternating: int) -> None:
     low = bits_low(Headroom(), FP16, [GOOD] * 100, ([-19.0, 7.0], alternating))
     assert low[LATER] <= 8
+
+
+@pytest.mark.parametrize("format", [FP16, FP8_E5M2])
+@pytest.mark.parametrize("fall", [0, 14, 20])
+@pytest.mark.parametrize("overflows", [2, 7, 21, 60])
+def test_no_series_of_overflows_ends_where_every_gradient_is_zero(format: Format, fall: int, overflows: int) -> None:
+    # With a peak from before a fall of the gradients, the scale may drop so low that none of them is seen.
+    policy = Headroom(format)
+    state = policy.start()
+    for step in [0] * 20 + [-fall] * 20 + [None] * overflows + [-fall] * 200:
+        amax = 0.0 if step is None else 2.0**step
+        seen = 0.0 if amax * state.scale <= format.smallest_subnormal / 2 else amax
+        finite = step is not None and amax * state.scale <= format.max
+        state = advanced(policy, state, Seen(finite=np.bool_(finite), amax=np.float32(seen)), SCALARS)
+    assert state.scale * 2.0**-fall >= format.smallest_subnormal

@@ -29,13 +29,11 @@ FASTEST_RISE = 2.0**-4
 
 @dataclass(frozen=True, slots=True)
 class HeadroomState(ScaleState):
-    """State of `Headroom`.
+    """State of `Headroom`. Its `clean_steps` are those since the last overflow.
 
     Attributes:
         peak: unscaled gradient that the next step is expected to stay below; 0 while no gradient has been seen.
         ceiling: the highest scale that overflows allow.
-
-    Here `clean_steps` are those since the last overflow.
     """
 
     peak: Array = leaf("float32", 0)
@@ -121,12 +119,12 @@ def lesson(format: Format) -> float:
 def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp: Namespace) -> S:
     """Returns the state after one step of a policy whose `predict` returns a peak, which may reach `limit` scaled.
 
-    A clean step raises the ceiling, and the scale is the power of two at or below the ceiling and `top`. An overflow
-    puts the ceiling a lesson, a factor of 16, below the scale that failed. The scale falls as far if it was set less
-    than 16 clean steps after the start or the last overflow. Else the overflow is a surprise, and until a clean step
-    shows what fits, the scale falls by four lessons, and again if that fails; at most by half of the format's range
-    below `top`, where it halves. Gradients that are all zero change nothing. While none has been seen, half of the
-    range is `top`, and what an overflow lowers the scale by. A non-finite loss changes nothing but the counters.
+    A clean step raises the ceiling, and the scale is the power of two at or below the ceiling and `top`; zeros leave
+    the peak alone. An overflow puts the ceiling a lesson, a factor of 16, below the scale that failed. The scale falls
+    as far, less than 16 clean steps after the start or the last overflow; a later one is a surprise, and until a clean
+    step shows what fits, it falls by four lessons, and again if that fails: at most by half of the format's range below
+    `top`, where it halves. While no gradient has been seen, half of the range is `top`, and what an overflow costs.
+    A non-finite loss changes nothing but the counters.
     """
     clean, overflow = verdict(seen, xp)
     zero = state.scale * 0  # makes an array of a number: torch has no exact quotient of a number and an array
@@ -145,7 +143,7 @@ def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp:
     soon = xp.logical_and(follows, state.clean_steps < int(factor))
     lowered = larger(xp.where(soon, learned, learned / factor**3), smaller(lowest, state.scale * 0.5, xp), xp)
     lowered = xp.where(unknown, state.scale / half, lowered)
-    moves = xp.logical_or(overflow, xp.logical_or(measured, xp.logical_and(clean, unknown)))
+    moves = xp.logical_or(overflow, clean)
     # The first scale may be anything: what it fails at before any clean step teaches nothing.
     teaches = xp.logical_and(overflow, xp.logical_or(follows, xp.logical_not(unknown)))
     moved = pow2_floor(xp.where(overflow, lowered, smaller(ceiling, top, xp)), xp)
@@ -155,7 +153,7 @@ def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp:
         xp,
         **leaves,
         scale=bounded(xp.where(moves, moved, state.scale), policy.min_scale, policy.max_scale, xp),
-        ceiling=xp.where(measured, ceiling, xp.where(teaches, learned, state.ceiling)),
+        ceiling=xp.where(clean, ceiling, xp.where(teaches, learned, state.ceiling)),
         clean_steps=xp.where(clean, one_more(state.clean_steps, xp), xp.where(overflow, 0, state.clean_steps)),
         stuck=xp.logical_and(overflow, state.scale <= policy.min_scale),
     )
