@@ -10,7 +10,7 @@ from benchmarks.study.transformer import PATCH, PATCHES, WIDTH, Block
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, one_hot
 
-NODES, COMMUNITIES, FEATURES, LABELLED = 200, 4, 16, 5
+NODES, COMMUNITIES, FEATURES, LABELED = 200, 4, 16, 5
 SYMBOLS, LENGTH, STATE, SEQUENCES = 8, 5, 32, 32
 CHANNELS, DEPTH, WARM_STEPS, RATE, WRONG = 16, 3, 200, 0.1, 0.3
 HIDDEN = 12
@@ -19,7 +19,7 @@ HIDDEN = 12
 class GraphTask(OneLossTask):
     """Finds the communities of a graph by two graph convolutions, with dropout, and by the labels of a few nodes.
 
-    All nodes are in each batch, and most have a gradient only by their neighbours.
+    All nodes are in each batch, and most have a gradient only by their neighbors.
     """
 
     def __init__(self, seed: int) -> None:
@@ -35,7 +35,7 @@ class GraphTask(OneLossTask):
 
     def batch(self) -> Batch:
         kept = torch.rand(self._features.shape, generator=self.random) < 0.5
-        return 2 * kept * self._features, self._communities[: LABELLED * COMMUNITIES]
+        return 2 * kept * self._features, self._communities[: LABELED * COMMUNITIES]
 
     def loss(self, features: Tensor, labels: Tensor) -> Tensor:
         first, second = self.model.children()
