@@ -20,12 +20,13 @@ def _not_noted_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bf16, "_noted", [])
 
 
-def loss_under(dtype: torch.dtype | None, model: nn.Module, device: torch.device) -> Tensor:
-    """Returns a float32 loss, as most are, made inside a block of autocast that has ended."""
-    x = torch.ones(2, 4, device=device)
-    with torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-        output = model(x)
-    return output.float().square().mean()
+def loss_of(model: nn.Module, device: torch.device) -> Tensor:
+    """Returns a float32 loss, as most are."""
+    return model(torch.ones(2, 4, device=device)).float().square().mean()
+
+
+def block(dtype: torch.dtype | None, device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 SCALED: dict[str, Callable[[torch.device], Callable[[Tensor], Any]]] = {
@@ -44,22 +45,23 @@ def test_a_scaler_under_bf16_autocast_says_once_that_it_is_not_needed(
     model = small_model()
     for scaled in (SCALED[name](device), SCALED[name](device)):
         for _ in range(2):
-            scaled(loss_under(dtype, model, device))
+            with block(dtype, device):
+                scaled(loss_of(model, device))
             model.zero_grad()
     assert len(caplog.messages) == notes
     assert all(f"A {name.partition('.')[0]} {NOTE}" in message for message in caplog.messages)
 
 
 @pytest.mark.not_simulated("autocast has no rules there")
-def test_retries_and_a_loss_inside_the_block_are_noticed_too(
+def test_retries_and_a_loss_in_bf16_are_noticed_too(
     device: torch.device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model()
-    LossScaler(model).backward(loss_under(torch.bfloat16, model, device), retries=1)
+    with block(torch.bfloat16, device):
+        LossScaler(model).backward(loss_of(model, device), retries=1)
     assert len(caplog.messages) == 1
     monkeypatch.setattr(bf16, "_noted", [])
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        LossScaler(model).scale(torch.ones((), requires_grad=True))
+    LossScaler(model).scale(torch.ones((), dtype=torch.bfloat16, requires_grad=True))
     assert len(caplog.messages) == 2
 
 
@@ -68,8 +70,8 @@ def test_nothing_is_said_where_something_is_fp16_or_nothing_is_scaled(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = small_model()
-    mixed = loss_under(torch.bfloat16, model, device) + loss_under(torch.float16, model, device)
-    LossScaler(model).backward(mixed)
-    LossScaler(model, NoScaling()).backward(loss_under(torch.bfloat16, model, device))
-    GradScaler(device.type, enabled=False).scale(loss_under(torch.bfloat16, model, device))
+    with block(torch.bfloat16, device):
+        LossScaler(model).scale(loss_of(model, device).half())
+        LossScaler(model, NoScaling()).backward(loss_of(model, device))
+        GradScaler(device.type, enabled=False).scale(loss_of(model, device))
     assert caplog.messages == []

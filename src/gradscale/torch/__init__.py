@@ -18,8 +18,7 @@ from gradscale.torch.masters import MasterWeights
 from gradscale.torch.precision.explain import Explanation, explain
 from gradscale.torch.precision.levels import O0, O1, O2, O3, Precision
 from gradscale.torch.precision.prepare import prepare
-from gradscale.torch.probing.operation import Operation
-from gradscale.torch.probing.report import ProbeReport, Verdict
+from gradscale.torch.probing.report import Operation, ProbeReport, Verdict
 from gradscale.torch.probing.run import probe
 from gradscale.torch.ranks.errors import RankFailed, ScaleDesync
 from gradscale.torch.scaler import LossScaler

@@ -13,6 +13,10 @@ from gradscale.histogram.calibration import Calibration, calibration_of, check_f
 from gradscale.histogram.counts import ExponentHistogram
 from gradscale.torch.probing.run import check_loss
 from gradscale.torch.watch.recorder import Recorder
+from gradscale.watching.sample import Kind
+
+SUFFIXES: dict[Kind, str] = {"output_grad": " (output)", "weight_grad": ""}
+"""What is measured, and how its kind is written after its name."""
 
 
 def calibrate(
@@ -48,11 +52,18 @@ def calibrate(
     """
     limits = get_format(format)
     _check(model)
-    recorder = Recorder(model, "", lambda: 1.0, ("output_grad", "weight_grad"))
+    recorder = Recorder(model, "", lambda: 1.0, SUFFIXES)
     found: dict[str, ExponentHistogram] = {}
     with _restored(model, buffers=optimizer is None):
         for index, batch in enumerate(batches):
-            counted = _gradients(model, recorder, loss_fn, batch)
+            model.zero_grad()
+            recorder.attach()
+            try:
+                with _no_autocast(next(model.parameters()).device.type):
+                    check_loss(loss_fn(model, batch), "loss_fn").backward()
+            finally:
+                sample = recorder.detach()
+            counted = {f"{tally.name}{SUFFIXES[tally.kind]}": tally.histogram for tally in sample.tallies()}
             check_finite(counted, index)
             for name, histogram in counted.items():
                 found[name] = found[name] + histogram if name in found else histogram
@@ -64,24 +75,9 @@ def calibrate(
     return calibration_of(found, limits, margin_bits)
 
 
-def _gradients(
-    model: nn.Module, recorder: Recorder, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any
-) -> dict[str, ExponentHistogram]:
-    model.zero_grad()
-    recorder.attach()
-    try:
-        device = next(model.parameters()).device.type
-        with _no_autocast(), torch.autocast(device, enabled=False):
-            check_loss(loss_fn(model, batch), "loss_fn").backward()
-    finally:
-        sample = recorder.detach()
-    suffixes = {"output_grad": " (output)", "weight_grad": ""}
-    return {f"{tally.name}{suffixes[tally.kind]}": tally.histogram for tally in sample.tallies()}
-
-
 @contextmanager
-def _no_autocast() -> Iterator[None]:
-    """Makes blocks of `torch.autocast` that this thread enters do nothing.
+def _no_autocast(device: str) -> Iterator[None]:
+    """Disables `torch.autocast`, and makes blocks of it that this thread enters do nothing.
 
     An enclosing block that is not enabled does not do so: the innermost one counts.
     """
@@ -99,7 +95,8 @@ def _no_autocast() -> Iterator[None]:
 
     autocast.__enter__ = entered
     try:
-        yield
+        with torch.autocast(device, enabled=False):
+            yield
     finally:
         autocast.__enter__ = enter
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradscale.torch import casts
-from gradscale.torch.casting.rules import BANNED, bans
+from gradscale.torch.casting import BANNED, bans
 
 FP16, BF16 = torch.float16, torch.bfloat16
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from gradscale.torch import MasterWeights
 from gradscale.torch.masters import Storage
-from gradscale.torch.masters import chunks as module
+from gradscale.torch.masters import inner_optimizer as module
 
 
 def float32_twin(model: nn.Module, inner: str) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -6,12 +6,15 @@ from tests.torch.masters.helpers import HALF_DTYPES, STORAGES
 from torch import Tensor
 
 from gradscale.torch.masters import Storage, bytes_per_parameter
-from gradscale.torch.masters.contract import MasterStorage, refined
-from gradscale.torch.masters.kahan import Kahan
-from gradscale.torch.masters.remainder import Remainder
-from gradscale.torch.masters.step_buffers import StepBuffer
-from gradscale.torch.masters.stochastic import Stochastic
-from gradscale.torch.masters.storage import make_storage
+from gradscale.torch.masters.storage import (
+    Kahan,
+    MasterStorage,
+    Remainder,
+    StepBuffer,
+    Stochastic,
+    make_storage,
+    refined,
+)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

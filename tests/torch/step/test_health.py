@@ -59,8 +59,7 @@ def test_bf16_needs_no_scale() -> None:
     scaler = LossScaler(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with autocast(torch.bfloat16):
-        loss = model(batch()[0]).float().square().mean()
-    scaler.backward(loss)
+        scaler.backward(model(batch()[0]).float().square().mean())
     scaler.step(optimizer)
     assert scaler.health().condition is Condition.UNNEEDED
 
@@ -70,8 +69,7 @@ def test_a_check_in_bf16_is_not_scaling() -> None:
     scaler = LossScaler(model, CheckOnly())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with autocast(torch.bfloat16):
-        loss = model(batch()[0]).float().square().mean()
-    scaler.backward(loss)
+        scaler.backward(model(batch()[0]).float().square().mean())
     scaler.step(optimizer)
     assert str(scaler.health()) == "ok: 1 updates in 1 steps. Nothing to do."
 

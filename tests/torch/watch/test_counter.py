@@ -9,12 +9,13 @@ from torch import Tensor
 
 from gradscale.histogram import exponent_histogram
 from gradscale.histogram.counts import shifted
-from gradscale.kernels.torch_pieces import MOST, Pieces
-from gradscale.torch.watch.counter import SMALL, Counted, Counter
+from gradscale.kernels.torch_pieces import MOST
+from gradscale.torch.watch.recorder import SMALL, Counter
+from gradscale.watching.counted import Counted
 
 
 def counted(tensors: list[Tensor], scale: float = 1.0) -> Counted:
-    counter = Counter(Pieces())
+    counter = Counter()
     assert [counter.add(tensor, scale) for tensor in tensors] == list(range(len(tensors)))
     return counter.counted()
 
@@ -117,7 +118,7 @@ def test_any_other_scale_divides() -> None:
 
 
 def test_a_tensor_is_counted_as_it_was_when_it_was_added() -> None:
-    counter, tensor = Counter(Pieces()), normal(4)
+    counter, tensor = Counter(), normal(4)
     before = array_of(tensor).copy()
     counter.add(tensor)
     tensor.mul_(1e6)

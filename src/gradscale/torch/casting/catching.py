@@ -6,8 +6,8 @@ Both look for the rule that holds for the function in the thread that calls it.
 import re
 import sys
 import threading
-from collections.abc import Callable
-from functools import cache, reduce, wraps
+from collections.abc import Callable, Iterable
+from functools import cache, partial, reduce, wraps
 from itertools import chain
 from types import FunctionType
 from typing import Any
@@ -72,22 +72,18 @@ def plain_name(function: Any) -> str:
 
 
 class Patch:
-    """Replaces a Python function, in its class or in all modules that refer to it, while any context uses the patch.
+    """Replaces a function wherever owners hold it, while any context uses the patch. All threads call the replacement.
 
-    All threads call the replacement then. In a thread without a rule for the function it calls the original.
+    Args:
+        function: the function.
+        replacement: what is called instead.
+        owners: returns the modules or classes to look in.
     """
 
-    def __init__(self, function: FunctionType) -> None:
-        @wraps(function)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            rule = RULES.items[-1].get(function)
-            return function(*args, **kwargs) if rule is None else rule(function, args, kwargs)
-
-        self.function = function
-        self.replacement = replacement
+    def __init__(self, function: Function, replacement: Function, owners: Callable[[], Iterable[Any]]) -> None:
+        self.function, self.replacement, self._owners = function, replacement, owners
         self._places: list[tuple[Any, str, bool]] = []
-        self._modules_searched = 0
-        self._users = 0
+        self._modules_searched = self._users = 0
 
     def install(self) -> None:
         """Replaces the function, for one more user."""
@@ -109,25 +105,19 @@ class Patch:
     def places(self) -> list[tuple[Any, str, bool]]:
         """Returns the owner and the name of each place that holds the function, and whether it is a static method.
 
-        A method is looked for in its class, any other function in all modules: `from library import function` makes one
-        more place. That takes milliseconds, and is done again only if modules have been imported since.
+        To look in all modules takes milliseconds. It is done again only if modules have been imported since.
         """
         if self._modules_searched != (modules := len(sys.modules)):
-            *path, _ = self.function.__qualname__.split(".")
-            module = sys.modules.get(self.function.__module__)
-            owner = reduce(lambda found, part: getattr(found, part, None), path, module)
             self._places = [
                 (owner, name, type(held) is staticmethod)
-                for owner in ([owner] if path else list(sys.modules.values()))
+                for owner in self._owners()
                 for name, held in list(getattr(owner, "__dict__", {}).items())
                 # `type`, since modules hold objects that warn when `isinstance` looks at them.
-                if self._is_this(held.__func__ if type(held) is staticmethod else held)
+                for plain in [held.__func__ if type(held) is staticmethod else held]
+                if plain is self.function or plain is self.replacement
             ]
             self._modules_searched = modules
         return self._places
-
-    def _is_this(self, held: Any) -> bool:
-        return held is self.function or held is self.replacement
 
 
 _LOCK = threading.Lock()
@@ -135,9 +125,53 @@ _PATCHES: dict[Function, Patch] = {}
 
 
 def patch_for(function: FunctionType) -> Patch:
-    """Returns the patch of a function or replacement. One for all contexts: two would each restore the other's."""
+    """Returns the patch of a function or replacement. One for all contexts: two would each restore the other's.
+
+    A method is looked for in its class, any other function in all modules: `from library import function` makes one
+    more place. In a thread without a rule for the function the replacement calls the original.
+    """
     with _LOCK:
-        if function not in _PATCHES:
-            patch = Patch(function)
-            _PATCHES.update({function: patch, patch.replacement: patch})
-        return _PATCHES[function]
+        if function in _PATCHES:
+            return _PATCHES[function]
+
+        @wraps(function)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            rule = RULES.items[-1].get(function)
+            return function(*args, **kwargs) if rule is None else rule(function, args, kwargs)
+
+        *path, _ = function.__qualname__.split(".")
+        owner = reduce(lambda found, part: getattr(found, part, None), path, sys.modules.get(function.__module__))
+        patch = Patch(function, replacement, lambda: [owner] if path else list(sys.modules.values()))
+        _PATCHES.update({function: patch, replacement: patch})
+        return patch
+
+
+SCRIPT_HANDLERS: list[Callable[[Any, Function], Function]] = []
+"""Return what to call in place of a script's call, given both. They look for contexts of the thread that calls."""
+
+
+def _script_patch(kind: Any) -> Patch:
+    call = vars(kind)["__call__"]
+
+    @wraps(call)
+    def caught(script: Any, *args: Any, **kwargs: Any) -> Any:
+        run: Function = partial(call, script)
+        for handler in SCRIPT_HANDLERS:
+            run = handler(script, run)
+        return run(*args, **kwargs)
+
+    return Patch(call, caught, lambda: [kind])
+
+
+SCRIPTS = [_script_patch(kind) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)]
+"""The calls of TorchScript, whose operations torch does not report to modes."""
+
+
+def operations(script: Any) -> set[str]:
+    """Returns the names of all operations of a script, those in branches, loops and functions that it calls too."""
+    blocks, found = [script.inlined_graph], set[str]()
+    for block in blocks:
+        for node in block.nodes():
+            found.add(node.kind().removeprefix("aten::"))
+            blocks += node.blocks()
+    return found

@@ -1,6 +1,8 @@
 """The mode that rounds around each torch function that is called inside an `emulate` block.
 
 In FP16 and BF16 it follows which float32 tensors hold numbers of the format, and would be of that dtype under autocast.
+The lists of functions are those of `torch.autocast` on CUDA, with the losses of its list for the CPU and embeddings, by
+name, since a function has many aliases: `torch.matmul`, `Tensor.matmul`, `@`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from gradscale.formats import BF16, FP16, FP32
 from gradscale.torch.cast import map_tensors, tensors_in
-from gradscale.torch.casting.catching import Function, PerThread
-from gradscale.torch.casting.rules import autocast_devices, floating, without_autocast
+from gradscale.torch.casting import autocast_devices, floating, without_autocast
+from gradscale.torch.casting.catching import SCRIPT_HANDLERS, SCRIPTS, Function, PerThread, operations
 from gradscale.torch.compat import uncompiled
-from gradscale.torch.emulation import functions
 from gradscale.torch.emulation.rounding import Rounding, round_copy, round_grads, round_result
-from gradscale.torch.scripts import SCRIPTS, Call, operations
 
 ELEMENTWISE = (FP16, BF16)
 """Formats in which torch also computes element by element. In the others no machine does: only products use them, and
@@ -33,6 +33,49 @@ set of ids would not do: the id of a tensor is reused once it is freed."""
 
 MODES = PerThread()
 """The blocks that a thread is in, the innermost last."""
+
+PRODUCTS = frozenset(
+    """
+    linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addr addbmm baddbmm
+    einsum tensordot inner chain_matmul linalg_multi_dot linalg_matmul linalg_vecdot
+    conv1d conv2d conv3d conv_tbc convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d
+    scaled_dot_product_attention
+    rnn_tanh rnn_relu lstm gru rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell
+    """.split()
+)
+"""Sums of products: what tensor cores compute. Operands and results are rounded; the sums are float32."""
+
+EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
+"""Rounded like products, but their results count as float32 afterwards, as in autocast. So the residual stream of a
+transformer stays float32."""
+
+HALF = frozenset(["prelu"])
+"""Computed element by element, but in FP16 and BF16 even of float32 arguments, as products are."""
+
+FLOAT32 = frozenset(
+    """
+    acos asin cosh erfinv exp expm1 log log10 log1p log2 logsumexp pow __pow__ __rpow__ reciprocal rsqrt sinh tan
+    __rdiv__ __rtruediv__ softplus
+    cumprod cumsum dist norm prod sum renorm cdist pdist cosine_similarity normalize
+    linalg_norm linalg_vector_norm linalg_matrix_norm
+    softmax softmin log_softmax layer_norm group_norm rms_norm native_layer_norm native_group_norm
+    binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss gaussian_nll_loss
+    hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss
+    multilabel_margin_loss multilabel_soft_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss
+    triplet_margin_loss triplet_margin_with_distance_loss
+    grid_sample stft trace quantile nanquantile
+    """.split()
+)
+"""Functions whose results are always float32: they need range or precision."""
+
+LIKE_FIRST = frozenset(["batch_norm", "instance_norm"])
+"""Functions whose result has the precision of their first argument, although their parameters are float32."""
+
+LIKE_SECOND = frozenset(["to", "type_as"])
+"""Methods whose result has the precision of their second argument, where that is a tensor."""
+
+NOT_OPERANDS = frozenset(["attn_mask", "out"])
+"""Keyword arguments of products that are not rounded before. A mask has -inf, which not every format has."""
 
 
 class EmulationMode(TorchFunctionMode):
@@ -53,12 +96,14 @@ class EmulationMode(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         MODES.items.append(self)
-        SCRIPTS.catch(_scripted)
+        for patch in SCRIPTS:
+            patch.install()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        SCRIPTS.release(_scripted)
+        for patch in SCRIPTS:
+            patch.remove()
         MODES.items.pop()
 
     @uncompiled(UNCOMPILED)
@@ -76,19 +121,19 @@ class EmulationMode(TorchFunctionMode):
 
     def _run(self, name: str, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Returns the result of a function by the rule that its name is listed under."""
-        if name in functions.PRODUCTS or name in functions.EMBEDDINGS or (name in functions.HALF and self._elementwise):
+        if name in PRODUCTS or name in EMBEDDINGS or (name in HALF and self._elementwise):
             return self._product(name, func, args, kwargs)
-        if name.endswith("_") and name[:-1] in functions.PRODUCTS:
+        if name.endswith("_") and name[:-1] in PRODUCTS:
             return self._product_in_place(name[:-1], args, kwargs)
-        if name in functions.DECOMPOSED:
+        if name == "multi_head_attention_forward":  # has several products, each of which is rounded
             # torch disables a mode while its `__torch_function__` runs: entered again, it sees the calls inside.
             with self:
                 return _decomposed(func)(*args, **kwargs)
-        if not self._elementwise or name in functions.FLOAT32:
+        if not self._elementwise or name in FLOAT32:
             return func(*args, **kwargs)
         return self._promote(name, func, args, kwargs)
 
-    def run_script(self, script: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
+    def run_script(self, script: Any, call: Function, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of the call of a TorchScript function.
 
         Rounds the result as that of one function: a fused kernel rounds at its end, too. The operations themselves are
@@ -97,7 +142,7 @@ class EmulationMode(TorchFunctionMode):
         if not self._rounds:
             return call(*args, **kwargs)
         names = operations(script)
-        refused = functions.PRODUCTS | functions.EMBEDDINGS
+        refused = PRODUCTS | EMBEDDINGS
         if products := sorted(name for name in names if name.removesuffix("_") in refused):
             raise RuntimeError(
                 "`emulate` cannot round inside TorchScript, whose products would run in float32. "
@@ -106,21 +151,20 @@ class EmulationMode(TorchFunctionMode):
             )
         # Not called by torch, which would disable the mode: rounding must not be rounded.
         with torch._C.DisableTorchFunction():
-            if not self._elementwise or not functions.FLOAT32.isdisjoint(names):
+            if not self._elementwise or not FLOAT32.isdisjoint(names):
                 return call(*args, **kwargs)
             return self._promote("", call, args, kwargs)
 
     def _product(self, name: str, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Returns the product of rounded operands, rounded."""
-        count = functions.OPERANDS.get(name, len(args))
+        count = 3 if name == "scaled_dot_product_attention" else len(args)  # the next one is a mask
         operands = [map_tensors(arg, self._round_operand) for arg in args[:count]]
         named = {
-            key: arg if key in functions.NOT_OPERANDS else map_tensors(arg, self._round_operand)
-            for key, arg in kwargs.items()
+            key: arg if key in NOT_OPERANDS else map_tensors(arg, self._round_operand) for key, arg in kwargs.items()
         }
         # The result may be `out`, the caller's tensor: all of it has just been written, and may be rounded.
         result = func(*operands, *args[count:], **named)
-        return map_tensors(result, partial(self._round_result, low=name not in functions.EMBEDDINGS))
+        return map_tensors(result, partial(self._round_result, low=name not in EMBEDDINGS))
 
     def _product_in_place(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Puts the product of rounded operands, rounded, into the first of them, and returns that."""
@@ -154,12 +198,12 @@ class EmulationMode(TorchFunctionMode):
         """
         # As in torch's type promotion, `out` has no part in it: it takes the result.
         all_inputs = (*args, *(value for key, value in kwargs.items() if key != "out"))
-        deciding = args[:1] if name in functions.LIKE_FIRST else all_inputs
+        deciding = args[:1] if name in LIKE_FIRST else all_inputs
         given = [tensor for tensor in tensors_in(deciding) if _is_emulated(tensor)]
         low = [tensor for tensor in given if self._is_low(tensor)]
         if not low:
             return func(*args, **kwargs)
-        is_like_second = name in functions.LIKE_SECOND and len(given) == 2
+        is_like_second = name in LIKE_SECOND and len(given) == 2
         if is_like_second and self._is_low(given[1]):
             result = func(*args, **kwargs)
             return result if self._is_low(result) else self._marked(self._round_operand(result))
@@ -197,9 +241,12 @@ class EmulationMode(TorchFunctionMode):
         return self._block, None if tensor.is_inference() else tensor._version
 
 
-def _scripted(script: Any, call: Call) -> Call:
+def _scripted(script: Any, call: Function) -> Function:
     """Returns the call of a script in the innermost block of this thread; the call itself where there is none."""
     return partial(MODES.items[-1].run_script, script, call) if MODES.items else call
+
+
+SCRIPT_HANDLERS.append(_scripted)
 
 
 def _is_emulated(tensor: Tensor) -> bool:

@@ -1,20 +1,25 @@
 """The inner optimizer of `MasterWeights`: which are accepted, their settings, and steps on a part of the parameters."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, groupby
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gradscale.kernels.torch import tensor_groups
+from gradscale.torch.local import local
+from gradscale.torch.masters.master import Master, distributed_as
+from gradscale.torch.masters.storage import StepBuffer
 from gradscale.torch.step import apply
 from gradscale.torch.step.gradients import values_of
 from gradscale.torch.step.host_copy import host_value, moved
 
-Optimizer = torch.optim.Optimizer
-
-NOT_SETTINGS = ("params", "param_names")
+CHUNK_ON_CPU, CHUNK = 2**21, 2**25
+"""Elements stepped at once, except that a tensor is never split. On the CPU few enough to stay in its caches between
+the passes; elsewhere enough to keep a device busy, and still few beside a model."""
 
 
 def check_inner_optimizer(optimizer: Any) -> None:
@@ -41,55 +46,54 @@ def check_inner_optimizer(optimizer: Any) -> None:
 def copy_settings(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
     """Copies learning rates and other settings from one optimizer's groups to another's."""
     for given, group in zip(source, target, strict=True):
-        group.update({name: value for name, value in given.items() if name not in NOT_SETTINGS})
+        group.update({name: value for name, value in given.items() if name not in ("params", "param_names")})
 
 
-def can_be_split(optimizer: Optimizer) -> bool:
-    """Returns whether stepping on one part of the parameters after the other is the same as stepping on all at once.
+def parts(optimizer: Optimizer, groups: Sequence[Sequence[Master]]) -> Iterator[tuple[int | None, list[Master]]]:
+    """Yields the parameters that have gradients in chunks of one group and one device, each with its group.
 
-    True for torch's own optimizers, which treat each parameter separately. Others may count steps in a group, or use
-    all gradients together; and a hook expects to be called once.
+    They are stepped one after the other, so that temporary float32 memory stays small. That is the same as stepping on
+    all at once for torch's own optimizers, which treat each parameter separately. Others may count steps in a group, or
+    use all gradients together; and a hook expects to be called once. For them all parameters are one part, of no group.
+
+    DTensors and plain parameters, which torch's multi-tensor kernels do not take together, are in different chunks.
     """
+    with_gradients = [[master for master in masters if master.weight.grad is not None] for masters in groups]
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return type(optimizer).__module__.startswith("torch.optim.") and not hooked
+    if hooked or not type(optimizer).__module__.startswith("torch.optim."):
+        yield None, list(chain.from_iterable(with_gradients))
+        return
+    for group, masters in enumerate(with_gradients):
+        for _, alike in groupby(masters, lambda each: (each.weight.device, getattr(each.weight, "device_mesh", None))):
+            chunk, elements = [], 0
+            for master in alike:
+                count = local(master.weight).numel()
+                elements += count
+                if chunk and elements > (CHUNK_ON_CPU if master.weight.is_cpu else CHUNK):
+                    yield group, chunk
+                    chunk, elements = [], count
+                chunk.append(master)
+            yield group, chunk
 
 
-@contextmanager
-def only(optimizer: Optimizer, group: int, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Hides all parameters of the optimizer but these, of one of its groups, inside the block."""
-    groups = optimizer.param_groups
-    optimizer.param_groups = [{**groups[group], "params": list(parameters)}]
-    try:
-        yield
-    finally:
-        optimizer.param_groups = groups
-
-
+@dataclass
 class Gate:
     """Whether a step is applied, and the divisor of its gradients.
 
-    Args:
+    Attributes:
         divisor: a 0-d float32; None leaves the gradients as they are.
         skip: a 0-d float32, 1 to skip and 0 to apply; None applies.
-
-    Attributes:
-        skip: the same.
+        skips: whether the step is skipped; None while the host would have to synchronize to know.
     """
 
     # One for all chunks of a step: the skip is read at most once, and no chunk is stepped while another is skipped.
+    divisor: Tensor | None
+    skip: Tensor | None
+    skips: bool | None = field(init=False)
 
-    def __init__(self, divisor: Tensor | None, skip: Tensor | None) -> None:
-        self._divisor = divisor
-        self.skip = skip
-        self._skips: bool | None = False
-        if skip is not None:
-            known = host_value(skip)
-            self._skips = None if known is None else known != 0.0
-
-    @property
-    def known_to_skip(self) -> bool:
-        """Whether the host knows that the step is skipped: without synchronizing, or since `step` has read it."""
-        return bool(self._skips)
+    def __post_init__(self) -> None:
+        known = 0.0 if self.skip is None else host_value(self.skip)
+        self.skips = None if known is None else known != 0.0
 
     def step(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         """Steps the optimizer on divided gradients, unless the step is skipped.
@@ -97,26 +101,44 @@ class Gate:
         The kernel of a fused optimizer does both, and nothing synchronizes. For any other, one multi-tensor kernel
         divides the gradients of `parameters`, and the host synchronizes with the device once, to read the skip.
         """
-        if self._divisor is None and self.skip is None:
+        if self.divisor is None and self.skip is None:
             optimizer.step()
         elif apply.folds(optimizer):
             # On the CPU it is known to the host, and the kernel is called without `found_inf`.
             gate = torch.ones((), dtype=torch.bool, device="cpu") if self.skip is None else self.skip == 0
-            apply.step_folded(optimizer, self._divisor, gate)
-        elif not self._read_skip():
-            if self._divisor is not None:
-                _divide(parameters, self._divisor)
+            apply.step_folded(optimizer, self.divisor, gate)
+        else:
+            self.skips = bool(self.skip) if self.skips is None else self.skips
+            if self.skips:
+                return
+            if self.divisor is not None:
+                # As in fused kernels: a product with the inverse rounds twice where the divisor is no power of two.
+                values = [values_of(each, each.grad) for each in parameters if each.grad is not None]
+                for group in tensor_groups(values):
+                    divisor = moved(self.divisor, group.device)
+                    torch._foreach_div_(group.tensors, divisor)  # pyright: ignore[reportPrivateImportUsage]
             apply.step_unfolded(optimizer)
 
-    def _read_skip(self) -> bool:
-        if self._skips is None:
-            self._skips = bool(self.skip)
-        return self._skips
 
+def set_gradients(masters: Sequence[Tensor], weights: Sequence[Any], buffer: StepBuffer) -> None:
+    """Sets the gradient of every master to that of its weight: the same tensor if it is float32, else a cast.
 
-def _divide(parameters: Sequence[Tensor], divisor: Tensor) -> None:
-    """Divides the gradients in place."""
-    # A division, as in fused kernels: a product with the inverse rounds twice where the divisor is no power of two.
-    values = [values_of(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    for group in tensor_groups(values):
-        torch._foreach_div_(group.tensors, moved(divisor, group.device))  # pyright: ignore[reportPrivateImportUsage]
+    One multi-tensor kernel casts all that need it, into `buffer`. A sparse gradient is cast separately.
+    """
+    to_cast: list[tuple[Tensor, Tensor]] = []
+    for master, weight in zip(masters, weights, strict=True):
+        if hasattr(weight.grad, "placements") and weight.grad.placements != weight.placements:
+            # Each rank may hold the whole of it.
+            weight.grad = weight.grad.redistribute(placements=weight.placements)
+        grad = weight.grad
+        if grad.layout is not torch.strided:
+            master.grad = grad.float()
+        elif grad.dtype is torch.float32 and local(grad).stride() == local(master).stride():
+            master.grad = grad
+        else:
+            to_cast.append((master, grad))
+    if to_cast:
+        cast = buffer.like([local(master) for master, _ in to_cast])
+        torch._foreach_copy_(cast, [local(grad) for _, grad in to_cast])  # pyright: ignore[reportPrivateImportUsage]
+        for (master, grad), part in zip(to_cast, cast, strict=True):
+            master.grad = distributed_as(grad, part)

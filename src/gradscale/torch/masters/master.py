@@ -1,6 +1,11 @@
-"""One parameter of the model, and its master, which the inner optimizer holds in its place."""
+"""One parameter of the model, and its master, which the inner optimizer holds in its place.
 
-from dataclasses import dataclass, fields
+Masters of distributed parameters (FSDP2, tensor parallel) are DTensors, of which each rank computes its own part: norms
+over a whole parameter in the inner optimizer, and its saved state, are those of the whole. Storages read and write what
+this rank holds.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,15 +13,10 @@ from torch import Tensor, nn
 
 from gradscale.torch.cast import HALF_DTYPES
 from gradscale.torch.local import local
-from gradscale.torch.masters.contract import MasterStorage
-from gradscale.torch.masters.distributed import distributed_as, set_part, version_and_address
-from gradscale.torch.masters.step_buffers import StepBuffer
-
-WRITTEN = -1
-"""The `version` of a master whose weight has been written to: no tensor has it."""
+from gradscale.torch.masters.storage import MasterStorage, StepBuffer
 
 
-@dataclass(slots=True)
+@dataclass
 class Master:
     """The master of a 16-bit weight. A wider parameter is its own master.
 
@@ -27,16 +27,16 @@ class Master:
         stored: what the storage stores beside the weight, or beside what this rank holds of it. If that is the values,
             the same object as `tensor`, so that it is in a copy too.
         dtype: the dtype that the weight had when the master was made.
-        version: the weight's version after the last step, which counts in-place writes.
-        address: the address of the weight's data then, which changes when the data is replaced.
+        loaded: a saved value that `sync` is to take over.
+        seen: `now` after the last step; None if the weight has been written to.
     """
 
     weight: Tensor
     tensor: Tensor
     stored: Tensor
     dtype: torch.dtype
-    version: int
-    address: int
+    loaded: Tensor | None = None
+    seen: tuple[int, int] | None = None
 
     @property
     def is_half(self) -> bool:
@@ -54,55 +54,54 @@ class Master:
         return self.weight.dtype is self.dtype and self.weight.device == self.stored.device
 
     @property
-    def weight_unchanged(self) -> bool:
-        """Whether nothing else has written to the weight since `note_weight`."""
-        return version_and_address(self.weight) == (self.version, self.address)
+    def now(self) -> tuple[int, int]:
+        """How often the weight was written to in place, itself or what this rank holds of it, and where that is."""
+        part = local(self.weight)
+        # A DTensor and its local part count their writes separately, and both counts only grow.
+        return self.weight._version + (0 if part is self.weight else part._version), part.data_ptr()
 
     def note_weight(self) -> None:
-        """Records version and address of the weight."""
-        self.version, self.address = version_and_address(self.weight)
+        """Records that the master is that of the weight as it is now."""
+        self.seen, self.loaded = self.now, None
 
-    def sync(self, storage: MasterStorage, loaded: Tensor | None) -> None:
+    def sync(self, storage: MasterStorage) -> None:
         """Takes over a loaded value where it rounds to the weight, or what other code has written to the weight."""
-        if loaded is not None:
-            storage.restore(local(loaded), local(self.weight), local(self.stored))
-        elif self.weight_unchanged:
+        weight, stored = local(self.weight), local(self.stored)
+        if self.loaded is not None:
+            storage.restore(local(self.loaded), weight, stored)
+        elif self.seen == self.now:
             return
+        elif storage.stores_values:
+            # Values that round to the weight stay: weights swapped for an average and back again keep their low bits.
+            storage.restore(stored, weight, stored)
         else:
-            storage.adopt(local(self.weight), local(self.stored))
+            stored.zero_()
         self.note_weight()
 
-    def value(self, storage: MasterStorage, loaded: Tensor | None) -> Tensor:
+    def value(self, storage: MasterStorage) -> Tensor:
         """Returns the value that the next step starts from. Changes nothing, unlike `sync`."""
         # The weight may be about to be written again: loaded values must outlast a look at them before the model is
         # loaded, and low bits one while the weights are swapped for others.
         if self.weight.dtype not in HALF_DTYPES:
             return self.weight
         found = self
-        if loaded is not None or not (self.fits and self.weight_unchanged):
+        if self.loaded is not None or not (self.fits and self.seen == self.now):
             found = made_anew(self, storage)
-            found.weight, found.version = self.weight.detach().clone(), WRITTEN
-            found.sync(storage, loaded)
+            found.weight, found.seen = self.weight.detach().clone(), None
+            found.sync(storage)
         if storage.stores_values:
             return found.tensor
         return distributed_as(found.weight, storage.read([local(found.weight)], [found.stored], StepBuffer())[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the contents of a copy, in which only a write to the weight since `note_weight` is noted."""
-        state = {field.name: getattr(self, field.name) for field in fields(self)}
-        return state | {"version": self.version if self.weight_unchanged else WRITTEN}
+        """Returns the contents of a copy, in which only a write to the weight since it was `seen` is noted."""
+        return vars(self) | {"seen": self.seen if self.seen == self.now else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)
         # A copy of the weight has a version and an address of its own.
-        if self.version != WRITTEN:
-            self.note_weight()
-
-
-def own_master(weight: Tensor) -> Master:
-    """Returns a master that is the parameter itself. It does not fit a 16-bit parameter."""
-    return Master(weight, weight, weight, weight.dtype, *version_and_address(weight))
+        if self.seen is not None:
+            self.seen = self.now
 
 
 @torch.no_grad()
@@ -113,19 +112,36 @@ def made_anew(master: Master, storage: MasterStorage) -> Master:
     value.
     """
     weight = master.weight
-    made = own_master(weight)
+    made = Master(weight, weight, weight, weight.dtype)
     if made.fits:
         return made
     part = local(weight.detach())
-    made.stored = storage.store(part)
-    values = made.stored if storage.stores_values else torch.empty_like(part, dtype=torch.float32)
+    made.stored, made.loaded = storage.store(part), master.loaded
+    # Empty between steps: a step sets its data to a float32 buffer for one chunk, and no copy of the model is kept.
+    values = made.stored if storage.stores_values else part.new_empty(0, dtype=torch.float32)
     made.tensor = nn.Parameter(distributed_as(weight, values), requires_grad=weight.requires_grad)
-    if storage.stores_values:
-        made.stored = made.tensor
-    else:
-        # Empty between steps: a step sets its data to a float32 buffer for one chunk, and no copy of the model is kept.
-        set_part(made.tensor, values.new_empty(0))
+    made.stored = made.tensor if storage.stores_values else made.stored
     if master.is_half and master.dtype is weight.dtype:
         made.stored.copy_(master.stored)
-        made.version = WRITTEN
+    else:
+        made.seen = made.now
     return made
+
+
+def distributed_as(model: Any, part: Tensor) -> Tensor:
+    """Returns `part`, this rank's part of a whole that is distributed as `model` is, as such a tensor.
+
+    In the same memory, and without communication. If `model` is a plain tensor, `part` itself.
+    """
+    if not hasattr(model, "to_local"):
+        return part
+    from torch.distributed.tensor import DTensor  # not above: it takes a second
+
+    shape, stride = model.shape, tuple(model.stride())
+    return DTensor.from_local(part, model.device_mesh, model.placements, run_check=False, shape=shape, stride=stride)
+
+
+def set_part(tensor: Any, part: Tensor) -> None:
+    """Makes `part` the memory of `tensor`, or of what this rank holds of it. The tensor stays the same object."""
+    # As FSDP2 does it: `data` of a DTensor is not where its numbers are.
+    setattr(tensor, "_local_tensor" if hasattr(tensor, "to_local") else "data", part)

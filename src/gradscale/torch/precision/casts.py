@@ -29,7 +29,9 @@ def cast_models(models: Sequence[nn.Module], precision: Precision) -> None:
         ValueError: a pattern in `keep_fp32` matches no module, or a module that must stay float32 shares a weight with
             a model itself. Nothing has been changed then.
     """
-    named, norms = _named(models, precision), _norms(models, precision)
+    named, norms = _named(models, precision), set[nn.Module]()
+    if precision.keep_norm_fp32 and precision.compute is not torch.float32:
+        norms = {module for module in _all(models).difference(models) if isinstance(module, NORMS)}
     half = precision.compute if precision.half_weights else None
     if half is not None:
         named |= _tied(models, named | norms)
@@ -54,23 +56,14 @@ def _all(modules: Iterable[nn.Module]) -> set[nn.Module]:
     return {each for module in modules for each in module.modules()}
 
 
-def _norms(models: Sequence[nn.Module], precision: Precision) -> set[nn.Module]:
-    """Returns the norm layers inside models, if they stay float32 amid half ones."""
-    if not precision.keep_norm_fp32 or precision.compute is torch.float32:
-        return set()
-    return {module for module in _all(models).difference(models) if isinstance(module, NORMS)}
-
-
 def _named(models: Sequence[nn.Module], precision: Precision) -> set[nn.Module]:
     """Returns the modules that `keep_fp32` names; of a `ModuleList` or `ModuleDict`, those in it."""
     inside = [(name, each) for model in models for name, each in model.named_modules(remove_duplicate=False) if name]
 
-    def matching(entry: str | type[nn.Module]) -> list[nn.Module]:
-        if isinstance(entry, str):
-            return [module for name, module in inside if fnmatchcase(name, entry)]
-        return [module for _, module in inside if isinstance(module, entry)]
+    def matches(entry: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+        return fnmatchcase(name, entry) if isinstance(entry, str) else isinstance(module, entry)
 
-    found = {entry: matching(entry) for entry in precision.keep_fp32}
+    found = {entry: [each for name, each in inside if matches(entry, name, each)] for entry in precision.keep_fp32}
     if unknown := [entry for entry, modules in found.items() if isinstance(entry, str) and not modules]:
         raise ValueError(
             "Every name pattern in `keep_fp32` must match a module, as `model.named_modules()` names them. "
@@ -177,6 +170,4 @@ def _cast_class(kind: type[nn.Module]) -> type[nn.Module]:
 def device_type(module: nn.Module) -> str:
     """Returns the type of the device that a module is on."""
     # Not stored: the module may move between calls.
-    for parameter in module.parameters():
-        return parameter.device.type
-    return "cpu"
+    return next((parameter.device.type for parameter in module.parameters()), "cpu")

@@ -19,7 +19,7 @@ from gradscale.torch.checks import check_modules
 from gradscale.torch.compat import autocast_widens, grad_dtype
 from gradscale.torch.masters import MasterWeights, master_bytes
 from gradscale.torch.precision.casts import NORMS, InputOutputCast, device_type, input_output_cast_of
-from gradscale.torch.precision.checks import as_optimizers, lost_eps
+from gradscale.torch.precision.prepare import as_optimizers, lost_eps
 from gradscale.torch.step.gradients import parameters_of
 from gradscale.torch.wrappers import is_added, own_module
 

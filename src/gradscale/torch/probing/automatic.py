@@ -49,7 +49,6 @@ class AutomaticProbe:
         self._on_report = on_report
         self._probed = False
         self._failed = False
-        self._error: Exception | None = None
         self._next_s = -math.inf
         self._logged: tuple[Any, ...] = ()
         self._logged_s = -math.inf
@@ -63,19 +62,37 @@ class AutomaticProbe:
         """
         if skipped < self._skips:
             self._probed = False
-        elif not (self._probed or self._failed or self._any(time.monotonic() < self._next_s, result)):
+        elif not (self._probed or self._failed or self._any([time.monotonic() < self._next_s], result)[0]):
             self._probed = True
             self._probe(skipped, result)
 
     def _probe(self, skipped: int, result: StepResult) -> None:
+        errors: list[Exception] = []
+
+        def step() -> Tensor:
+            """Returns the loss of the step; NaN if it raises, so that other ranks do not wait for this one."""
+            try:
+                return check_loss(self._step())
+            except Exception as error:
+                errors.append(error)
+                return torch.full((), math.nan, device=result.scale.device, requires_grad=True)
+
+        report: ProbeReport | None = None
         start_s = time.monotonic()
-        report = self._reported(result)
+        try:
+            with torch.enable_grad():
+                report = self._run(step, float(result.scale))
+        except Exception as error:  # whatever the user's step or a kernel raises must not end training
+            errors.append(error)
+        self._failed = self._any([bool(errors)], result)[0]
         end_s = time.monotonic()
         self._next_s = end_s + (end_s - start_s) * (1 / SHARE - 1)
-        if report is None:
+        if errors:
+            logger.warning("The automatic probe is off: its step raised an error.", exc_info=errors[-1])
+        if self._failed or report is None:
             return
         finite = report.verdict is Verdict.FINITE
-        found_by_first, found = self._any_of([is_first_rank() and not finite, not finite], result)
+        found_by_first, found = self._any([is_first_rank() and not finite, not finite], result)
         # On a device they may be known late. If this step was applied, the row of them has ended by itself.
         if not found and not result.skipped():
             return
@@ -84,34 +101,7 @@ class AutomaticProbe:
             self._log(skipped, report)
         self._on_report(report)
 
-    def _reported(self, result: StepResult) -> ProbeReport | None:
-        """Returns the report; None if the step raised an error, on any rank."""
-        report: ProbeReport | None = None
-        self._error = None
-        try:
-            with torch.enable_grad():
-                report = self._run(lambda: self._guarded(result.scale.device), float(result.scale))
-        except Exception as error:  # whatever the user's step or a kernel raises must not end training
-            self._error = error
-        if self._any(self._error is not None, result):
-            self._failed = True
-            if self._error is not None:
-                logger.warning("The automatic probe is off: its step raised an error.", exc_info=self._error)
-            return None
-        return report
-
-    def _guarded(self, device: torch.device) -> Tensor:
-        """Returns the loss of the step; NaN if it raises, so that other ranks do not wait for this one."""
-        try:
-            return check_loss(self._step())
-        except Exception as error:
-            self._error = error
-            return torch.full((), math.nan, device=device, requires_grad=True)
-
-    def _any(self, flag: bool, result: StepResult) -> bool:
-        return self._any_of([flag], result)[0]
-
-    def _any_of(self, flags: list[bool], result: StepResult) -> list[bool]:
+    def _any(self, flags: list[bool], result: StepResult) -> list[bool]:
         """Returns which flags are set on any rank. Every rank must call it."""
         return self._any_rank(torch.tensor(flags, device=result.scale.device))
 

@@ -2,25 +2,22 @@
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from gradscale.engine.culprits import Culprit, culprits_of
+from gradscale.engine.culprits import culprits_of
 from gradscale.engine.diagnosis import Weights
 from gradscale.policies.checks import USELESS_SCALE, check_number
 from gradscale.torch.accumulation.leaves import leaves_of
+from gradscale.torch.accumulation.retry import Stash
 from gradscale.torch.local import local
-from gradscale.torch.probing.operation import TensorFacts, is_number_tensor
-from gradscale.torch.probing.origins import Origin
-from gradscale.torch.probing.places import ModuleStack
-from gradscale.torch.probing.report import Findings, ProbeReport
-from gradscale.torch.probing.restore import restored, without_gradients
+from gradscale.torch.probing.report import Origin, ProbeReport, Run, TensorFacts, is_number_tensor, report_of
 from gradscale.torch.step.gradients import Names
-from gradscale.torch.wrappers import own_module, own_name
 
 if TYPE_CHECKING:
     from gradscale.torch.probing.mode import ProbeMode
@@ -32,23 +29,41 @@ Step = Callable[[], Tensor]
 AnyRank = Callable[[Tensor], list[bool]]
 
 
-class Run(NamedTuple):
-    """One run of a step.
+probing: ContextVar[bool] = ContextVar("probing", default=False)
+"""Whether a probe runs, whose forward passes are not part of training."""
 
-    Attributes:
-        loss: the loss, unscaled.
-        culprits: the parameters whose gradients are not finite.
-        origin: where the first number that is not finite comes from, if the run was looked at.
+
+@contextmanager
+def restored(modules: Sequence[nn.Module]) -> Generator[ExitStack]:
+    """Puts back gradients, buffers and torch's random numbers at the end of the block.
+
+    Inside, parameters have no gradients, and hooks that wait for one are not called. Compiled functions run uncompiled,
+    so that their operations can be seen, and DDP sends no gradients. Costs a copy of the buffers.
     """
+    # Frozen ones, too: a step may be told to train them.
+    parameters = list(_parameters(modules).values())
+    buffers = list({id(each): each for module in modules for each in module.buffers()}.values())
+    devices = {each.device for each in (*parameters, *buffers)}
+    with ExitStack() as blocks:
+        blocks.enter_context(torch.random.fork_rng(devices=[]))
+        kind = min((device.type for device in devices if device.type not in ("cpu", "meta")), default=None)
+        if kind is not None and hasattr(torch.get_device_module(kind), "get_rng_state"):
+            indices = [device for device in devices if device.type == kind]
+            blocks.enter_context(torch.random.fork_rng(devices=indices, device_type=kind))
+        for buffer in buffers:
+            # Through `data`, which does not raise the version: a graph that was made before stays valid.
+            blocks.callback(lambda buffer, copy: buffer.data.copy_(copy), buffer, buffer.detach().clone())
+        blocks.callback(Stash(parameters).restore)
+        blocks.callback(probing.reset, probing.set(True))
+        blocks.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in modules:
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                blocks.enter_context(module.no_sync())
+        yield blocks
 
-    loss: float
-    culprits: tuple[Culprit, ...]
-    origin: Origin | None = None
 
-    @property
-    def finite(self) -> bool:
-        """Whether loss and gradients are finite."""
-        return math.isfinite(self.loss) and not self.culprits
+def _parameters(modules: Sequence[nn.Module]) -> dict[int, nn.Parameter]:
+    return {id(each): each for module in modules for each in module.parameters()}
 
 
 class Probe:
@@ -68,23 +83,34 @@ class Probe:
 
     def run(self, scale: float, mode: "ProbeMode | None" = None) -> Run:
         """Runs forward and backward pass; the backward pass only if the loss is finite."""
-        with restored(self._modules), _eagerly(), _without_reduction(self._modules):
-            with ExitStack() as looked_at:
-                if mode is not None:
-                    looked_at.enter_context(mode)
+        looked_at = mode or nullcontext()
+        with restored(self._modules) as blocks:
+            with looked_at:
                 loss = check_loss(self._step())
                 scaled = (loss.float() if loss.dtype.itemsize < 4 else loss) * scale
             value = float(local(loss.detach()))
             if self.any_rank(not math.isfinite(value)):
-                return Run(value, (), None if mode is None else mode.origins.of(loss))
-            leaves = leaves_of(scaled)
-            with without_gradients(leaves):
-                with ExitStack() as looked_at:
-                    if mode is not None:
-                        mode.in_backward = True
-                        looked_at.enter_context(mode)
-                    scaled.backward()
-                return self._result(value, leaves, mode)
+                return Run(value, (), mode and mode.origin_of(loss), tuple(mode.frames if mode else ()))
+            leaves = {id(leaf): leaf for leaf in leaves_of(scaled)}
+            # Those of inputs too, which are no parameters.
+            blocks.callback(Stash(list(leaves.values())).restore)
+            if mode is not None:
+                mode.in_backward = True
+            with looked_at:
+                scaled.backward()
+            # Not the leaves alone: FSDP2 has whole parameters there, and gives the gradients to their shards.
+            parameters = _parameters(self._modules)
+            held = [leaf for leaf in (parameters | leaves).values() if leaf.grad is not None]
+            sizes = [TensorFacts.of(leaf.grad).amax for leaf in held]  # type: ignore[arg-type]
+            names = zip(held, self._names.of(held, ()), strict=True)
+            named = [name if id(leaf) in parameters else "an input" for leaf, name in names]
+            bad = [leaf.grad for leaf, size in zip(held, sizes, strict=True) if not math.isfinite(size)]
+            culprits = tuple(culprits_of(named, sizes))
+            if mode is None:
+                return Run(value, culprits, None, ())
+            found = filter(None, map(mode.origin_of, bad))  # type: ignore[arg-type]
+            earliest = min(found, key=lambda origin: origin.operation.index, default=None)
+            return Run(value, culprits, earliest, tuple(mode.frames))
 
     def halvings(self, scale: float) -> int | None:
         """Returns the fewest halvings of the scale that give finite gradients; None if none does. Runs up to 8 steps.
@@ -105,7 +131,7 @@ class Probe:
 
     def named(self, origin: Origin | None) -> Origin | None:
         """Returns the origin, as a parameter where what seems to be an input was gathered from the ranks."""
-        parameters = [each for module in self._modules for each in module.parameters() if is_number_tensor(each)]
+        parameters = list(filter(is_number_tensor, _parameters(self._modules).values()))
         broken = [each for each in parameters if not TensorFacts.of(each).finite]
         if not self.any_rank(bool(broken)) or origin is None or origin.outside is None or origin.parameter:
             return origin
@@ -115,27 +141,13 @@ class Probe:
 
     def weights(self, at_start: float) -> Weights | None:
         """Returns how large the weights of the model are; None without one."""
-        parameters = {id(each): each for module in self._modules for each in module.parameters()}.values()
-        floating = [each for each in parameters if is_number_tensor(each)]
+        floating = list(filter(is_number_tensor, _parameters(self._modules).values()))
         sizes = [TensorFacts.of(each).amax for each in floating]
         return Weights.of(zip(sizes, self._names.of(floating, ()), strict=True), at_start)
 
-    def _result(self, loss: float, leaves: Sequence[Tensor], mode: "ProbeMode | None") -> Run:
-        known = {id(each): each for module in self._modules for each in module.parameters()}
-        # Not the leaves alone: FSDP2 has whole parameters there, and gives the gradients to their shards.
-        candidates = (known | {id(leaf): leaf for leaf in leaves}).values()
-        held = [leaf for leaf in candidates if leaf.grad is not None]
-        sizes = [TensorFacts.of(leaf.grad).amax for leaf in held]  # type: ignore[arg-type]
-        names = self._names.of(held, ())
-        named = [name if id(leaf) in known else "an input" for leaf, name in zip(held, names, strict=True)]
-        culprits = tuple(culprits_of(named, sizes))
-        bad = [leaf.grad for leaf, size in zip(held, sizes, strict=True) if not math.isfinite(size)]
-        origin = None if mode is None else mode.origins.first(grad for grad in bad if grad is not None)
-        return Run(loss, culprits, origin)
-
     def any_rank(self, flag: bool) -> bool:
         """Returns whether a flag is set on any of the ranks that probe together."""
-        device = next((each.device for module in self._modules for each in module.parameters()), None)
+        device = next((each.device for each in _parameters(self._modules).values()), None)
         return self._any_rank(torch.tensor([flag], device=device))[0]
 
 
@@ -182,34 +194,20 @@ def probe(
         )
     from gradscale.torch.probing.mode import ProbeMode
 
-    runs = Probe(step, modules, any_rank or _this_rank)
-    stack = ModuleStack(modules)
-
-    def looked_at(at: float) -> tuple[Run, ProbeMode]:
-        mode = ProbeMode(stack, _tensors(modules), frames, Probe.run.__code__)
-        with stack.followed():
-            return runs.run(at, mode), mode
-
-    first, mode = looked_at(scale)
+    any_rank = any_rank or Tensor.tolist
+    runs = Probe(step, modules, any_rank)
+    first = runs.run(scale, ProbeMode(modules, frames, Probe.run.__code__))
     # Ranks run the same steps, though the gradients of one alone may have overflowed.
     overflowed = runs.any_rank(bool(first.culprits))
     halvings = runs.halvings(scale) if overflowed else None
     origin = first.origin
     if overflowed and halvings is None:
         # At the scale of training something may overflow first that a lower one cures: what is left is the cause.
-        origin = looked_at(USELESS_SCALE)[0].origin or origin
-    origin = runs.named(origin)
-    found = Findings(
-        scale,
-        first.loss,
-        origin,
-        first.culprits,
-        halvings,
-        None if first.finite or weights_at_start is None else runs.weights(weights_at_start),
-        None if other is None else Probe(other, modules, any_rank or _this_rank).run(scale).finite,
-        tuple(mode.frames),
-    )
-    return ProbeReport.of(found)
+        origin = runs.run(USELESS_SCALE, ProbeMode(modules, frames, Probe.run.__code__)).origin or origin
+    first = replace(first, origin=runs.named(origin))
+    weights = None if first.finite or weights_at_start is None else runs.weights(weights_at_start)
+    other_finite = None if other is None else Probe(other, modules, any_rank).run(scale).finite
+    return report_of(first, scale, halvings, weights, other_finite)
 
 
 def check_loss(loss: Tensor, returned_by: str = "step") -> Tensor:
@@ -225,34 +223,3 @@ def check_loss(loss: Tensor, returned_by: str = "step") -> Tensor:
             f"Received: {shown}. Return it as it is, neither scaled nor after `.backward()` or `.item()`."
         )
     return loss
-
-
-def _tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Returns the parameters and buffers by name."""
-    found: dict[str, Tensor] = {}
-    for index, root in enumerate(map(own_module, modules)):
-        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-            path = own_name(name, root)
-            found[f"{index}.{path}" if len(modules) > 1 else path] = tensor
-    return found
-
-
-def _this_rank(flags: Tensor) -> list[bool]:
-    return flags.tolist()
-
-
-@contextmanager
-def _eagerly() -> Generator[None]:
-    """Runs compiled functions uncompiled in the block, so that their operations can be seen."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@contextmanager
-def _without_reduction(modules: Sequence[nn.Module]) -> Generator[None]:
-    """Keeps DDP from sending gradients in the block."""
-    with ExitStack() as blocks:
-        for module in modules:
-            if isinstance(module, nn.parallel.DistributedDataParallel):
-                blocks.enter_context(module.no_sync())
-        yield

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
@@ -11,8 +10,7 @@ from gradscale.formats import Format
 from gradscale.torch.scaler import LossScaler
 from gradscale.torch.watch.recorder import Recorder
 from gradscale.watching.record import FORMATS, WatchRecord
-from gradscale.watching.sample import KINDS
-from gradscale.watching.schedule import Ranges
+from gradscale.watching.schedule import Ranges, Schedule
 
 
 def watch(
@@ -70,19 +68,19 @@ class Watch(WatchRecord):
         formats: Sequence[Format | str],
     ) -> None:
         super().__init__(every, steps, formats)
-        _check(model, layers)
-        self._scaler = _check_scaler(scaler)
-        self._recorder = Recorder(model, layers, self._scale, KINDS)
+        _check(model, layers, scaler)
+        self._scaler = scaler
+        self._recorder = Recorder(model, layers, self._scale)
         self._scale_read: tuple[Any, float] = None, 1.0
-        self._closed = False
         if isinstance(scaler, LossScaler):
             scaler._after_step.append(self._advance)
-        self._attach_if_sampled()
+        if self.sampled:
+            self._recorder.attach()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def step(self) -> None:
@@ -97,21 +95,18 @@ class Watch(WatchRecord):
 
     def close(self) -> None:
         """Removes all hooks for good. A step that is not complete is not recorded."""
-        self._closed = True
+        self._schedule = Schedule(1, ())  # no step is sampled
         self._recorder.detach()
         if isinstance(self._scaler, LossScaler) and self._advance in self._scaler._after_step:
             self._scaler._after_step.remove(self._advance)
 
-    def _attach_if_sampled(self) -> None:
-        if self.sampled and not self._closed:
-            self._recorder.attach()
-
     def _advance(self) -> None:
         """Ends a step: removes the hooks of a sampled one, and registers those of the next if that is sampled."""
-        if self.sampled and not self._closed:
+        if self.sampled:
             self._samples[self.step_index] = self._recorder.detach()
         self.step_index += 1
-        self._attach_if_sampled()
+        if self.sampled:
+            self._recorder.attach()
 
     def _scale(self) -> float:
         if not isinstance(self._scaler, LossScaler):
@@ -123,26 +118,19 @@ class Watch(WatchRecord):
         return self._scale_read[1]
 
 
-def _check(model: nn.Module, layers: str) -> None:
+def _check(model: nn.Module, layers: str, scaler: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a module. Received: {type(model).__name__}.")
-    if compiled := [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]:
-        raise ValueError(
-            "A compiled model runs no hooks that are registered later. "
-            f"Received: a model in which {compiled[0]} is compiled. Watch a short run without `torch.compile`."
-        )
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch._dynamo.") or module._compiled_call_impl is not None:
+            raise ValueError(
+                "A compiled model runs no hooks that are registered later. Received: a model in which "
+                f"{name or 'the model'} is compiled. Watch a short run without `torch.compile`."
+            )
     if not any(re.search(layers, name) for name, _ in model.named_modules()):
         raise ValueError(f"`layers` must be found in the name of a module. Received: layers={layers!r}.")
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch._dynamo.") or module._compiled_call_impl is not None
-
-
-def _check_scaler(scaler: Any) -> Any:
     if scaler is not None and not isinstance(scaler, LossScaler) and not hasattr(scaler, "get_scale"):
         raise TypeError(
             "`scaler` must be a `LossScaler`, a `GradScaler` or None, since gradients are unscaled by it. "
             f"Received: {type(scaler).__name__}."
         )
-    return scaler
