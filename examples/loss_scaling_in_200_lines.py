@@ -116,14 +116,14 @@ def dynamic(
 # Every step shows the largest gradient, and that says what the scale should be. The scale stays below two bounds:
 #   top      keeps the peak of the gradients two bits below FP16's maximum, so that one 4 times as large still fits.
 #   ceiling  is for what gradients of parameters do not show: those of activations may be larger. An overflow tells so,
-#            and puts the ceiling 4 bits below the scale that failed. Clean steps raise it again, slowly.
+#            and puts the ceiling 4 or 12 bits below the scale that failed. Clean steps raise it again, slowly.
 
 LIMIT = 65504 / 2.0**2  # what the peak may reach, scaled
+LESSON = 2.0**4  # the unit of caution: activation gradients of a GAN were 3 to 5 bits larger than those of parameters
 LEAK = 0.002  # the peak follows a larger gradient at once, and forgets it slowly: a bit in 350 steps,
-FAST_LEAK = 8 * LEAK  # or in 43 while it is more than two lessons above the gradients, as after one that was huge
-LESSON = 2.0**4  # from a scale that failed down to the ceiling: activation gradients of a GAN were 3 to 5 bits larger
-RECOVERY = 2.0**-17  # share of `top` by which a clean step raises the ceiling, to 5 bits below it in some 5,000 steps,
-FASTEST_RISE = 2.0**-4  # though by no more than this share of itself: a bit in 11 steps
+FAST_LEAK = 8 * LEAK  # or in 43 while it is more than two lessons above the gradients, as after one that was huge,
+FRESH = 4  # or in one, for so many clean steps from the start or an overflow on: the first gradient may be an outlier
+RECOVERY = 2.0**-17  # share of `top` by which a clean step raises the ceiling, to 5 bits below it in some 5,000 steps
 HALF = 2.0**20  # of FP16's range: how far below `top` the scale falls, and how high it goes to find a first gradient
 LOWEST, HIGHEST = 2.0**-24, 2.0**126  # of all scales: below, none helps; above, 1 / scale is no normal float32
 
@@ -142,26 +142,26 @@ def auto(state: State, seen: Seen) -> State:
         return after_overflow(state)
     peak, top = state.peak, HALF  # while there were only zeros: the scale may have been too low to see more
     if seen.amax >= 2.0**-126:
-        leak = FAST_LEAK if peak / LESSON**2 > seen.amax else LEAK
+        leak = 0.5 if state.clean_steps < FRESH else FAST_LEAK if peak / LESSON**2 > seen.amax else LEAK
         peak = max(seen.amax, peak * (1 - leak))
     if peak > 0:
         top = LIMIT / peak
     ceiling = max(state.ceiling, top / HALF)
     if ceiling < top:
-        ceiling += min(top * RECOVERY, ceiling * FASTEST_RISE)
-    return State(power_of_two(min(ceiling, top)), state.clean_steps + 1, peak, ceiling)
+        ceiling += min(top * RECOVERY, ceiling / LESSON)  # at most a bit in 11 steps
+    allowed = top if state.clean_steps else top / LESSON  # one gradient says little
+    return State(power_of_two(min(ceiling, allowed)), state.clean_steps + 1, peak, ceiling)
 
 
 def after_overflow(state: State) -> State:
     """Lowers ceiling and scale. By how much the scale was too high is not known: inf has no size."""
-    learned = state.scale / LESSON  # but from a first scale: that may have been anything
+    # Soon after another, the ceiling was too high by little. Else, fall so far that what comes back fits.
+    learned = state.scale / (LESSON if state.clean_steps < LESSON else LESSON**3)  # but not from a first scale
     after = replace(state, ceiling=learned if state.clean_steps or state.peak else state.ceiling, clean_steps=0)
     if state.peak == 0:  # nor was any gradient seen so far
         return replace(after, scale=power_of_two(state.scale / HALF))
-    # Soon after an overflow, the ceiling rose too far. Else it is a surprise: fall far, so that the next step measures.
-    lowered = learned if 0 < state.clean_steps < LESSON else learned / LESSON**3
     lowest = min(LIMIT / state.peak / HALF, state.scale / 2)  # that far below `top`, halving is enough
-    return replace(after, scale=power_of_two(max(lowered, lowest)))
+    return replace(after, scale=power_of_two(max(learned, lowest)))
 
 
 # ---- 5. Training in FP16 ------------------------------------------------- the same with gradscale: `torch_minimal.py`

@@ -5,7 +5,7 @@
     python -m benchmarks.study --minutes 30 --workers 2
     python -m benchmarks.study --minutes 0    # only writes the tables
     python -m benchmarks.study --formats fp16 --rules torch auto    # only these runs
-    python -m benchmarks.study --tasks held-out held-out-2    # only those of the tasks that no rule was tuned on
+    python -m benchmarks.study --tasks held-out-3    # only those of one set of tasks that no rule was tuned on
 
 Rows that are in `results.json` already are not run again, whatever commit made them. Delete those that a change
 concerns.
@@ -24,13 +24,12 @@ from benchmarks.study.plan import FORMATS, cases, completed, source
 from benchmarks.study.report import coverage, section
 from benchmarks.study.results import Results
 from benchmarks.study.rules import RULES
-from benchmarks.study.tasks import TASKS
+from benchmarks.study.tasks import SETS, TASKS
 from benchmarks.study.training import Case
 from benchmarks.study.workers import run_all
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.json"
-KINDS = ("tuned", "held-out", "held-out-2")
 PAGE = FOLDER.parents[1] / "docs" / "understand" / "policies_study.md"
 
 
@@ -43,7 +42,7 @@ def main() -> None:
     chosen = [case for case in planned if _is_chosen(case, options)]
     _run_missing(results, chosen, options.workers, time.monotonic() + options.minutes * 60)
     rows = completed(results.rows, planned)
-    sections = [section(rows, held_out) for held_out in range(len(KINDS))]
+    sections = [section(rows, held_out) for held_out in range(len(SETS))]
     text = "\n\n".join([coverage(rows, planned), *sections])
     print(text)
     if not options.quick:
@@ -58,13 +57,15 @@ def _options() -> argparse.Namespace:
     formats = ("fp32", *FORMATS)
     parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="run no case of another format")
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), help="run no case of another policy")
-    parser.add_argument("--tasks", nargs="+", choices=KINDS, default=KINDS, help="run no case of another kind of task")
+    parser.add_argument(
+        "--tasks", nargs="+", choices=SETS, default=list(SETS), help="run no case of another set of tasks"
+    )
     return parser.parse_args()
 
 
 def _is_chosen(case: Case, options: argparse.Namespace) -> bool:
-    kind = KINDS[TASKS[case.task].held_out]
-    return case.format in options.formats and case.rule in options.rules and kind in options.tasks
+    name = list(SETS)[TASKS[case.task].held_out]
+    return case.format in options.formats and case.rule in options.rules and name in options.tasks
 
 
 def _machine() -> dict[str, str | None]:

@@ -6,7 +6,7 @@ from itertools import product
 
 from benchmarks.study.results import Rows
 from benchmarks.study.rules import BASELINE, FP32_RUN, RULES, SUBJECT
-from benchmarks.study.tasks import TASKS
+from benchmarks.study.tasks import SETS, TASKS
 from benchmarks.study.training import Case
 
 from gradscale import get_format
@@ -22,7 +22,7 @@ def cases(quick: bool) -> Iterator[Case]:
     Held-out tasks have no other. The quick form has one seed, fewer steps and no clipping.
     """
     clips = (False,) if quick else (False, True)
-    tuned, *held_out = ([name for name in TASKS if TASKS[name].held_out == which] for which in (0, 1, 2))
+    tuned, *held_out = ([name for name in TASKS if TASKS[name].held_out == which] for which in range(len(SETS)))
     for clip in clips:
         yield from _cases(tuned, (FP32_RUN,), ("fp32",), clip, quick)
         yield from _cases(tuned, (BASELINE, SUBJECT), FORMATS, clip, quick)

@@ -8,23 +8,16 @@ from benchmarks.study.goals import Goal, below_one, goals, steps_text
 from benchmarks.study.plan import FORMATS, source
 from benchmarks.study.results import Rows
 from benchmarks.study.rules import BASELINE, FP32_RUN, RULES, SUBJECT
-from benchmarks.study.tasks import TASKS
+from benchmarks.study.tasks import SETS, TASKS
 from benchmarks.study.training import Case
 
 Row = dict[str, Any]
-
-HEADINGS = (
-    "Tasks that the rule was tuned on",
-    "First held-out set: run once before the last change of the rule",
-    "Second held-out set: not run before",
-)
-"""Of the tuned tasks and of the held-out sets."""
 
 
 def section(rows: Rows, held_out: int) -> str:
     """Returns the goals and the tables of the tuned tasks, or of a held-out set, under a heading, as markdown."""
     chosen = {key: row for key, row in rows.items() if TASKS[row["task"]].held_out == held_out}
-    heading = f"## {HEADINGS[held_out]}"
+    heading = f"## {list(SETS.values())[held_out]}"
     return "\n\n".join(part for part in (heading, claims(chosen, held_out), tables(chosen)) if part)
 
 
@@ -68,7 +61,7 @@ def _table(rows: Rows, format: str, clips: bool) -> str:
     formats = (format, "fp32")
     chosen = [row for row in rows.values() if row["format"] in formats and row["clips"] == clips]
     rules = [rule for rule in RULES if any(row["rule"] == rule for row in chosen)]
-    if rules in ([], [FP32_RUN]):
+    if BASELINE not in rules or SUBJECT not in rules:
         return ""
     lines = [f"### {format}, {'with' if clips else 'without'} clipping", ""]
     lines += [f"| task | seeds | steps | {' | '.join(rules)} |", f"|---|---|---|{'---|' * len(rules)}"]

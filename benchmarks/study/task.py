@@ -48,7 +48,7 @@ class TaskSpec:
         steps: how long it is trained in the full form.
         init_scale: where every policy has to start; None for its own. FP32 and a policy that starts there anyway are
             not run again: theirs are the runs of the task with the same `make`.
-        held_out: 0 if `auto` was tuned on it; otherwise which held-out set it is in, the first or the second.
+        held_out: 0 if `auto` was tuned on it; otherwise the number of the held-out set that it is in, from 1 on.
         blocks: whether small and large gradients take turns for many steps each.
         bad_batches: whether some batches are spoilt.
     """

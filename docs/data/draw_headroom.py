@@ -79,14 +79,14 @@ def draw() -> Figure:
     lower.text(60, 4.2, "first scale: 16, until a gradient is measured", color=SCALE)
     lower.text(
         2440,
-        14.6,
-        "overflow: step skipped,\nceiling = scale / 16;\none step at scale / 65536",
+        12.6,
+        "overflow: step skipped,\nscale and ceiling 12 bits\nlower (4 soon after another)",
         color=SKIPPED,
         ha="right",
     )
-    lower.text(3300, 19.9, "ceiling", color=CEILING)
-    lower.text(3300, 17.9, "scale", color=SCALE)
-    lower.text(5700, 12.6, "each clean step raises the\nceiling by top / 131072", color=CEILING)
+    lower.text(3300, 17.4, "ceiling", color=CEILING)
+    lower.text(3300, 14.4, "scale", color=SCALE)
+    lower.text(5700, 10.6, "each clean step raises the\nceiling by top / 131072", color=CEILING)
     lower.set_xlabel("step")
     _ticks(upper, range(-12, 1, 4))
     _ticks(lower, range(4, 25, 4))

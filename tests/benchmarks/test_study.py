@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.study.commit import commit
+from benchmarks.study.equations import Curve
 from benchmarks.study.goals import Goal, goals
 from benchmarks.study.gradients import Gradients, best_scale, exact_gradients
 from benchmarks.study.language import LanguageTask, Trouble, warmed_up
@@ -23,7 +24,7 @@ from benchmarks.study.report import claims, coverage, section, tables
 from benchmarks.study.results import Results
 from benchmarks.study.rules import BASELINE, RULES
 from benchmarks.study.task import Turn
-from benchmarks.study.tasks import TASKS
+from benchmarks.study.tasks import SETS, TASKS
 from benchmarks.study.training import Case, Measures, Run, early_amax, run
 from benchmarks.study.workers import run_all
 from torch import nn
@@ -76,7 +77,7 @@ def test_claims_come_first_and_then_the_other_rules_one_after_the_other() -> Non
 
 
 def test_held_out_tasks_are_run_with_the_rules_of_the_claims_and_in_fp16_first() -> None:
-    for which, tasks in ((1, 14), (2, 12)):
+    for which, tasks in ((1, 14), (2, 12), (3, 12)):
         held_out = [case for case in cases(quick=False) if TASKS[case.task].held_out == which]
         assert {(case.rule, case.format) for case in held_out} == {
             ("FP32", "fp32"),
@@ -86,6 +87,10 @@ def test_held_out_tasks_are_run_with_the_rules_of_the_claims_and_in_fp16_first()
         assert len(held_out) == tasks * 2 * 3 * 5
     others = [case for case in cases(quick=False) if not TASKS[case.task].held_out]
     assert {case.rule for case in others} == set(RULES)
+
+
+def test_every_task_is_in_a_set_with_a_heading() -> None:
+    assert {spec.held_out for spec in TASKS.values()} == set(range(len(SETS)))
 
 
 def test_a_start_that_is_the_policys_own_is_not_run_again() -> None:
@@ -201,18 +206,19 @@ def test_sets_with_blocks_or_bad_batches_have_goals_of_their_own_for_them() -> N
     assert goal(rows, "bad batches: final").holds is False
     rows["a"]["final"] = 0.99
     assert goal(rows, "bad batches: final").holds
-    shown = [[each.text.partition(" ")[0] for each in goals(rows, held_out)] for held_out in (0, 1, 2)]
-    assert ["blocks" in texts for texts in shown] == [False, True, True]
-    assert ["bad" in texts for texts in shown] == [True, True, True]
+    shown = [[each.text.partition(" ")[0] for each in goals(rows, held_out)] for held_out in range(len(SETS))]
+    assert ["blocks" in texts for texts in shown] == [False, True, True, True]
+    assert ["bad" in texts for texts in shown] == [True, True, True, True]
 
 
 def test_each_section_has_the_rows_of_its_tasks_alone() -> None:
     rows = {rule: row(rule) for rule in ("auto", "torch")}
-    names = ("GAN", "VAE", "Q-learning")
+    names = ("GAN", "VAE", "Q-learning", "DPO")
     rows |= {f"{rule}, {name}": row(rule, task=name) for rule in ("auto", "torch") for name in names[1:]}
-    for held_out in range(3):
+    for held_out, (heading, own) in enumerate(zip(SETS.values(), names, strict=True)):
         text = section(rows, held_out)
-        assert [f"| {name} |" in text for name in names] == [index == held_out for index in range(3)]
+        assert text.startswith(f"## {heading}\n")
+        assert [f"| {name} |" in text for name in names] == [name == own for name in names]
 
 
 def test_final_losses_are_within_noise_by_the_spread_of_the_seeds_in_fp32() -> None:
@@ -237,6 +243,12 @@ def test_a_rule_that_was_not_run_is_shown_as_not_run() -> None:
 def test_the_table_shows_the_seeds_that_both_rules_were_run_with_and_no_other() -> None:
     rows = {"a": row("auto"), "b": row("torch"), "c": row("torch") | {"seed": 1, "final": 9.0}}
     assert "| GAN | 0 | 10 | 0 / 1 / 0e+00 / 1.000 | 0 / 1 / 0e+00 / 1.000 |" in tables(rows)
+
+
+def test_there_is_no_table_before_both_rules_were_run() -> None:
+    rows = {"a": row("torch"), "b": row("FP32", format="fp32")}
+    assert tables(rows) == ""
+    assert "### fp16, without clipping" in tables(rows | {"c": row("auto")})
 
 
 def test_the_gradients_of_outputs_weights_and_biases_are_found_and_nothing_is_changed() -> None:
@@ -306,6 +318,30 @@ def test_the_tasks_say_which_batches_are_bad() -> None:
             found = [(turn.bad, turn.loss().item()) for step in range(200) for turn in task.turns(step)]
         assert 0 < sum(bad for bad, _ in found) < 10
         assert all(bad == (loss > 50) for bad, loss in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("detection, bad batches: 0.5% pixels x 255", 0.005), ("clicks, bad batches: 0.5% without logarithm", 0.005)],
+)
+def test_batches_in_another_unit_are_rare_and_scored_in_the_usual_one(name: str, share: float) -> None:
+    task = TASKS[name].make(0)
+    with torch.no_grad():
+        found = [(turn.bad, turn.loss().item() == task.score([])) for step in range(800) for turn in task.turns(step)]
+    assert 0 < sum(bad for bad, _ in found) < 2.5 * share * 800
+    assert all(usual is not bad for bad, usual in found)
+
+
+def test_the_derivatives_of_the_physics_informed_network_are_those_of_autograd() -> None:
+    torch.manual_seed(0)
+    curve = Curve()
+    for bias in curve.biases:
+        nn.init.normal_(bias)
+    inputs = torch.rand(8, 1, requires_grad=True)
+    value, first, second = curve(inputs)
+    (expected,) = torch.autograd.grad(value.sum(), inputs, create_graph=True)
+    torch.testing.assert_close(first, expected)
+    torch.testing.assert_close(second, torch.autograd.grad(expected.sum(), inputs)[0])
 
 
 def test_bad_batches_with_a_finite_loss_have_an_infinite_gradient_and_are_skipped_in_any_precision() -> None:

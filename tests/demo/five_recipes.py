@@ -78,8 +78,9 @@ class FiveRecipes:
         full, unscaled, static, headroom, dynamic = runs
         assert set(full.lost) == {0.0}
         assert min(unscaled.lost) > self.lost
-        first, *later = headroom.lost
+        first, second, *later = headroom.lost
         assert first < unscaled.lost[0]  # of the same gradients, at a scale of 16
+        assert second < unscaled.lost[1] / 40  # 4 bits below what fits
         assert max(static.lost + later + dynamic.lost) < 0.01
 
     def test_the_command_trains_and_writes_the_plot(self, tmp_path: Path) -> None:

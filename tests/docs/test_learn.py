@@ -133,11 +133,12 @@ def test_the_picture_of_headroom_is_described_as_its_script_draws_it(tmp_path: P
     exponents = np.log2(run["scale"])
     assert run["skipped"].tolist() == [SPIKE, *NANS]
     after = NANS[-1] + 1
-    shown = [0, 1, SPIKE, SPIKE + 1, SPIKE + 2, NANS[0] + 1, after, after + 400, -1]
-    assert exponents[shown].tolist() == [4, 19, 23, 7, 19, 3, 7, 15, 18]
-    assert np.log2(run["ceiling"])[[SPIKE, *NANS]].round().tolist() == [19, 15, 11, 7]
+    shown = [0, 1, 2, SPIKE, SPIKE + 1, SPIKE + 500, NANS[0], NANS[0] + 1, after, after + 400, -1]
+    assert exponents[shown].tolist() == [4, 15, 20, 23, 11, 15, 17, 5, 3, 15, 18]
+    assert np.log2(run["ceiling"])[[SPIKE, *NANS]].round().tolist() == [11, 5, 1, 1]
     text = (ROOT / "docs/use/policies.md").read_text()
-    assert "starts at 2^4 and is 2^19 a step later. It follows top up to 2^23." in text
-    assert "the scale is 2^7 for one step, and then 2^19, the ceiling, 4 bits below the scale that failed." in text
-    assert "to 2^7; at the first of them the scale is 2^3 for one step." in text
+    assert "starts at 2^4, is 2^15 a step later and 2^20 after two. It follows top up to 2^23." in text
+    assert "the ceiling, and with it the scale, is 2^11, 12 bits below the scale that failed." in text
+    assert "It is 2^15 after 500 steps and 2^17 at step 5,000, when three NaN batches lower it to 2^5" in text
+    assert "and then to 2^3, half of FP16's range below top." in text
     assert "It is 2^15 again 400 steps later, and 2^18 at the end." in text

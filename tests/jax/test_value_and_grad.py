@@ -186,7 +186,7 @@ def test_the_largest_gradient_reaches_a_policy_that_follows_it() -> None:
         Scaler(Headroom()), jnp.ones(2)
     )
     assert number(result.amax) == 2.0**-10
-    assert float(scaler.loss_scale) == 2.0**23, "the largest that keeps it two bits below 65504"
+    assert float(scaler.loss_scale) == 2.0**19, "4 bits below the largest that keeps it two bits below 65504"
 
 
 @pytest.mark.parametrize("spike", [INF, NAN])

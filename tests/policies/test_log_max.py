@@ -81,9 +81,9 @@ def test_an_overflow_backs_off_and_leaves_the_model_alone() -> None:
 def test_an_overflow_lowers_the_ceiling() -> None:
     before = after(LogMax(), *[clean(1.0)] * 100)
     state = before
-    for step in (OVERFLOW, *[clean(1.0)] * 50):
+    for step in (OVERFLOW, *[clean(1.0)] * 20):
         state = next_of(LogMax(), state, step)
-    assert state.scale == before.scale / 16
+    assert state.scale == before.scale / 2**12
     assert state.ceiling < before.ceiling
 
 

@@ -12,19 +12,19 @@ from gradscale.policies.contract import ScaleState, Seen, counted, one_more, ver
 from gradscale.record import Array, Record, leaf
 
 LESSON_BITS = 4
-"""How far below the scale that failed an overflow puts the ceiling; a tenth of the format's binades if that is less (3
-in E5M2). Activation gradients, which nobody measures, were 3 to 5 bits above those of parameters in a GAN."""
+"""The unit of caution; an eighth of the format's binades if that is less (2 in E4M3). Activation gradients, which are
+not measured, were 3 to 5 bits above those of parameters in a GAN."""
 
 FAST_LEAK = 8
 """How many times faster the peak decays while it is more than two lessons above the gradients: a bit in 43 steps, so
 that after a fall by 20 bits it is near in 600, and tasks may take turns every 50, as a bit is less than the margin."""
 
+FRESH = 4
+"""Clean steps at the start, or after an overflow, that halve the peak: the first gradient is often an outlier."""
+
 RECOVERY = 2.0**-17
 """Share of `top` by which a clean step raises the ceiling: n clean steps after an overflow it is at least n / 2**17 of
 `top`, which is 10 bits below after 200 steps and 5 after 5,000. A power of two: the product is exact."""
-
-FASTEST_RISE = 2.0**-4
-"""The ceiling rises by at most this share of itself, a bit in 11 steps. It is that low only after many overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class Headroom(Record):
     - `top` keeps a leaky peak of the unscaled gradients `margin_bits` below the format's maximum (BF16's: below 2**48).
       The peak follows a larger gradient at once, and forgets it slowly.
     - the *ceiling* is for what the peak of parameter gradients cannot foresee: activation gradients and spikes. An
-      overflow puts it 4 bits below the scale that failed (3 in FP8 E5M2), and a clean step raises it by 1/131072 of
-      `top`. There is none before the first overflow.
+      overflow puts it 12 bits below the scale that failed, or 4 bits fewer than 16 clean steps after the start or
+      another overflow; a clean step raises it by 1/131072 of `top`. There is none before the first overflow.
 
-    The first scale is 16, at which hardly anything overflows, and the first gradient sets the next one.
+    The first scale is 16, at which hardly anything overflows. The first gradient sets the next one, 4 bits below `top`.
 
     Attributes:
         format: the format that the gradients must fit, or its name, such as `"fp16"`.
@@ -63,7 +63,7 @@ class Headroom(Record):
         margin_bits: headroom above the peak, in whole bits from 0 to 15. One more bit means fewer overflows, and a
             scale one binade lower.
         leak: share by which the peak decays at a step: 0.002 is a bit in 350 steps. Decay is 8 times faster while the
-            peak is more than 8 bits above the gradients (6 in E5M2).
+            peak is more than 8 bits above the gradients, and the first 3 steps halve it.
         recovery: share of `top` by which a clean step raises the ceiling.
         min_scale: the scale never falls below.
         max_scale: the scale never rises above. Tiny gradients need scales of 2**36 and more.
@@ -73,7 +73,7 @@ class Headroom(Record):
     >>> for amax in (1e-7, 50.0):
     ...     state = policy.next(state, Seen(amax=np.float32(amax)), np)
     ...     print(f"2**{np.log2(state.scale):.0f}")
-    2**37
+    2**33
     2**8
     """
 
@@ -108,23 +108,24 @@ class Headroom(Record):
         """Returns the leaky peak after a step whose largest gradient was `amax`."""
         far = state.peak * lesson(self.format) ** -2 > amax
         slow, fast = state.peak * (1.0 - self.leak), state.peak * (1.0 - self.leak * FAST_LEAK)
-        return {"peak": larger(amax, xp.where(far, fast, slow), xp)}
+        left = xp.where(state.clean_steps < FRESH, state.peak * 0.5, xp.where(far, fast, slow))
+        return {"peak": larger(amax, left, xp)}
 
 
 def lesson(format: Format) -> float:
-    """Returns the factor between a scale that failed and the ceiling that it leaves."""
-    return 2.0 ** max(1, min(LESSON_BITS, format.binades // 10))
+    """Returns the factor by which the rule is cautious: 16, or less in a narrow format."""
+    return 2.0 ** max(1, min(LESSON_BITS, format.binades // 8))
 
 
 def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp: Namespace) -> S:
     """Returns the state after one step of a policy whose `predict` returns a peak, which may reach `limit` scaled.
 
-    A clean step raises the ceiling, and the scale is the power of two at or below the ceiling and `top`; zeros leave
-    the peak alone. An overflow puts the ceiling a lesson, a factor of 16, below the scale that failed. The scale falls
-    as far, less than 16 clean steps after the start or the last overflow; a later one is a surprise, and until a clean
-    step shows what fits, it falls by four lessons, and again if that fails: at most by half of the format's range below
-    `top`, where it halves. While no gradient has been seen, half of the range is `top`, and what an overflow costs.
-    A non-finite loss changes nothing but the counters.
+    A clean step raises the ceiling, by a lesson's share of itself (a sixteenth) at most, and the scale is the power of
+    two at or below the ceiling and `top`: a lesson below `top` if it is the first clean one since the start or an
+    overflow. Zeros leave the peak alone. An overflow puts ceiling and scale three lessons below the scale that failed,
+    so that what comes back fits; or one lesson, fewer than 16 clean steps after the start or another overflow. The
+    scale falls at most by half of the format's range below `top`, where it halves. While no gradient has been seen,
+    half of the range is `top`, and what an overflow costs. A non-finite loss changes nothing but the counters.
     """
     clean, overflow = verdict(seen, xp)
     zero = state.scale * 0  # makes an array of a number: torch has no exact quotient of a number and an array
@@ -132,27 +133,27 @@ def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp:
     measured = xp.logical_and(clean, xp.logical_and(amax >= checks.SMALLEST_GRADIENT, amax < np.inf))
     predicted = policy.predict(state, xp.where(measured, amax, 1.0), xp)
     leaves = {name: xp.where(measured, new, getattr(state, name)) for name, new in predicted.items()}
-    unknown = leaves["peak"] <= 0
+    known = leaves["peak"] > 0
     factor, half = lesson(policy.format), 2.0 ** (min(policy.format.binades, FP16.binades) // 2)
-    top = xp.where(unknown, half, (zero + limit) / larger(leaves["peak"], limit * checks.LOWEST_SCALE, xp))
+    top = xp.where(known, (zero + limit) / larger(leaves["peak"], limit * checks.LOWEST_SCALE, xp), half)
     lowest = top / half
     ceiling = larger(state.ceiling, lowest, xp)
-    risen = ceiling + smaller(top * recovery, ceiling * FASTEST_RISE, xp)
+    risen = ceiling + smaller(top * recovery, ceiling / factor, xp)
     ceiling = xp.where(ceiling < top, risen, ceiling)
-    learned, follows = state.scale / factor, state.clean_steps > 0
-    soon = xp.logical_and(follows, state.clean_steps < int(factor))
-    lowered = larger(xp.where(soon, learned, learned / factor**3), smaller(lowest, state.scale * 0.5, xp), xp)
-    lowered = xp.where(unknown, state.scale / half, lowered)
-    moves = xp.logical_or(overflow, clean)
+    follows = state.clean_steps > 0
+    raised = smaller(ceiling, xp.where(follows, top, top / factor), xp)
+    soon = state.clean_steps < int(factor)
+    learned = xp.where(soon, state.scale / factor, state.scale / factor**3)
+    lowered = larger(learned, smaller(lowest, state.scale * 0.5, xp), xp)
+    moved = pow2_floor(xp.where(overflow, xp.where(known, lowered, state.scale / half), raised), xp)
     # The first scale may be anything: what it fails at before any clean step teaches nothing.
-    teaches = xp.logical_and(overflow, xp.logical_or(follows, xp.logical_not(unknown)))
-    moved = pow2_floor(xp.where(overflow, lowered, smaller(ceiling, top, xp)), xp)
+    teaches = xp.logical_and(overflow, xp.logical_or(follows, known))
     return counted(
         state,
         clean,
         xp,
         **leaves,
-        scale=bounded(xp.where(moves, moved, state.scale), policy.min_scale, policy.max_scale, xp),
+        scale=bounded(xp.where(seen.loss_finite, moved, state.scale), policy.min_scale, policy.max_scale, xp),
         ceiling=xp.where(clean, ceiling, xp.where(teaches, learned, state.ceiling)),
         clean_steps=xp.where(clean, one_more(state.clean_steps, xp), xp.where(overflow, 0, state.clean_steps)),
         stuck=xp.logical_and(overflow, state.scale <= policy.min_scale),

@@ -53,7 +53,8 @@ class LogMax(Record):
     is `gradscale.preset("openseq2seq", "LogMax")`; there, an overflow enters the mean as 65536 bits and no scale rises
     above 2**14.
 
-    Overflows are not part of the model: they lower a ceiling, as in `Headroom`.
+    Overflows are not part of the model: they lower a ceiling, as in `Headroom`. The second scale, which one gradient
+    sets, is 4 bits below what the model allows.
 
     Scales are bit-exact on every framework. To that end the logarithm is linear between powers of two, which is at most
     0.09 too low.
@@ -73,7 +74,7 @@ class LogMax(Record):
     >>> for amax in (0.5, 0.25, 0.5, 0.25):
     ...     state = policy.next(state, Seen(amax=np.float32(amax)), np)
     ...     print(f"2**{np.log2(state.scale):.0f}")
-    2**14
+    2**10
     2**15
     2**15
     2**15
