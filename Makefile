@@ -25,7 +25,7 @@ ROWS ?= # of the matrix: all
 
 # What each stage adds. pip resolves every stage against the same pins, so the stages can come in any order.
 DEMO := -e '.[cli,demo,torch]'
-TEST := -e '.[cli,demo,torch,jax,keras,onnx,lightning,accelerate,transformers]' --group test --group docs --group jax --group keras --group trainers
+TEST := -e '.[cli,demo,torch,jax,keras,onnx,lightning,accelerate,transformers]' --group test --group docs --group jax --group keras --group trainers --group triton
 LINT := $(TEST) --group lint
 DOCS := -e . --group docs
 MATRIX := --group matrix
@@ -45,18 +45,18 @@ help: ## show this list (the default)
 
 .PHONY: demo
 demo: $(VENV)/.stage-demo ## train small networks in FP16 with and without loss scaling
-	@$(VENV)/bin/gradscale demo
+	@$(PY) -m examples.demo
 
 .PHONY: demo-mxnet
 demo-mxnet: $(MXNET)/.stage-test-mxnet ## train a small network in MXNet, likewise
-	@$(MXNET)/bin/gradscale demo --framework mxnet
+	@$(MXNET_PY) -m examples.demo --framework mxnet
 
 .PHONY: test
 test: test-main $(if $(ARGS),,test-device test-mxnet) ## run the tests and the doctests, without the slow ones
 
 .PHONY: test-main
 test-main: $(VENV)/.stage-test ## run all of them but those of MXNet
-	@$(PY) -m pytest -q -m 'not slow' -n $(WORKERS) $(ARGS)
+	@$(PY) -m pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: test-device
 test-device: $(VENV)/.stage-test ## run those of PyTorch on DEVICE: sim, a simulated accelerator, or cuda
@@ -88,7 +88,7 @@ test-deepspeed: $(DEEPSPEED)/.stage-test-deepspeed ## compare the preset and che
 
 .PHONY: test-other-cpu
 test-other-cpu: $(VENV)/.stage-test ## run the tests as on a CPU without vector instructions beyond the baseline
-	@$(PY) -m tests.other_cpu -q -m 'not slow' -n $(WORKERS) $(ARGS)
+	@$(PY) -m tests.other_cpu -q -m 'not slow' -n $(WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: test-matrix
 test-matrix: $(VENV)/.stage-matrix ## run the adapters' tests on the lowest and newest versions; write docs/reference/versions.md
@@ -122,12 +122,12 @@ docs: $(VENV)/.stage-docs ## build the documentation into site/
 
 .PHONY: bench
 bench: $(VENV)/.stage-test ## run the benchmarks; write their figures and plots (minutes, 7 GB of memory)
-	@$(PY) benchmarks/run.py --json benchmarks/results.json --markdown benchmarks/README.md \
+	@$(PY) -m benchmarks.run --json benchmarks/results.json --markdown benchmarks/README.md \
 	  --plot docs/images/benchmarks.png --growth docs/images/step_growth.png $(ARGS)
 
 .PHONY: bench-quick
 bench-quick: $(VENV)/.stage-test ## run the benchmarks in under a minute, roughly; write nothing
-	@$(PY) benchmarks/run.py --quick $(ARGS)
+	@$(PY) -m benchmarks.run --quick $(ARGS)
 
 .PHONY: study
 study: $(VENV)/.stage-test ## train small models with every policy; continues benchmarks/study/results.json (hours)

@@ -1,12 +1,12 @@
-"""One benchmark run by itself: `python benchmarks/bench_replay.py [--quick]`."""
+"""One benchmark run by itself: `python -m benchmarks.bench_replay [--quick]`."""
 
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from machine import describe, summary
-from rows import Row
-from table import print_table
+from benchmarks.machine import describe, summary
+from benchmarks.rows import Row
+from benchmarks.table import print_table
 
 QUICK = "few repeats and smaller models: checks that it runs, and its figures are rough"
 

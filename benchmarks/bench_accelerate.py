@@ -4,7 +4,7 @@ Claim:    with `install`, a step takes at most 1.02 of the time that it takes wi
 Baseline: the same loop with `torch.amp.GradScaler` as `accelerator.scaler`, and `native_amp` set, which Accelerate does
           by itself on a GPU.
 Machine:  printed with the results; two CPU threads.
-Command:  python benchmarks/bench_accelerate.py [--quick]
+Command:  python -m benchmarks.bench_accelerate [--quick]
 Caveats:  FP16 autocast on a CPU is many times slower than float32, since few processors multiply FP16 matrices: what a
           scaler adds is a smaller share of the step than on an accelerator. `Dynamic` is torch's own rule, and `auto`
           reads the sizes of gradients as well. A turn of a Trainer is one step of a running `train`, from its
@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from alone import run_alone
-from cases import CLIP, adamw_fused, timed
-from rows import Row, compared
-from stepwise import Pause, Stepwise
+from benchmarks.alone import run_alone
+from benchmarks.cases import CLIP, adamw_fused, timed
+from benchmarks.rows import Row, compared
+from benchmarks.stepwise import Pause, Stepwise
+from benchmarks.turns import Side
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from gradscale.bench.turns import Side
 from gradscale.integrations.accelerate import install
 from gradscale.integrations.transformers import install as install_in_trainer
 

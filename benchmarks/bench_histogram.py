@@ -4,7 +4,7 @@ Baselines: numpy's reference, which uses `frexp`; `torch.histc` of log2, which k
 read of the memory, by `torch.aminmax`. All take turns in one process, on one thread, over the same 8M gradients; a
 tenth of them is zero. Throughput is the size of the tensor over the median time.
 
-    python benchmarks/bench_histogram.py
+    python -m benchmarks.bench_histogram
 
 Caveats: the numbers are Gaussian; where a chunk spans more than 64 powers of two, JAX scatters instead of comparing,
 which takes several times as long. A chunk with subnormal numbers is read again, and on JAX also one with inf or NaN:
@@ -21,12 +21,12 @@ from functools import partial
 
 import jax
 import torch
-from alone import run_alone
-from rows import Row
-from timing import timed
+from benchmarks.alone import run_alone
+from benchmarks.rows import Row
+from benchmarks.timing import timed
+from benchmarks.turns import Side
 
 from gradscale import histogram
-from gradscale.bench.turns import Side
 from gradscale.jax import exponent_histogram as jax_histogram
 from gradscale.torch import block_histogram, exponent_histogram
 

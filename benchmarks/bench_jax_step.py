@@ -6,7 +6,7 @@ Claim:    with `gradscale.jax.value_and_grad` and `apply`, a step takes no longe
 Baseline: "no scaling": jax.value_and_grad, optax.clip_by_global_norm where it clips, Adam. "flax": DynamicScale, then
           the same, then `where` over parameters and optimizer state. "jmp": DynamicLossScale, all_finite, select_tree.
 Machine:  printed with the results; XLA takes as many threads as there are cores.
-Command:  python benchmarks/bench_jax_step.py [--quick]
+Command:  python -m benchmarks.bench_jax_step [--quick]
 Caveats:  "no scaling, again" is the baseline against itself: how far it is from 1 is the noise, and a goal missed by
           less than that is not missed. Sides take turns, each trains a copy of one network on one batch, and all of
           them donate their state. FP16 on a CPU is emulated in part. No GPU was measured; there the branch of `apply`
@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 import jmp
 import optax
-from alone import run_alone
+from benchmarks.alone import run_alone
+from benchmarks.rows import Row, compared
+from benchmarks.timing import timed
+from benchmarks.turns import Side
 from jax import Array
-from rows import Row, compared
-from timing import timed
 
-from gradscale.bench.turns import Side
 from gradscale.jax import Scaler, apply, loss_scale, scaled, value_and_grad
 from gradscale.jax.casting import get_policy
 from gradscale.policies.dynamic import Dynamic

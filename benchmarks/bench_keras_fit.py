@@ -4,7 +4,7 @@ Claim:    with Keras' own rule (`Dynamic`), `fit` takes no longer than with Kera
           a policy that predicts (`Headroom`), at most 1.05 times as long.
 Baseline: keras.optimizers.LossScaleOptimizer around the same Adam, in the same process, on a copy of the same model.
 Machine:  printed with the results. Each backend runs in a process of its own, on one core but for TensorFlow.
-Command:  python benchmarks/bench_keras_fit.py [--quick]
+Command:  python -m benchmarks.bench_keras_fit [--quick]
 Caveats:  "Keras' own, again" is the baseline against itself. The goal of `Dynamic` is where its third quartile lies, or
           1 where that is less. One repeat is a `fit` of ten batches. TensorFlow runs graphs without XLA, JAX compiles,
           torch runs eagerly, as is usual for each. TensorFlow has all cores, and is given all batches of a `fit` at
@@ -22,11 +22,10 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from alone import run_alone
-from rows import Row, compared
-from timing import timed
-
-from gradscale.bench.turns import Side
+from benchmarks.alone import run_alone
+from benchmarks.rows import Row, compared
+from benchmarks.timing import timed
+from benchmarks.turns import Side
 
 BACKENDS = ("tensorflow", "jax", "torch")
 
@@ -97,7 +96,7 @@ def rows(quick: bool) -> list[Row]:
 
 def _rows_of_a_process(backend: str, quick: bool) -> list[Row]:
     env = os.environ | {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, __file__, "--child", backend, *(["--quick"] if quick else [])]
+    command = [sys.executable, "-m", "benchmarks.bench_keras_fit", "--child", backend, *(["--quick"] if quick else [])]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     return [_as_row(values) for values in json.loads(done.stdout.splitlines()[-1])]
 

@@ -5,7 +5,7 @@ Claim:    with `gradscale.integrations.lightning.MixedPrecision` a step takes at
 Baseline: lightning.pytorch.plugins.precision.MixedPrecision("16-mixed", "cpu"), which does not clip with a fused
           optimizer.
 Machine:  printed with the results; two CPU threads.
-Command:  python benchmarks/bench_lightning.py [--quick]
+Command:  python -m benchmarks.bench_lightning [--quick]
 Caveats:  a turn is one step of a running `fit`, from the beginning of a batch to that of the next: the hooks and the
           loop of the Trainer are in it on both sides, and the start of the run is not. FP16 autocast on a CPU is many
           times slower than float32, so that a scaler is a smaller share of the step than on an accelerator. No GPU was
@@ -21,15 +21,15 @@ from typing import Any
 
 import lightning
 import torch
-from alone import run_alone
-from cases import timed
+from benchmarks.alone import run_alone
+from benchmarks.cases import timed
+from benchmarks.rows import Row, compared
+from benchmarks.stepwise import Pause, Stepwise
+from benchmarks.turns import Side
+from examples.demo.with_torch import GPT
 from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixedPrecision
-from rows import Row, compared
-from stepwise import Pause, Stepwise
 from torch import Tensor, nn
 
-from gradscale.bench.turns import Side
-from gradscale.demo.torch.gpt import GPT
 from gradscale.integrations.lightning import MixedPrecision
 from gradscale.torch import GradScaler
 

@@ -3,7 +3,7 @@
 Claim:    `replay` runs at least 10 million policy-steps per second on one core, for 1,000 `Dynamic` policies.
 Baseline: a Python loop that steps the same policies one at a time through the same rule, `Dynamic.next`.
 Machine:  printed with the results. One core: numpy runs the element-wise operations of the rule on one thread.
-Command:  python benchmarks/bench_replay.py [--quick]
+Command:  python -m benchmarks.bench_replay [--quick]
 Caveats:  the baseline steps two of the policies over part of the flags, since stepping all would take minutes. Time for
           stacking the policies is counted. 2% of the steps overflow; where settings differ less, or flags are rarer,
           the branches in numpy's `where` predict better and it runs faster. Seconds are processor time of the one
@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from alone import run_alone
-from rows import Row
+from benchmarks.alone import run_alone
+from benchmarks.rows import Row
 
 from gradscale import Dynamic, Seen
 from gradscale.replay.run import replay

@@ -5,7 +5,7 @@ Claim:    with `clip_norm`, `auto` has at every step a scale within 1 bit of the
           and estimated from the norm in between.
 Baseline: the same run without clipping, where the largest magnitude is read at every step.
 Machine:  any; only scales are compared.
-Command:  python benchmarks/bench_torch_clip_scale.py [--quick]
+Command:  python -m benchmarks.bench_torch_clip_scale [--quick]
 Caveats:  the bound is so high that it never clips, so that both runs see the same gradients. Small models; FP16 by
           autocast on the CPU.
 """
@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from alone import QUICK
-from rows import Row
-from table import print_table
+from benchmarks.alone import QUICK
+from benchmarks.rows import Row
+from benchmarks.table import print_table
+from examples.demo.with_torch import GPT
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gradscale.demo.torch.gpt import GPT
 from gradscale.torch import LossScaler
 
 NEVER_CLIPS = 1e30

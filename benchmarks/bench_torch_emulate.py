@@ -4,7 +4,7 @@ Claim:    forward and backward in emulated FP16 take at most a fifth of the time
           an MLP 512 wide, and at most half of it for the char-GPT.
 Baseline: the same model and batch under `torch.autocast("cpu")`. Float32, without either, shows what rounding costs.
 Machine:  printed with the results; two CPU threads.
-Command:  python benchmarks/bench_torch_emulate.py [--quick]
+Command:  python -m benchmarks.bench_torch_emulate [--quick]
 Caveats:  few CPUs multiply FP16 matrices; where one does, autocast is many times faster than here. BF16, for which more
           have instructions, has no goal. The optimizer's step is not timed: it is float32 on all sides. With other work
           on both cores, every operation that is shared between threads waits for one of them. Emulation has more
@@ -17,13 +17,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from alone import run_alone
-from cases import timed
-from rows import Row, compared
+from benchmarks.alone import run_alone
+from benchmarks.cases import timed
+from benchmarks.rows import Row, compared
+from benchmarks.turns import Side
+from examples.demo.with_torch import GPT
 from torch import Tensor, nn
 
-from gradscale.bench.turns import Side
-from gradscale.demo.torch.gpt import GPT
 from gradscale.formats import BF16, FP8_E4M3, FP8_E5M2, FP16
 from gradscale.torch import emulate
 

@@ -3,7 +3,7 @@
 Claim:    a parameter of a model of 200M costs no more than 1.10 of what one of 25M does, with clipping.
 Baseline: torch's `GradScaler` with `clip_grad_norm_`, at every size; and `LossScaler` itself at smaller sizes.
 Machine:  printed with the results; two CPU threads. Takes 7 GB of memory, since all sizes take turns.
-Command:  python benchmarks/bench_torch_growth.py [--quick] [--plot FILE]
+Command:  python -m benchmarks.bench_torch_growth [--quick] [--plot FILE]
 Caveats:  the optimizer is fused SGD without momentum, which has no state and does the least work of its own. In small
           models fixed costs weigh more, and caches help: below 25M there is no goal. No backward pass is timed. No GPU
           was measured.
@@ -15,13 +15,12 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from alone import run_alone
-from cases import CLIP, timed
-from plots import draw_growth
-from rows import Row, compared
-
-from gradscale.bench.steps import Case, grad_scaler, loss_scaler
-from gradscale.bench.turns import Side
+from benchmarks.alone import run_alone
+from benchmarks.cases import CLIP, timed
+from benchmarks.plots import draw_growth
+from benchmarks.rows import Row, compared
+from benchmarks.sides import Case, grad_scaler, loss_scaler
+from benchmarks.turns import Side
 
 GOAL = 1.10
 GOAL_FROM = 25

@@ -7,7 +7,7 @@ Baseline: by hand: copy the FP16 gradients to float32 ones, unscale them, check 
           step AdamW on the masters, copy the masters back. "FP32" is clip_grad_norm_ and the step, on float32
           parameters.
 Machine:  printed with the results; two CPU threads.
-Command:  python benchmarks/bench_torch_masters.py [--quick]
+Command:  python -m benchmarks.bench_torch_masters [--quick]
 Caveats:  gradients are made anew before every repeat, outside the clock. Sides take turns, and medians are compared.
           The loop by hand keeps its float32 gradients between steps, so that it need not allocate them; it looks
           whether the norm is finite, which costs no pass. No backward pass is timed. No GPU was measured.
@@ -18,15 +18,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from alone import run_alone
-from cases import CLIP, ELEMENTS, QUICK_SHARE, timed
-from rows import Row, compared
+from benchmarks.alone import run_alone
+from benchmarks.cases import CLIP, ELEMENTS, QUICK_SHARE, timed
+from benchmarks.rows import Row, compared
+from benchmarks.turns import Side
 from torch import Tensor, nn
 
 from gradscale import Dynamic
-from gradscale.bench.turns import Side
 from gradscale.torch import LossScaler, MasterWeights
-from gradscale.torch.step.remember import SAMPLE_EVERY
+from gradscale.torch.step.result import SAMPLE_EVERY
 
 SCALE = 2.0**10
 STEADY = Dynamic(init_scale=SCALE, growth_interval=10**6)

@@ -4,7 +4,7 @@ Claim:    `measure` takes at most 1.20 of the time of one flat `torch.dot` over 
           160 tensors and for 100M in 400.
 Baseline: one `torch.dot` over the buffer that all gradients are views of: one call, two threads, nothing but reading.
 Machine:  printed with the results; two CPU threads.
-Command:  python benchmarks/bench_torch_measure.py [--quick]
+Command:  python -m benchmarks.bench_torch_measure [--quick]
 Caveats:  a plain loop of `torch.dot` over the tensors is shown beside it. It is the limit of what torch's kernels can
           do one tensor at a time, and what `measure` adds to it is its own cost. No GPU was measured.
 """
@@ -12,11 +12,11 @@ Caveats:  a plain loop of `torch.dot` over the tensors is shown beside it. It is
 from functools import partial
 
 import torch
-from alone import run_alone
-from cases import QUICK_SHARE, timed
-from rows import Row, compared
+from benchmarks.alone import run_alone
+from benchmarks.cases import QUICK_SHARE, timed
+from benchmarks.rows import Row, compared
+from benchmarks.turns import Side
 
-from gradscale.bench.turns import Side
 from gradscale.torch.step.measure import measure_sizes
 
 GOAL = 1.20

@@ -4,7 +4,7 @@ Claim:    a step under `Headroom` takes at most 1.10 of the time of one under `D
           Under `NoScaling` it takes at most 1.01 of a plain `optimizer.step()`.
 Baseline: the same `LossScaler` with `Dynamic`; for `NoScaling` and `Static` the optimizer's own step.
 Machine:  printed with the results; two CPU threads.
-Command:  python benchmarks/bench_torch_policies.py [--quick]
+Command:  python -m benchmarks.bench_torch_policies [--quick]
 Caveats:  a scaler measures some things once in sixteen steps, so sixteen steps in a row count as one here: the time
           compared is theirs together. `Static` has no goal: it checks for overflow, which a plain step does not. No
           backward pass is timed. No GPU was measured.
@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
-from alone import run_alone
-from cases import CLIP, QUICK_SHARE, adamw_fused, large_case, timed
-from rows import Row, compared
+from benchmarks.alone import run_alone
+from benchmarks.cases import CLIP, QUICK_SHARE, adamw_fused, large_case, timed
+from benchmarks.rows import Row, compared
+from benchmarks.sides import SCALE, Case, bare, loss_scaler
+from benchmarks.turns import Side
 
 from gradscale import NoScaling, Static
-from gradscale.bench.steps import SCALE, Case, bare, loss_scaler
-from gradscale.bench.turns import Side
 from gradscale.policies.headroom import Headroom
-from gradscale.torch.step.remember import SAMPLE_EVERY
+from gradscale.torch.step.result import SAMPLE_EVERY
 
 PREDICTIVE_GOAL, OFF_GOAL = 1.10, 1.01
 FEWEST = 2 * SAMPLE_EVERY

@@ -4,7 +4,7 @@ Claim:    on 2 and 4 ranks `LossScaler.step(optimizer, clip_norm=1.0)` takes at 
           with `clip_grad_norm_`, under DDP and under FSDP2, for fused AdamW.
 Baseline: torch.amp.GradScaler: unscale_, clip_grad_norm_, step, update.
 Machine:  printed with the results. One CPU thread for each rank, gloo, all ranks on this machine.
-Command:  python benchmarks/bench_torch_ranks.py [--quick]
+Command:  python -m benchmarks.bench_torch_ranks [--quick]
 Caveats:  a turn is timed from a barrier until the slowest rank has finished. The backward pass, which reduces the
           gradients, is not timed. Gradients are the same at every step, and no step overflows. With more ranks than
           cores, ranks wait for each other's turn on a core, on both sides. The all-reduces stay on one machine: on a
@@ -20,14 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from alone import run_alone
-from cases import CLIP, ELEMENTS, QUICK_SHARE, adamw_fused
-from rows import Row, compared
+from benchmarks.alone import run_alone
+from benchmarks.cases import CLIP, ELEMENTS, QUICK_SHARE, adamw_fused
+from benchmarks.rows import Row, compared
+from benchmarks.sides import NEVER, SCALE, STEADY
+from benchmarks.turns import Side, take_turns
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from gradscale.bench.steps import NEVER, SCALE, STEADY
-from gradscale.bench.turns import Side, take_turns
 from gradscale.policies.contract import Policy
 from gradscale.torch import LossScaler
 

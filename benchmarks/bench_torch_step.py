@@ -7,7 +7,7 @@ Claim:    `LossScaler.step(optimizer, clip_norm=1.0)` takes at most 0.68 of the 
 Baseline: torch.amp.GradScaler: unscale_, clip_grad_norm_, step, update; without clipping step, update. "No scaling" is
           clip_grad_norm_ and the optimizer's step.
 Machine:  printed with the results; two CPU threads.
-Command:  python benchmarks/bench_torch_step.py [--quick]
+Command:  python -m benchmarks.bench_torch_step [--quick]
 Caveats:  gradients are made anew before every repeat, outside the clock, so that nothing decays into subnormals. Sides
           take turns, and medians are compared; the means count the steps, one in sixteen, that read sizes for
           `metrics`. No backward pass is timed. No GPU was measured.
@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from alone import run_alone
-from cases import (
+from benchmarks.alone import run_alone
+from benchmarks.cases import (
     CLIP,
     QUICK_SHARE,
     adagrad_fused,
@@ -29,12 +29,12 @@ from cases import (
     small_case,
     timed,
 )
-from rows import Row, compared
+from benchmarks.rows import Row, compared
+from benchmarks.sides import Case, bare, grad_scaler, loss_scaler
+from benchmarks.turns import Side
 
-from gradscale.bench.steps import Case, bare, grad_scaler, loss_scaler
-from gradscale.bench.turns import Side
 from gradscale.torch import GradScaler
-from gradscale.torch.step.remember import SAMPLE_EVERY
+from gradscale.torch.step.result import SAMPLE_EVERY
 
 OURS, DROP_IN = "LossScaler", "drop-in"
 TORCH, BARE = "torch GradScaler", "no scaling"

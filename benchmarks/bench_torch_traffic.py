@@ -5,20 +5,19 @@ Claim:    beyond what the optimizer's own step does, the gradients are read once
           with another. No more than 1% of the gradients' bytes is allocated.
 Baseline: torch's `GradScaler`, called in torch's order.
 Machine:  any; nothing is timed.
-Command:  python benchmarks/bench_torch_traffic.py [--quick]
-Caveats:  counted operator by operator, by what its schema says it reads and writes; see `gradscale.bench.traffic`. What
+Command:  python -m benchmarks.bench_torch_traffic [--quick]
+Caveats:  counted operator by operator, by what its schema says it reads and writes; see `benchmarks.traffic`. What
           a kernel allocates inside is not seen. What the optimizer's step does alone, unscaled and not clipped, is
           taken off both sides: `foreach` optimizers read the host and make temporaries as large as the gradients.
 """
 
 from dataclasses import dataclass, replace
 
-from alone import run_alone
-from cases import CLIP, QUICK_SHARE, MakeOptimizer, adamw_foreach, adamw_fused, large_case
-from rows import Row
-
-from gradscale.bench.steps import bare, grad_scaler, loss_scaler
-from gradscale.bench.traffic import Traffic, count
+from benchmarks.alone import run_alone
+from benchmarks.cases import CLIP, QUICK_SHARE, MakeOptimizer, adamw_foreach, adamw_fused, large_case
+from benchmarks.rows import Row
+from benchmarks.sides import bare, grad_scaler, loss_scaler
+from benchmarks.traffic import Traffic, count
 
 TORCH = "torch GradScaler"
 

@@ -3,7 +3,7 @@
 Claim:    forward, backward, clip and step take at most 1.01 of the time with `LossScaler` that they take without.
 Baseline: the same loop on a copy of the model: backward, clip_grad_norm_, step.
 Machine:  printed with the results; two CPU threads.
-Command:  python benchmarks/bench_torch_training.py [--quick]
+Command:  python -m benchmarks.bench_torch_training [--quick]
 Caveats:  FP16 autocast on a CPU is many times slower than float32, since few processors multiply FP16 matrices. Its
           model is smaller, and what the scaler adds is a smaller share of the step than on an accelerator. In float32
           nothing needs scaling: that row shows the cost of the scaler beside fast arithmetic. Both sides see the same
@@ -17,16 +17,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from alone import run_alone
-from cases import CLIP, adamw_fused, timed
-from rows import Row, compared
+from benchmarks.alone import run_alone
+from benchmarks.cases import CLIP, adamw_fused, timed
+from benchmarks.rows import Row, compared
+from benchmarks.turns import Side
+from examples.demo.data import VOCABULARY, Text, load_text
+from examples.demo.with_torch import GPT, draw_from
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gradscale.bench.turns import Side
-from gradscale.demo.text import VOCABULARY, Text, load_text
-from gradscale.demo.torch.gpt import GPT
-from gradscale.demo.torch.language import draw_from
 from gradscale.torch import LossScaler
 
 GOAL = 1.01

@@ -3,7 +3,7 @@
 Goal:     amortized over 100 steps, a char-GPT trains in at most 1.01 of the time.
 Baseline: the same loop without `watch`.
 Machine:  printed with the results; one CPU thread.
-Command:  python benchmarks/bench_torch_watch.py [--quick]
+Command:  python -m benchmarks.bench_torch_watch [--quick]
 Caveats:  computed, not run: a loop that is watched at every step and one that is not watched take turns, and the figure
           is 1 + (sampled - plain) / plain / 100. Between samples nothing is left to measure: no hook is on the model.
           A step of the smallest model takes 4 ms, and its sample counts 100 tensors of 550,000 numbers in about as much
@@ -15,15 +15,15 @@ import statistics
 from functools import partial
 
 import torch
-from alone import run_alone
-from bench_torch_training import CharGPT, Training
-from rows import Row
-from timing import timed
+from benchmarks.alone import run_alone
+from benchmarks.bench_torch_training import CharGPT, Training
+from benchmarks.rows import Row
+from benchmarks.timing import timed
+from benchmarks.turns import Side
+from examples.demo.data import Text, load_text
+from examples.demo.with_torch import draw_from
 from torch.nn.functional import cross_entropy
 
-from gradscale.bench.turns import Side
-from gradscale.demo.text import Text, load_text
-from gradscale.demo.torch.language import draw_from
 from gradscale.torch import LossScaler, watch
 
 GOAL = 1.01

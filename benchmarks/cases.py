@@ -3,14 +3,13 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import timing
 import torch
-from machine import THREADS
-from timing import FEWEST
+from benchmarks import timing
+from benchmarks.machine import THREADS
+from benchmarks.sides import Case
+from benchmarks.timing import FEWEST
+from benchmarks.turns import Side
 from torch import Tensor
-
-from gradscale.bench.steps import Case
-from gradscale.bench.turns import Side
 
 CLIP = 1.0
 

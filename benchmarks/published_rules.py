@@ -3,7 +3,7 @@
 Claim:    none; the table on the page `docs/understand/research.md`.
 Baseline: gradscale's default, `Headroom`.
 Machine:  any; the counts do not depend on it.
-Command:  python benchmarks/published_rules.py [--quick]
+Command:  python -m benchmarks.published_rules [--quick]
 Caveats:  those of `bench_headroom.py`. Each rule runs with its system's own defaults, bounds included: where a stream
           needs a scale outside of them, the rule cannot follow. PopART never skips; its skips are steps with an
           infinite gradient.
@@ -12,8 +12,8 @@ Caveats:  those of `bench_headroom.py`. Each rule runs with its system's own def
 import argparse
 
 import numpy as np
-from alone import QUICK
-from bench_headroom import counts, length, markdown
+from benchmarks.alone import QUICK
+from benchmarks.bench_headroom import counts, length, markdown
 
 from gradscale import Policy
 from gradscale.peers import preset

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradscale.bench.turns import ratio, ratio_quartiles
+from benchmarks.turns import ratio, ratio_quartiles
 
 TIMES = "times"
 """The unit of a row that was timed: how many times as long as the baseline."""

@@ -1,7 +1,7 @@
 """Runs the benchmarks and puts all their rows into one table, with goals.
 
-    python benchmarks/run.py                              # all of them
-    python benchmarks/run.py benchmarks/bench_replay.py   # one
+    python -m benchmarks.run                              # all of them
+    python -m benchmarks.run benchmarks/bench_replay.py   # one
 
 Every `bench_*.py` has a function `rows(quick)`. Nothing is written unless a file is named.
 """
@@ -17,12 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from alone import QUICK
-from busy import one_core_busy
-from machine import describe, summary
-from marks import check_marks, fill
-from rows import Row
-from table import count_met, markdown, print_table
+from benchmarks.alone import QUICK
+from benchmarks.busy import one_core_busy
+from benchmarks.machine import describe, summary
+from benchmarks.marks import check_marks, fill
+from benchmarks.rows import Row
+from benchmarks.table import count_met, markdown, print_table
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--strict", action="store_true", help="end with code 1 if a goal is missed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the table between this file's marks")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw measured against goal, as PNG or SVG")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw six of the rows as bars, as PNG or SVG")
     parser.add_argument("--growth", type=Path, metavar="FILE", help="draw the cost of a parameter as models grow")
     options = parser.parse_args()
     options.files = options.files or sorted(Path(__file__).parent.glob("bench_*.py"))
@@ -73,12 +73,13 @@ def _measured(path: Path, quick: bool) -> list[Row]:
 
 
 def _rows_function(path: Path) -> Callable[[bool], list[Row]]:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"benchmarks.{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise SystemExit(f"A benchmark must be a Python file with a function `rows`. Received: {path}.")
     module = importlib.util.module_from_spec(spec)
-    # Classes look up the module they are made in, by name.
-    sys.modules[path.stem] = module
+    # Classes, and processes that a benchmark starts, look up the module by name.
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module.rows
 
@@ -96,10 +97,13 @@ def _record(measured: dict[str, list[Row]], facts: dict[str, str], options: argp
 
 def _draw(rows: Sequence[Row], options: argparse.Namespace) -> None:
     if options.plot or options.growth:
-        from plots import draw_goals, draw_growth  # here, since drawing needs a package that measuring does not
+        from benchmarks.plots import (  # here, since drawing needs a package that measuring does not
+            draw_bars,
+            draw_growth,
+        )
 
         if options.plot:
-            draw_goals(rows, options.plot)
+            draw_bars(rows, options.plot)
         if options.growth:
             draw_growth(rows, options.growth)
 

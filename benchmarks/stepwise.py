@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from threading import Semaphore, Thread
 
-from gradscale.bench.turns import Side
+from benchmarks.turns import Side
 
 Pause = Callable[[], None]
 

@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Sequence
 
+from benchmarks.rows import TIMES, Row
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rows import TIMES, Row
 
 HEADINGS = ("benchmark", "baseline", "goal", "measured", "quartiles", "mean", "ms / baseline", "")
 TEXT_COLUMNS = 2

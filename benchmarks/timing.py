@@ -4,7 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 
-from gradscale.bench.turns import Side, take_turns
+from benchmarks.turns import Side, take_turns
 
 QUICK_S, FULL_S = 5.0, 60.0
 """Seconds that the rounds of a comparison may take together. With a core taken away, threads that wait for each other

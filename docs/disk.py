@@ -1,5 +1,6 @@
-"""Changes what the theme builds so that the site works from the disk, and fetches nothing from the network."""
+"""Changes what the theme builds: the site works from the disk and fetches nothing, and long names of the API wrap."""
 
+import re
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -12,5 +13,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Keeps the link to the repository from asking GitHub for stars and forks, which the theme's script does."""
-    return output.replace(' data-md-component="source"', "")
+    """Keeps the theme's script from asking GitHub for stars and forks, and lets names of the API break after a dot."""
+    output = output.replace(' data-md-component="source"', "")
+    return re.sub(r'(?<=class="doc doc-object-name )[^<]*', lambda name: name[0].replace(".", ".<wbr>"), output)

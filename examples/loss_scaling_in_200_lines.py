@@ -49,13 +49,13 @@ class State:
 
 Rule = Callable[[State, Seen], State]
 
-# ---- 2. One step -------------------------------------- all stages in order: `torch/scaler.py`, `torch/step/stages.py`
+# ---- 2. One step ----------------------------------------- all stages in order: `torch/scaler.py`, `torch/step/run.py`
 
 
 def backward(loss: Tensor, state: State) -> None:
     """Runs the backward pass of the scaled loss."""
     # In float32: FP16 cannot hold 1.0 * 65536. Where several backward passes add up to one step, all must have the same
-    # scale, and gradients that an earlier step has left must not be in the sum: `torch/accumulation/window.py`.
+    # scale, and gradients that an earlier step has left must not be in the sum: `torch/window/window.py`.
     (loss.float() * state.scale).backward()
 
 
@@ -91,7 +91,7 @@ def step(rule: Rule, state: State, optimizer: Optimizer, loss: Tensor, clip_norm
         optimizer.step()
     # Else nothing moves: an inf would stay in weights and momentum for good, and a lost batch does little harm. A fused
     # optimizer has factor and skip in its kernel: `torch/step/apply.py`. Which parameter it was, and whether the run is
-    # stuck: `torch/step/remember.py`, `engine/culprits.py`, `engine/stuck.py`.
+    # stuck: `torch/step/result.py`, `engine/culprits.py`, `engine/health.py`.
     return rule(state, seen), seen
 
 
@@ -116,7 +116,7 @@ def dynamic(
 # Every step shows the largest gradient, and that says what the scale should be. The scale stays below two bounds:
 #   top      keeps the peak of the gradients two bits below FP16's maximum, so that one 4 times as large still fits.
 #   ceiling  is for what gradients of parameters do not show: those of activations may be larger. An overflow tells so,
-#            and puts the ceiling 4 or 12 bits below the scale that failed. Clean steps raise it again, slowly.
+#            and puts the ceiling 4 or 12 bits below the scale that failed. Clean steps raise it again.
 
 LIMIT = 65504 / 2.0**2  # what the peak may reach, scaled
 LESSON = 2.0**4  # the unit of caution: activation gradients of a GAN were 3 to 5 bits larger than those of parameters
@@ -124,14 +124,14 @@ LEAK = 0.002  # the peak follows a larger gradient at once, and forgets it slowl
 FAST_LEAK = 8 * LEAK  # or in 43 while it is more than two lessons above the gradients, as after one that was huge,
 FRESH = 4  # or in one, for so many clean steps from the start or an overflow on: the first gradient may be an outlier
 RECOVERY = 2.0**-17  # share of `top` by which a clean step raises the ceiling, to 5 bits below it in some 5,000 steps
-HALF = 2.0**20  # of FP16's range: how far below `top` the scale falls, and how high it goes to find a first gradient
+HALF = 2.0**20  # of FP16's range: that far below `top` the ceiling doubles, and so high it goes for a first gradient
 LOWEST, HIGHEST = 2.0**-24, 2.0**126  # of all scales: below, none helps; above, 1 / scale is no normal float32
 
 
 def power_of_two(x: float) -> float:
-    """Returns the largest power of two up to `x`, within the bounds of a scale."""  # `policies/arithmetic.py`
+    """Returns the largest power of two up to `x`."""  # `policies/arithmetic.py`
     # A power of two changes no digit of what it multiplies: scaling rounds nothing. Not by `log2`, which rounds.
-    return min(max(math.ldexp(0.5, math.frexp(x)[1]), LOWEST), HIGHEST)
+    return math.ldexp(0.5, math.frexp(x)[1])
 
 
 def auto(state: State, seen: Seen) -> State:
@@ -140,28 +140,28 @@ def auto(state: State, seen: Seen) -> State:
         return state
     if not seen.finite:
         return after_overflow(state)
-    peak, top = state.peak, HALF  # while there were only zeros: the scale may have been too low to see more
-    if seen.amax >= 2.0**-126:
-        leak = 0.5 if state.clean_steps < FRESH else FAST_LEAK if peak / LESSON**2 > seen.amax else LEAK
-        peak = max(seen.amax, peak * (1 - leak))
-    if peak > 0:
-        top = LIMIT / peak
-    ceiling = max(state.ceiling, top / HALF)
+    peak, ceiling = state.peak, state.ceiling
+    amax = seen.amax if seen.amax >= 2.0**-126 else peak / LESSON**2  # zeros let the peak leak, slowly
+    if amax >= 2.0**-126:
+        leak = 0.5 if state.clean_steps < FRESH else FAST_LEAK if peak / LESSON**2 > amax else LEAK
+        peak = max(amax, peak * (1 - leak))
+    # While there were only zeros, the scale may have been too low to see more.
+    top, low = (LIMIT / peak, LIMIT / peak / HALF) if peak else (HALF, HALF)
     if ceiling < top:
-        ceiling += min(top * RECOVERY, ceiling / LESSON)  # at most a bit in 11 steps
+        ceiling += ceiling if ceiling < low else min(top * RECOVERY, ceiling / LESSON)  # at most a bit in 11 steps
     allowed = top if state.clean_steps else top / LESSON  # one gradient says little
-    return State(power_of_two(min(ceiling, allowed)), state.clean_steps + 1, peak, ceiling)
+    scale = min(max(power_of_two(min(ceiling, allowed)), LOWEST), HIGHEST)
+    return State(scale, state.clean_steps + 1, peak, ceiling)
 
 
 def after_overflow(state: State) -> State:
     """Lowers ceiling and scale. By how much the scale was too high is not known: inf has no size."""
-    # Soon after another, the ceiling was too high by little. Else, fall so far that what comes back fits.
-    learned = state.scale / (LESSON if state.clean_steps < LESSON else LESSON**3)  # but not from a first scale
-    after = replace(state, ceiling=learned if state.clean_steps or state.peak else state.ceiling, clean_steps=0)
-    if state.peak == 0:  # nor was any gradient seen so far
-        return replace(after, scale=power_of_two(state.scale / HALF))
-    lowest = min(LIMIT / state.peak / HALF, state.scale / 2)  # that far below `top`, halving is enough
-    return replace(after, scale=power_of_two(max(learned, lowest)))
+    learned = state.scale / LESSON  # soon after another, the ceiling was too high by little
+    if state.clean_steps >= LESSON or not state.peak:  # else fall so far that what comes back fits, and peaks are seen
+        low = LIMIT / state.peak / HALF if state.peak else HALF
+        learned = max(state.scale / LESSON**3, min(low, learned))
+    ceiling = power_of_two(learned)
+    return replace(state, scale=max(ceiling, LOWEST), ceiling=ceiling, clean_steps=0)
 
 
 # ---- 5. Training in FP16 ------------------------------------------------- the same with gradscale: `torch_minimal.py`

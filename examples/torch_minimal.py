@@ -15,7 +15,7 @@ pixels = torch.tensor(digits.data / 16, dtype=torch.float32, device=DEVICE)
 labels = torch.tensor(digits.target, device=DEVICE)
 
 model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10)).to(DEVICE)
-# A fused optimizer takes the scale and the skip into its own kernel, so that no step waits for the device.
+# A fused optimizer takes the scale and the skip into its own kernel, so that `step` does not wait for the device.
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
 scaler = LossScaler(model)
 

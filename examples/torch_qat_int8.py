@@ -5,12 +5,12 @@ import warnings
 
 import onnxruntime
 import torch
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.ao import quantization as ao
+from torch.nn.functional import mse_loss, one_hot
 from torch.nn.utils.parametrize import register_parametrization
 
-from gradscale.demo.digits import load_digits
-from gradscale.demo.torch.cnn import DigitsTask
 from gradscale.torch import LossScaler, casts
 
 STEPS = 400
@@ -33,12 +33,17 @@ def train(model: nn.Module, half: bool) -> str:
     in_float32 = casts(float=[torch.fused_moving_avg_obs_fake_quant])  # observers take no FP16
     for _ in range(STEPS):
         with torch.autocast("cpu", dtype=torch.float16, enabled=half), in_float32:
-            losses.append(task.losses(model, task.batch(generator)).trained)
+            chosen = torch.randint(len(train_images), (32,), generator=generator)
+            losses.append(mse_loss(model(train_images[chosen]).float(), one_hot(train_labels[chosen], 10).float()))
         scaler.backward(losses[-1])
         scaler.step(optimizer)
         optimizer.zero_grad()
     model.apply(ao.disable_observer)  # the test images must not move the ranges
     return f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, skipped {scaler.metrics()['skipped']:.0f} of {STEPS} steps"
+
+
+def accuracy(outputs: Tensor) -> float:
+    return float((outputs.argmax(dim=1) == test_labels).float().mean())
 
 
 class Fixed(nn.Module):
@@ -56,20 +61,23 @@ class Fixed(nn.Module):
 
 
 torch.manual_seed(0)
-task = DigitsTask(load_digits(seed=0), torch.device("cpu"))
+pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
+order = torch.randperm(len(pixels))
+images = ((pixels - pixels.mean()) / pixels.std()).float().view(-1, 1, 8, 8)[order]
+(test_images, train_images), (test_labels, train_labels) = (part.split([450, 1347]) for part in (images, labels[order]))
 plain = nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10))
 model = nn.Sequential(*(quantized(part) if hasattr(part, "weight") else part for part in copy.deepcopy(plain)))
 train(plain, half=False)
 closing = train(model, half=True)
-scores = {"FP32": task.scores(plain), "INT8 in torch": task.scores(model)}
+scores = {"FP32": accuracy(plain(test_images)), "INT8 in torch": accuracy(model(test_images))}
 for name, fake in list(model.named_modules()):
     if isinstance(fake, FakeQuantize):
         model.set_submodule(name, Fixed(fake))
 warnings.simplefilter("ignore", FutureWarning)  # torch 2.13's exporter warns of its own code
-program = torch.onnx.export(model.eval(), task.batch(torch.Generator())[:1], dynamic_shapes=[{0: "n"}], verbose=False)
+program = torch.onnx.export(model.eval(), (test_images[:2],), dynamic_shapes=[{0: "n"}], verbose=False)
 session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
-scores["INT8 in onnxruntime"] = task.scores(lambda x: torch.tensor(session.run(None, {"input": x.numpy()})[0]))
+scores["INT8 in onnxruntime"] = accuracy(torch.tensor(session.run(None, {"input": test_images.numpy()})[0]))
 nodes = [node.op_type for node in program.model.graph]
 print(f"nodes: {nodes.count('QuantizeLinear')} quantize, {nodes.count('DequantizeLinear')} dequantize")
-print("accuracy:", ", ".join(f"{name} {score['accuracy']:.1%}" for name, score in scores.items()))
+print("accuracy:", ", ".join(f"{name} {score:.1%}" for name, score in scores.items()))
 print(closing)

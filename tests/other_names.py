@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gradscale.engine.other_names import ANSWERS, MEANINGS
+from gradscale.engine.hints import ANSWERS, MEANINGS
 
 SCALED_BY = {"keras": "optimizer"}
 """What the answers of an adapter call its scaler, where it is not `scaler`."""

@@ -7,8 +7,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src"
 DIRECTIVE = re.compile(r"^::: (\S+)", re.MULTILINE)
-NOT_THE_LIBRARY = "gradscale.demo"
-"""A program that `gradscale demo` runs. Its names are not for other code."""
 
 
 def modules() -> dict[str, ast.Module]:
@@ -32,7 +30,7 @@ def public(sources: dict[str, ast.Module]) -> set[str]:
     listed: set[str] = set()
     for module, source in sources.items():
         for node in source.body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__" and module != NOT_THE_LIBRARY:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 listed |= {origin(f"{module}.{name}", sources) for name in ast.literal_eval(node.value)}
     return listed - set(sources)
 

@@ -95,7 +95,7 @@ def test_keras_without_its_backend_names_what_to_install_and_to_set(backend: str
         assert choice in error
 
 
-def test_only_the_command_line_and_the_demo_import_its_packages() -> None:
+def test_only_the_command_line_imports_its_packages() -> None:
     importing = re.compile(r"^\s*(?:import|from) (?:typer|rich|packaging)\b", re.MULTILINE)
     found = {path.relative_to(SOURCE).parts[0] for path in SOURCE.rglob("*.py") if importing.search(path.read_text())}
-    assert found == {"cli", "demo"}
+    assert found == {"cli"}

@@ -24,7 +24,6 @@ from gradscale.histogram import (
     safe_bits,
     subnormal_share,
 )
-from gradscale.histogram.counts import shifted
 
 floats32 = hnp.arrays(
     np.float32, st.integers(1, 60), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -82,18 +81,6 @@ def test_a_histogram_of_several_arrays_is_the_sum_of_their_histograms() -> None:
 def test_large_strided_and_empty_arrays_are_counted_whole() -> None:
     strided = np.ones((300, 400), np.float32).T[::2]
     assert count_of(exponent_histogram([strided, np.empty((0, 3), np.float32)]), 0) == strided.size
-
-
-@pytest.mark.parametrize("bits", [0, 5, -17])
-def test_a_shifted_histogram_is_that_of_the_elements_times_a_power_of_two(bits: int) -> None:
-    values = np.array([1.0, -3.0, 0.0, 1e-3, np.inf, np.nan], np.float32)
-    assert shifted(exponent_histogram(values), bits).to_dict() == exponent_histogram(values * 2.0**bits).to_dict()
-
-
-def test_a_histogram_shifted_beyond_the_bins_keeps_all_elements() -> None:
-    histogram = exponent_histogram(np.array([1.0, 2.0], np.float32))
-    assert shifted(histogram, 300).counts[-1] == 2
-    assert shifted(histogram, -300).counts[0] == 2
 
 
 def test_a_histogram_survives_json() -> None:

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
+from examples.demo.data import load_digits
 from torch import Generator, Tensor, nn
-
-from gradscale.demo.digits import load_digits
 
 PIXELS, CLASSES, BATCH_SIZE = 64, 10, 32
 

@@ -8,11 +8,10 @@ from functools import cache
 import numpy as np
 import torch
 from benchmarks.study.task import Turn
+from examples.demo.data import VOCABULARY, Text, load_text
+from examples.demo.with_torch import GPT, init_as_gpt2
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-
-from gradscale.demo.text import VOCABULARY, Text, load_text
-from gradscale.demo.torch.gpt import GPT, init_as_gpt2
 
 LENGTH, WIDTH, HEADS, DEPTH, SEQUENCES = 16, 32, 4, 2, 8
 LEARNING_RATE = 3e-3

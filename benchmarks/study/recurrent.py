@@ -6,10 +6,9 @@ from functools import cache
 import numpy as np
 import torch
 from benchmarks.study.task import Turn
+from examples.demo.data import VOCABULARY, Text, load_text
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-
-from gradscale.demo.text import VOCABULARY, Text, load_text
 
 LENGTH, WIDTH, SEQUENCES = 12, 48, 8
 RATE = 3e-3

@@ -10,12 +10,11 @@ from benchmarks.study.language import LENGTH, CharGPT, Trouble, warmed_up
 from benchmarks.study.one_loss import Batch, OneLossTask
 from benchmarks.study.task import Turn
 from benchmarks.study.transformer import HEADS, WIDTH, Block
+from examples.demo.data import VOCABULARY, Text, load_text
+from examples.demo.with_torch import Block as CausalBlock
+from examples.demo.with_torch import init_as_gpt2
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, ctc_loss, scaled_dot_product_attention
-
-from gradscale.demo.text import VOCABULARY, Text, load_text
-from gradscale.demo.torch.gpt import Block as CausalBlock
-from gradscale.demo.torch.gpt import init_as_gpt2
 
 SEQUENCES, LINE, START = 16, 10, len(VOCABULARY)
 RATE, WARM_STEPS, SMOOTHING = 3e-3, 100, 0.1

@@ -3,10 +3,9 @@
 import torch
 from benchmarks.study.digits import BATCH_SIZE, CLASSES, PIXELS, DigitBatches, layers
 from benchmarks.study.one_loss import Batch, OneLossTask
+from examples.demo.data import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, normalize
-
-from gradscale.demo.digits import load_digits
 
 USERS, ITEMS, RANK, RATINGS = 400, 300, 8, 64
 MARGIN = 0.2

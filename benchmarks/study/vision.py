@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from benchmarks.study.task import Turn
+from examples.demo.data import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-
-from gradscale.demo.digits import load_digits
 
 CHANNELS, DEPTH, BATCH_SIZE = 8, 8, 16
 

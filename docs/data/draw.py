@@ -1,7 +1,7 @@
 """Draws the pictures of the pages under Learn from what `record.py` has recorded.
 
 Command:  python docs/data/draw.py [--out FOLDER]
-Needs:    pip install "gradscale[demo]"
+Needs:    pip install ".[demo]"
 Writes:   docs/images/<name>.svg for light pages and <name>-dark.svg for dark ones, both without a background.
 """
 

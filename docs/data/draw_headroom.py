@@ -1,7 +1,7 @@
 """Draws how `Headroom` sets the scale, for the page on policies: the rule itself, stepped over made-up gradients.
 
 Command:  python docs/data/draw_headroom.py [--out FOLDER]
-Needs:    pip install "gradscale[demo]"
+Needs:    pip install ".[demo]"
 Writes:   docs/images/headroom.png, on white.
 """
 
@@ -86,10 +86,15 @@ def draw() -> Figure:
     )
     lower.text(3300, 17.4, "ceiling", color=CEILING)
     lower.text(3300, 14.4, "scale", color=SCALE)
-    lower.text(5700, 10.6, "each clean step raises the\nceiling by top / 131072", color=CEILING)
+    lower.text(
+        5500,
+        7.6,
+        "each clean step raises the\nceiling by top / 131072, or\ndoubles it where it is\n20 bits below top",
+        color=CEILING,
+    )
     lower.set_xlabel("step")
     _ticks(upper, range(-12, 1, 4))
-    _ticks(lower, range(4, 25, 4))
+    _ticks(lower, range(0, 25, 4))
     upper.set_ylim(-12.5, 0)
     for axes in (upper, lower):
         axes.margins(x=0.01)

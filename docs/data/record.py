@@ -1,10 +1,10 @@
 """Records what the pages under Learn show: gradient histograms of real training runs, and one FP16 run with overflows.
 
-Command:  python docs/data/record.py
-Needs:    pip install "gradscale[demo,torch]"
+Command:  python -m docs.data.record
+Needs:    pip install ".[demo,torch]"
 Writes:   docs/data/histograms.json and docs/data/dynamic_run.json. Takes about a minute on two CPU cores.
 
-The models, data, seeds and numbers of steps are those of `gradscale demo`. The gradients are those of the FP32 runs, of
+The models, data, seeds and numbers of steps are those of `make demo`. The gradients are those of the FP32 runs, of
 parameters and of activations, read at every tenth step, unscaled. Another machine rounds sums in another order, so its
 counts differ a little.
 """
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from examples.demo.loop import SAMPLE_EVERY, Recipe
+from examples.demo.with_torch import TorchTrainer, load
 from torch import nn
 
 from gradscale import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, Dynamic, NoScaling
-from gradscale.demo.torch.train import TorchTrainer, load
-from gradscale.demo.train import SAMPLE_EVERY, Recipe
 from gradscale.histogram import EXPONENTS, ExponentHistogram, exponent_histogram
 
 HERE = Path(__file__).parent

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from gradscale._elsewhere import refuse
 from gradscale._version import __version__
 from gradscale.engine.decide import Outcome, decide
 from gradscale.engine.health import Condition, Health
+from gradscale.engine.hints import refuse_name
 from gradscale.engine.result import Status
 from gradscale.formats import BF16, FORMATS, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format, get_format
 from gradscale.peers import export_state, import_state, preset
@@ -54,4 +54,4 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker would take any name for known
 
     def __getattr__(name: str) -> object:
-        refuse(name, __all__)
+        refuse_name(name, __all__)

@@ -15,7 +15,7 @@ class MissingExtra(ModuleNotFoundError):
 
 
 def how_to_install(extra: str) -> str:
-    """Returns the command that installs an extra, and what else there is to know."""
+    """Returns the command that adds an extra to the gradscale that is installed, and what else there is to know."""
     return INSTALL.get(extra, f'pip install "gradscale[{extra}]"')
 
 

@@ -1,20 +1,86 @@
-"""Settings and numbers as text, for `repr` and messages: no longer than what a user would write."""
+"""Values as text, for `repr` and messages: no longer than what a user would write, whatever a file holds."""
 
-import dataclasses
+import difflib
 import math
-from contextlib import suppress
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from gradscale._shown import short
-from gradscale.formats import Format
-
-PLAIN = bool | int | float | str | Format | None
-"""What is compared with a default. Arrays are not: that has many answers, or synchronizes."""
+MOST_KEYS = 20
+"""Keys that a message lists. The longest list that a system saves, Paddle's, has 8."""
 
 LONGEST = 7
 """Characters of a power of two that is written in decimals, such as 65536.0 and 0.03125."""
+
+
+class _Short(reprlib.Repr):
+    """Python's own short forms, and those of values that it would spell out before it cuts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2  # six items on each of six levels would be 46,656
+        self.maxother = 120
+        self.maxstring = 80
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        """Returns the start of `value`: four characters for each byte would be made otherwise."""
+        del level
+        return repr(value) if len(value) <= self.maxstring else f"{value[: self.maxstring]!r}..."
+
+    repr_bytearray = repr_bytes
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Returns the digits of `x`, or their size where Python would need quadratic time or refuse."""
+        return super().repr_int(x, level) if x.bit_length() <= 1024 else f"<{x.bit_length()} bits>"
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """Returns the first items of `x`. Python's own form sorts all keys."""
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
+
+
+_SHORT = _Short()
+
+
+def short(value: Any) -> str:
+    """Returns `repr(value)`, cut short."""
+    return _SHORT.repr(value)
+
+
+def shown(value: Any) -> str:
+    """Returns a value and its type, cut short.
+
+    >>> shown("x" * 1000)[-5:]
+    '(str)'
+    """
+    return f"{short(value)} ({type(value).__name__})"
+
+
+def shown_keys(keys: Iterable[Any]) -> str:
+    """Returns keys as a sorted list of strings, the first 20 of them.
+
+    >>> shown_keys({"scale": 1, "growth_factor": 2})
+    "['growth_factor', 'scale']"
+    """
+    ordered = sorted(map(str, keys))
+    more = f", and {len(ordered) - MOST_KEYS} more" if len(ordered) > MOST_KEYS else ""
+    return f"[{', '.join(map(short, ordered[:MOST_KEYS]))}{more}]"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns ` Did you mean 'x'?` with the known name that is most like `name`, or nothing where none is.
+
+    >>> did_you_mean("dynamc", ["dynamic", "static"])
+    " Did you mean 'dynamic'?"
+    >>> did_you_mean("xyz", ["dynamic", "static"])
+    ''
+    """
+    # Compared without case, and cut: the name may come from a file or a program.
+    by_lower = {each.lower(): each for each in known}
+    nearest = difflib.get_close_matches(name.lower()[:80], by_lower, n=1)
+    return f" Did you mean {by_lower[nearest[0]]!r}?" if nearest else ""
 
 
 def number_text(value: Any) -> str:
@@ -38,32 +104,16 @@ def number_text(value: Any) -> str:
     return single if float(np.float32(single)) == value and len(single) < len(text) else text
 
 
-def settings_text(record: Any) -> str:
-    """Returns a dataclass with the settings that are not the default, as it would be written.
+def scaler_text(name: str, about: Sequence[str], state: Any, last: Any, shown: Callable[[Any], Any]) -> str:
+    """Returns the text of a scaler, for its `repr`: the same on every adapter.
 
-    >>> from gradscale.policies.dynamic import Dynamic
-    >>> settings_text(Dynamic(growth_interval=100, min_scale=2.0**-24))
-    'Dynamic(growth_interval=100, min_scale=2**-24)'
+    Args:
+        name: its class.
+        about: what comes first, such as the text of its policy.
+        state: what has its `scale`, `applied` and `skipped`.
+        last: the result of the last step; None if there is none.
+        shown: returns a number that is in host memory, and the text `<on ...>` for one that is not.
     """
-    fields = [field for field in dataclasses.fields(record) if field.init]
-    values = {field.name: getattr(record, field.name) for field in fields}
-    missing = dataclasses.MISSING
-    required = [field.name for field in fields if field.default is missing and field.default_factory is missing]
-    usual: Any = None
-    if all(isinstance(values[name], PLAIN) for name in required):
-        with suppress(TypeError, ValueError):  # what is required may not fit the defaults
-            # As settings are rounded and converted when a policy is made, so are its defaults.
-            usual = type(record)(**{name: values[name] for name in required})
-    changed = [name for name in values if name in required or usual is None or not _same(record, usual, name)]
-    return f"{type(record).__name__}({', '.join(f'{name}={_value(values[name])}' for name in changed)})"
-
-
-def _same(record: Any, usual: Any, name: str) -> bool:
-    value = getattr(record, name)
-    return isinstance(value, PLAIN) and value == getattr(usual, name)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Format):
-        return value.name
-    return short(value) if isinstance(value, str) else number_text(value)
+    numbers = [f"{field}={number_text(shown(getattr(state, field)))}" for field in ("scale", "applied", "skipped")]
+    status = [] if last is None else [f"last={last.status_text()}"]
+    return f"{name}({', '.join([*about, *numbers, *status])})"

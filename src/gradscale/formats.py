@@ -7,8 +7,7 @@ from typing import Any, cast
 import ml_dtypes
 import numpy as np
 
-from gradscale._nearest import did_you_mean
-from gradscale._shown import short
+from gradscale._text import did_you_mean, short
 
 FloatArray = np.ndarray[Any, Any]
 

@@ -5,12 +5,12 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Literal, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from gradscale._shown import short, shown, shown_keys
-from gradscale._text import settings_text
+from gradscale._text import number_text, short, shown, shown_keys
 from gradscale.formats import Format, get_format
 
 R = TypeVar("R")
@@ -23,6 +23,9 @@ OTHER_KEYS = (
     "Load it with that version, or leave it out and start with a new one."
 )
 """What to do about a saved record whose keys are not those of its class."""
+
+Plain = bool | int | float | str | Format | None
+"""What is compared with a default. Arrays are not: that has many answers, or synchronizes."""
 
 Array = Any
 """An array or scalar of the framework that runs the rule: numpy, torch, JAX, TensorFlow."""
@@ -76,6 +79,39 @@ class Record:
         hints = get_type_hints(cls)
         names = fields(cls)
         return cls(**{field.name: _read(cls, field, hints[field.name], body[field.name]) for field in names})
+
+
+def settings_text(record: Any) -> str:
+    """Returns a dataclass with the settings that are not the default, as it would be written; all else cut short.
+
+    >>> from gradscale.policies.dynamic import Dynamic
+    >>> settings_text(Dynamic(growth_interval=100, min_scale=2.0**-24))
+    'Dynamic(growth_interval=100, min_scale=2**-24)'
+    """
+    if not dataclasses.is_dataclass(record):
+        return short(record)
+    settings = [field for field in dataclasses.fields(record) if field.init]
+    values = {field.name: getattr(record, field.name) for field in settings}
+    missing = dataclasses.MISSING
+    required = [field.name for field in settings if field.default is missing and field.default_factory is missing]
+    usual: Any = None
+    if all(isinstance(values[name], Plain) for name in required):
+        with suppress(TypeError, ValueError):  # what is required may not fit the defaults
+            # As settings are rounded and converted when a policy is made, so are its defaults.
+            usual = type(record)(**{name: values[name] for name in required})
+    changed = [name for name in values if name in required or usual is None or not _is_same(record, usual, name)]
+    return f"{type(record).__name__}({', '.join(f'{name}={_setting_text(values[name])}' for name in changed)})"
+
+
+def _is_same(record: Any, usual: Any, name: str) -> bool:
+    value = getattr(record, name)
+    return isinstance(value, Plain) and value == getattr(usual, name)
+
+
+def _setting_text(value: Any) -> str:
+    if isinstance(value, Format):
+        return value.name
+    return short(value) if isinstance(value, str) else number_text(value)
 
 
 def fields(record: Any) -> tuple[dataclasses.Field[Any], ...]:
@@ -132,13 +168,15 @@ def _as_leaf(value: Any) -> np.ndarray[Any, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Returns `value` as what JSON can hold: plain numbers, strings and lists; infinity and NaN as "inf" and "nan"."""
+    """Returns `value` as what JSON can hold: plain values, lists and dicts of them; infinity and NaN are strings."""
     if isinstance(value, Format):
         return value.name
     if isinstance(value, str | None):
         return value
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in cast(Mapping[Any, Any], value).items()}
     bare = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(bare, list):
+    if isinstance(bare, list | tuple):
         return [plain(item) for item in cast(list[Any], bare)]
     return str(bare) if isinstance(bare, float) and not math.isfinite(bare) else bare
 

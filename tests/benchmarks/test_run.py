@@ -1,4 +1,4 @@
-"""`benchmarks/run.py`: what it prints, writes and ends with. No figure is asserted but those a test made up."""
+"""`python -m benchmarks.run`: what it prints, writes and ends with. No figure is asserted but those a test made up."""
 
 import json
 import subprocess
@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from benchmarks.busy import one_core_busy
+from benchmarks.plots import BARS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 
 MADE_UP = """
-from rows import Row, compared
+from benchmarks.rows import Row, compared
 
 def rows(quick):
     return [
@@ -33,7 +34,7 @@ def made_up(tmp_path: Path) -> Path:
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", str(FOLDER / "run.py"), *map(str, arguments)]
+    command = [sys.executable, "-W", "error", "-m", "benchmarks.run", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
@@ -134,10 +135,15 @@ def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path) -> None:
 
 
 def test_plots_are_drawn(made_up: Path, tmp_path: Path) -> None:
-    goals, growth = tmp_path / "goals.png", tmp_path / "growth.png"
-    done = run(made_up, "--plot", goals, "--growth", growth)
+    bars, growth = tmp_path / "bars.png", tmp_path / "growth.png"
+    done = run(made_up, "--plot", bars, "--growth", growth)
     assert done.returncode == 0, done.stderr
-    assert {path.read_bytes()[:8] for path in (goals, growth)} == {b"\x89PNG\r\n\x1a\n"}
+    assert {path.read_bytes()[:8] for path in (bars, growth)} == {b"\x89PNG\r\n\x1a\n"}
+
+
+def test_every_row_of_the_bars_was_measured_in_the_published_run() -> None:
+    published = json.loads((ROOT / "benchmarks" / "results.json").read_text())["rows"]
+    assert BARS.keys() <= {(row["benchmark"], row["baseline"]) for row in published if row["quartiles"]}
 
 
 def test_the_process_that_keeps_a_core_busy_ends_with_the_block_even_by_an_error() -> None:

@@ -271,6 +271,24 @@ def test_frozen_parameters_have_no_gradients() -> None:
     assert [tuple(tensor.shape) for tensor in found.biases] == [(1,)]
 
 
+def test_a_loss_in_fp16_has_a_gradient_that_the_scale_must_leave_room_for() -> None:
+    model = nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    inputs = torch.full((1, 1), 2.0**-10)
+    in_fp16 = exact_gradients(model, lambda: (model(inputs) * 2.0**-5).mean())
+    in_float32 = exact_gradients(model, lambda: model(inputs).float().mean() * 2.0**-5)
+    assert [tensor.amax().item() for tensor in in_fp16.between] == [2.0**-5, 1.0, 1.0]
+    assert (in_fp16.amax, in_float32.amax) == (1.0, 2.0**-5)
+    assert [each.tolist() for each in in_fp16.tensors] == [each.tolist() for each in in_float32.tensors]
+
+
+def test_logits_that_are_divided_in_fp16_have_larger_gradients_than_the_module() -> None:
+    model = nn.Linear(1, 1)
+    found = exact_gradients(model, lambda: (model(torch.zeros(1, 1)) / 8).float().sum())
+    assert (found.tensors[0].item(), found.amax) == (0.125, 1.0)
+
+
 def test_gradients_have_no_largest_if_one_is_nan() -> None:
     assert math.isnan(Gradients([torch.ones(2), torch.tensor([1.0, math.nan])], [torch.ones(1)]).amax)
 
@@ -278,7 +296,7 @@ def test_gradients_have_no_largest_if_one_is_nan() -> None:
 def test_a_step_whose_gradients_are_all_zero_has_a_largest_of_zero_and_loses_nothing() -> None:
     measures = Measures()
     model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
-    found = exact_gradients(model, lambda: (model(torch.ones(1, 1)) * 0).sum())
+    found = exact_gradients(model, lambda: (model(torch.ones(1, 1)).float() * 0).sum())
     measures.note_gradients(found, FP16, 1.0, counts=True)
     assert (found.amax, measures.amax, measures.lost) == (0, [0], [])
 

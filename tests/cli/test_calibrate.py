@@ -90,7 +90,7 @@ def test_the_losses_are_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("own_parts:only_a_model",), "must return a model, batches, a function of both"),
+        (("own_parts:only_a_model",), "must return (model, batches, loss_fn) or (model, batches, loss_fn, optimizer)"),
         (("own_parts:batches_that_are_none",), "Received: Sequential, int, function from own_parts"),
         (("own_parts:optimizer_that_is_none",), "Received: Sequential, list, function, float from own_parts"),
         (("own_parts",), "must be MODULE:FUNCTION"),

@@ -18,8 +18,7 @@ from typer.testing import CliRunner, Result
 
 from gradscale import __version__
 from gradscale.cli import app
-from gradscale.cli._requirements import CORE, Package, installed, packages_by_extra
-from gradscale.cli._trainers import TRAINERS
+from gradscale.cli._requirements import CORE, TRAINERS, Package, installed, packages_by_extra
 from gradscale.cli.doctor import Finding, devices, examine, examine_trainer
 
 DOCTOR = sys.modules["gradscale.cli.doctor"]

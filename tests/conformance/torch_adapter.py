@@ -10,7 +10,7 @@ from tests.conformance.adapters import NO_TABLES, Array, Difference, Step
 from tests.conformance.reported import reported
 
 from gradscale import Policy
-from gradscale.engine.saved_text import opened
+from gradscale.engine.saved import opened
 from gradscale.torch import LossScaler
 from gradscale.torch.compat import has_grad_dtype
 

@@ -1,27 +1,44 @@
 """What holds for the five recipes in the demo of every framework with one model."""
 
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from examples.demo import __main__, load_demo, loop
+from examples.demo.loop import compare
+from examples.demo.runs import Run
 
-from gradscale.cli.demo import demo
-from gradscale.demo import Run, compare, load_demo, train
 from gradscale.histogram import best_static_scale, overflow_share
 
 RECIPES = ("FP32", "FP16 unscaled", "FP16 Static", "FP16 Headroom", "FP16 Dynamic")
 
-app = typer.Typer()
-app.command()(demo)
+
+class Shown(NamedTuple):
+    """What the program printed, and its exit code."""
+
+    exit_code: Any
+    stdout: str
+    stderr: str
+
+
+def invoke(*arguments: Any) -> Shown:
+    """Runs `python -m examples.demo` with arguments."""
+    code: Any = 0
+    with redirect_stdout(StringIO()) as stdout, redirect_stderr(StringIO()) as stderr:
+        try:
+            __main__.main([str(argument) for argument in arguments])
+        except SystemExit as ended:
+            code = ended.code
+    return Shown(code, stdout.getvalue(), stderr.getvalue())
 
 
 def compared(framework: str, steps: int, seed: int = 0) -> list[Run]:
     """Returns the runs of a demo with one model, whose gradients are compared with FP32's at every step."""
     demo = load_demo(framework)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "SAMPLE_EVERY", 1)
+        patch.setattr(loop, "SAMPLE_EVERY", 1)
         (comparison,) = compare(demo, dict.fromkeys(demo.steps, steps), seed, lambda model, recipe: None)
     return list(comparison.runs)
 
@@ -88,7 +105,7 @@ class FiveRecipes:
 
     def test_the_command_trains_and_writes_the_plot(self, tmp_path: Path) -> None:
         plot = tmp_path / "plot.png"
-        shown: Any = CliRunner().invoke(app, ["--framework", self.framework, "--steps", "1", "--out", str(plot)])
-        assert shown.exit_code == 0
-        assert self.score in shown.output
+        shown = invoke("--framework", self.framework, "--steps", 1, "--out", plot)
+        assert shown.exit_code == 0, shown.stderr
+        assert self.score in shown.stdout
         assert plot.stat().st_size > 1000

@@ -4,15 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples.demo import with_numpy
+from examples.demo.data import CLASSIFIER_WEIGHT
+from examples.demo.with_numpy import Adam, Params, half, init_params, run_pass, single, wide
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gradscale.demo.digits import CLASSIFIER_WEIGHT
-from gradscale.demo.numpy import model
-from gradscale.demo.numpy.adam import Adam
-from gradscale.demo.numpy.model import Params, init_params, run_pass
-from gradscale.demo.numpy.precision import half, single, wide
 from gradscale.numpy.tree import mapped, named_arrays
 
 Array = np.ndarray[Any, Any]
@@ -59,7 +57,7 @@ def batch() -> tuple[Params, Array, Array]:
 def test_gradients_are_the_slope_of_the_loss(
     batch: tuple[Params, Array, Array], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "CLASSIFIER_WEIGHT", 1.0)  # so that both parts are seen
+    monkeypatch.setattr(with_numpy, "CLASSIFIER_WEIGHT", 1.0)  # so that both parts are seen
     params, images, labels = batch
     rng = np.random.default_rng(1)
     direction = mapped(params, lambda _, array: rng.standard_normal(array.shape).astype(np.float32))

@@ -1,28 +1,23 @@
-"""The demo as a whole: the comparison, the table, the plot, and the subcommand."""
+"""The demo as a whole: the comparison, the table, the plot, and the program."""
 
 import io
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import typer
+from examples.demo import FRAMEWORKS, __main__, load_demo
+from examples.demo.data import AUTOENCODER, TEST_DIGITS, Digits, load_digits
+from examples.demo.loop import SEEDS, compare
+from examples.demo.runs import Comparison, Gradients, Run, Step
+from examples.demo.show import make_table, save_plot, smoothed
 from rich.console import Console
-from tests.demo.five_recipes import RECIPES, compared
-from typer.testing import CliRunner
+from tests.demo import five_recipes
+from tests.demo.five_recipes import RECIPES, Shown, compared
 
-from gradscale._extras import MissingExtra, installed
-from gradscale.cli.demo import demo
-from gradscale.demo import FRAMEWORKS, Comparison, Run, compare, extra, load_demo
-from gradscale.demo.digits import AUTOENCODER, TEST_SIZE, Digits, load_digits
-from gradscale.demo.extra import check_extra
-from gradscale.demo.plot import save_plot, smoothed
-from gradscale.demo.run import Gradients, Step
-from gradscale.demo.table import make_table
-from gradscale.demo.train import SEEDS
+from gradscale._extras import installed
 from gradscale.histogram import best_static_scale, overflow_share
 
 STEPS = 12
@@ -39,7 +34,7 @@ def runs() -> list[Run]:
 
 
 def test_the_digits_are_split_and_none_is_in_both_parts(digits: Digits) -> None:
-    assert (len(digits.images), len(digits.test_images)) == (1797 - TEST_SIZE, TEST_SIZE)
+    assert (len(digits.images), len(digits.test_images)) == (1797 - TEST_DIGITS, TEST_DIGITS)
     assert (digits.images.dtype, digits.images.min(), digits.images.max()) == (np.float32, 0.0, 1.0)
     other = load_digits(seed=1)
     together = np.concatenate([digits.images, digits.test_images])
@@ -132,18 +127,14 @@ def test_smoothing_starts_at_the_first_value_and_skips_what_is_not_finite() -> N
     assert smoothed([2.0, 2.0, float("inf"), float("nan"), 3.0]) == pytest.approx([2.0, 2.0, 2.0, 2.0, 2.1])
 
 
-app = typer.Typer()
-app.command()(demo)
-
-
-def invoke(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, ["--framework", "numpy", *(str(argument) for argument in arguments)])
+def invoke(*arguments: Any) -> Shown:
+    return five_recipes.invoke("--framework", "numpy", *arguments)
 
 
 def test_the_command_trains_and_writes_the_plot(tmp_path: Path) -> None:
     shown = invoke("--steps", 3, "--seed", 1, "--out", tmp_path / "new" / "plot.svg")
     assert shown.exit_code == 0
-    assert all(recipe in shown.output for recipe in RECIPES)
+    assert all(recipe in shown.stdout for recipe in RECIPES)
     assert (tmp_path / "new" / "plot.svg").stat().st_size > 1000
 
 
@@ -157,7 +148,7 @@ def test_the_command_announces_the_time_and_ends_with_a_verdict(tmp_path: Path) 
 @pytest.mark.parametrize("framework", [name for name, needed in FRAMEWORKS.items() if all(map(installed, needed))])
 def test_the_announcement_fits_80_columns(framework: str) -> None:
     demo = load_demo(framework)
-    announced = sys.modules["gradscale.cli.demo"]._announcement(demo, demo.steps)
+    announced = __main__.announcement(demo, demo.steps)
     assert max(map(len, announced.splitlines())) <= 80
 
 
@@ -186,15 +177,17 @@ def test_command_that_is_interrupted_leaves_no_file_and_no_folder(
         assert not any(tmp_path.iterdir())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["gradscale.cli.demo"], "_train", interrupted)
-    invoke("--steps", 1, "--out", tmp_path / "new" / "sub" / "plot.png")
+    monkeypatch.setattr(__main__, "train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        invoke("--steps", 1, "--out", tmp_path / "new" / "sub" / "plot.png")
     assert not any(tmp_path.iterdir())
 
 
 def test_check_of_the_plot_keeps_an_older_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "plot.png").write_text("older")
-    monkeypatch.setattr(sys.modules["gradscale.cli.demo"], "_train", lambda *_, **__: 1 / 0)
-    invoke("--steps", 1, "--out", tmp_path / "plot.png")
+    monkeypatch.setattr(__main__, "train", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        invoke("--steps", 1, "--out", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_text() == "older"
 
 
@@ -214,8 +207,8 @@ def test_a_folder_gets_a_plot_of_its_own(tmp_path: Path) -> None:
         ),
         (("--out", "/dev/null/plot.png"), "`--out` must be in a folder, and /dev/null is a file. Received: /dev/null/"),
         (("--out", "/dev/null"), "`--out` must be a folder, or a file that ends in .png or .svg. Received: /dev/null."),
-        (("--steps", 0), "--steps"),
-        (("--seed", -1), "--seed"),
+        (("--steps", 0), "`--steps` must be at least 1. Received: 0."),
+        (("--seed", -1), "`--seed` must be at least 0. Received: -1."),
         (("--model", "gpt"), "`--model` must be one of all, autoencoder. Received: 'gpt'."),
         (("--framework", "caffe"), f"`--framework` must be one of {', '.join(FRAMEWORKS)}. Received: 'caffe'."),
     ],
@@ -224,28 +217,27 @@ def test_a_mistake_is_reported_without_a_traceback(arguments: tuple[Any, ...], t
     shown = invoke(*arguments)
     assert shown.exit_code == 2
     assert text in shown.stderr
-    assert isinstance(shown.exception, SystemExit)
 
 
 @pytest.mark.parametrize("missing", [("torch", "jax", "keras"), ("torch", "optax", "keras")])
 def test_without_torch_keras_and_all_of_jax_the_command_takes_numpy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: tuple[str, ...]
 ) -> None:
-    for module in (sys.modules["gradscale._extras"], sys.modules["gradscale.cli.demo"]):
-        monkeypatch.setattr(module, "installed", lambda name: name not in missing and installed(name))
-    shown = CliRunner().invoke(app, ["--steps", "1", "--out", str(tmp_path)])
-    assert (shown.exit_code, "autoencoder" in shown.output) == (0, True)
-    asked_for = CliRunner().invoke(app, ["--framework", "torch", "--out", str(tmp_path)])
-    assert asked_for.exit_code == 1
-    assert asked_for.stderr.startswith("Error: `--framework torch` needs torch, which is not installed. Run: pip ")
+    monkeypatch.setattr(
+        __main__, "_missing", lambda *needed: [name for name in needed if name in missing or not installed(name)]
+    )
+    shown = five_recipes.invoke("--steps", 1, "--out", tmp_path)
+    assert (shown.exit_code, "autoencoder" in shown.stdout) == (0, True)
+    asked_for = five_recipes.invoke("--framework", "torch", "--out", tmp_path)
+    assert asked_for.exit_code == 2
+    assert "`--framework torch` needs torch, not installed here. From the clone: pip install" in asked_for.stderr
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extra, "PACKAGES", ("numpy", "no_such_package"))
-    with pytest.raises(MissingExtra, match=r'The demo needs no_such_package, .* pip install "gradscale\[demo\]"'):
-        check_extra()
+    monkeypatch.setattr(__main__, "PACKAGES", ("numpy", "no_such_package"))
     shown = invoke()
-    assert (shown.exit_code, "gradscale[demo]" in shown.stderr) == (1, True)
+    assert shown.exit_code == 2
+    assert "needs no_such_package, not installed here. From the clone: pip install '.[demo,numpy]'." in shown.stderr
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The demo in Keras, on the first backend that is installed: its runs, and the subcommand."""
+"""The demo in Keras, on the first backend that is installed: its runs, and the program."""
 
 import os
 import subprocess
@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples.demo import FRAMEWORKS, load_demo
 from tests.demo.five_recipes import FiveRecipes, compared
-
-from gradscale.demo import FRAMEWORKS, load_demo
 
 if find_spec("keras") is None:
     pytest.skip("Keras is not installed", allow_module_level=True)
 
 # Keras is not imported before this, so that it runs on the backend that the demo chooses.
-from gradscale.demo.keras import backend
+from examples.demo import with_keras
 
 keras: Any = sys.modules["keras"]
 
@@ -25,6 +24,7 @@ keras: Any = sys.modules["keras"]
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 
 
+@pytest.mark.slow
 class TestKeras(FiveRecipes):
     framework, model, score, lost = "keras", "autoencoder", "accuracy", 0.4
 
@@ -36,24 +36,25 @@ def test_keras_comes_before_numpy_which_is_always_there() -> None:
 
 def test_the_chosen_backend_is_taken_and_the_environment_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KERAS_BACKEND", raising=False)
-    assert backend.import_keras() == keras.config.backend()
+    assert with_keras.import_keras() == keras.config.backend()
     assert "KERAS_BACKEND" not in os.environ
 
 
 def test_no_backend_at_all_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KERAS_BACKEND", raising=False)
     monkeypatch.delitem(sys.modules, "keras")
-    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    monkeypatch.setattr(with_keras, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"Keras runs on one of torch, jax, tensorflow\. Received none that is i"):
-        backend.import_keras()
+        with_keras.import_keras()
 
 
 def test_a_backend_that_cannot_train_is_reported_in_a_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gradscale", "demo", "--framework", "keras", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "examples.demo", "--framework", "keras", "--out", str(tmp_path)]
     shown = subprocess.run(command, env=os.environ | {"KERAS_BACKEND": "numpy"}, capture_output=True, text=True)
     assert shown.returncode == 2
     assert shown.stderr.splitlines()[-1] == (
-        "Error: Keras must run on one of torch, jax, tensorflow. Received: numpy. Set KERAS_BACKEND."
+        "python -m examples.demo: error: "
+        "Keras must run on one of torch, jax, tensorflow. Received: numpy. Set KERAS_BACKEND."
     )
 
 

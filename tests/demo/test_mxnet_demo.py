@@ -1,16 +1,16 @@
-"""The demo in MXNet: its model, its runs, and the subcommand."""
+"""The demo in MXNet: its model, its runs, and the program."""
 
 from typing import Any
 
 import numpy as np
 import pytest
+from examples.demo import load_demo
+from examples.demo.runs import Run
 from tests.demo.five_recipes import FiveRecipes, compared
-
-from gradscale.demo import Run, load_demo
 
 mx = pytest.importorskip("mxnet")
 
-from gradscale.demo.mxnet.model import Autoencoder, losses_of  # noqa: E402
+from examples.demo.with_mxnet import Autoencoder, losses_of  # noqa: E402
 
 
 class TestMXNet(FiveRecipes):

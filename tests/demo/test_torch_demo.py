@@ -1,33 +1,25 @@
-"""The demo in PyTorch: its data, its models, its runs, and the subcommand."""
+"""The demo in PyTorch: its data, its models, its runs, and the program."""
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import typer
-from tests.demo.five_recipes import RECIPES
-from typer.testing import CliRunner
+from examples.demo import load_demo, loop
+from examples.demo.data import AHEAD_WEIGHT, LENGTH, SEQUENCES, VOCABULARY, Text, load_digits, load_text
+from examples.demo.loop import Stopped, Workers
+from examples.demo.runs import Comparison, Run
+from tests.demo.five_recipes import RECIPES, invoke
 
-from gradscale.cli.demo import demo
-from gradscale.demo import Run, load_demo, train
-from gradscale.demo import compare as compare_runs
-from gradscale.demo.digits import load_digits
-from gradscale.demo.run import Comparison
-from gradscale.demo.text import AHEAD_WEIGHT, LENGTH, SEQUENCES, VOCABULARY, Text, load_text
-from gradscale.demo.train import Tick
-from gradscale.demo.workers import Stopped, Workers
+from gradscale.formats import FP16
 
 torch = pytest.importorskip("torch")
 
-from gradscale.demo.torch.cnn import DigitsTask  # noqa: E402
-from gradscale.demo.torch.gpt import GPT  # noqa: E402
-from gradscale.demo.torch.language import LanguageTask, draw_from  # noqa: E402
-from gradscale.formats import FP16  # noqa: E402
+from examples.demo.with_torch import GPT, DigitsTask, LanguageTask, draw_from  # noqa: E402
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -35,13 +27,13 @@ STEPS = 3
 MODELS = ("cnn", "gpt")
 
 
-def compare(plan: Mapping[str, int], seed: int, tick: Tick) -> list[Comparison]:
-    return compare_runs(load_demo("torch"), plan, seed, tick)
+def compare(plan: Mapping[str, int], seed: int, tick: Callable[[str, str], None]) -> list[Comparison]:
+    return loop.compare(load_demo("torch"), plan, seed, tick)
 
 
 def compared(steps: int = STEPS, seed: int = 0) -> dict[str, list[Run]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "SAMPLE_EVERY", 1)
+        patch.setattr(loop, "SAMPLE_EVERY", 1)
         comparisons = compare(dict.fromkeys(MODELS, steps), seed, lambda model, recipe: None)
     return {comparison.subject.model: list(comparison.runs) for comparison in comparisons}
 
@@ -203,27 +195,19 @@ def test_work_whose_result_is_not_needed_is_stopped() -> None:
     assert isinstance(futures[0].exception(), Stopped)
 
 
-app = typer.Typer()
-app.command()(demo)
-
-
-def invoke(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def test_the_command_takes_torch_where_it_is_installed(tmp_path: Path) -> None:
     shown = invoke("--steps", 1, "--out", tmp_path / "plot.png")
     assert shown.exit_code == 0
-    assert "cnn" in shown.output
-    assert "perplexity" in shown.output
+    assert "cnn" in shown.stdout
+    assert "perplexity" in shown.stdout
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_one_model_can_be_chosen(tmp_path: Path) -> None:
     shown = invoke("--steps", 1, "--model", "gpt", "--out", tmp_path)
     assert shown.exit_code == 0
-    assert "perplexity" in shown.output
-    assert "cnn" not in shown.output
+    assert "perplexity" in shown.stdout
+    assert "cnn" not in shown.stdout
 
 
 def test_an_unknown_model_is_refused_with_the_known_ones(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from gradscale.demo.run import Comparison, Run, Subject
-from gradscale.demo.verdict import verdict
+from examples.demo.runs import Comparison, Run, Subject
+from examples.demo.show import verdict
 
 SUBJECT = Subject("cnn", "Loss", {"accuracy": ".0%"}, "")
 

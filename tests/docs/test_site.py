@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from tests.docs.browser import Page
 
+pytestmark = pytest.mark.slow  # the site is built
+
 
 @pytest.fixture
 def learn(page: Page, site: Path) -> Page:
@@ -19,12 +21,21 @@ def learn(page: Page, site: Path) -> Page:
     ("word", "found_on"), [("hysteresis", "glossary.html"), ("bfloat16", "glossary.html"), ("poll", "faq.html")]
 )
 def test_search_finds_a_word_without_a_server(learn: Page, word: str, found_on: str) -> None:
-    query = "document.querySelector('.md-search__input')"
-    learn.run(f"{query}.focus()")
-    learn.run(f"{query}.value = '{word}'; {query}.dispatchEvent(new Event('keyup', {{ bubbles: true }}))")
+    search(learn, word)
     learn.wait(
         f"[...document.querySelectorAll('.md-search-result__link')].some(link => link.href.includes('{found_on}'))"
     )
+
+
+def test_search_for_gradient_clipping_finds_the_page_about_pytorch_first(learn: Page) -> None:
+    search(learn, "gradient clipping")
+    learn.wait("document.querySelector('.md-search-result__link')?.href.includes('use/torch.html')")
+
+
+def search(page: Page, words: str) -> None:
+    query = "document.querySelector('.md-search__input')"
+    page.run(f"{query}.focus()")
+    page.run(f"{query}.value = '{words}'; {query}.dispatchEvent(new Event('keyup', {{ bubbles: true }}))")
 
 
 def test_no_link_of_a_page_starts_at_the_root_of_the_disk(site: Path) -> None:
@@ -77,7 +88,16 @@ def test_every_picture_has_an_alternative_text(page: Page, site: Path, name: str
 
 
 @pytest.mark.parametrize(
-    "name", ["learn/what_is_loss_scaling", "learn/slider", "learn/glossary", "understand/research", "notebooks/learn"]
+    "name",
+    [
+        "index",
+        "learn/what_is_loss_scaling",
+        "learn/slider",
+        "learn/glossary",
+        "use/torch",
+        "understand/research",
+        "notebooks/learn",
+    ],
 )
 def test_pages_do_not_scroll_sideways_on_a_phone(page: Page, site: Path, name: str) -> None:
     page.resize(390, 844)

@@ -12,6 +12,8 @@ from gradscale.histogram import best_static_scale, lost_share, overflow_share, s
 
 HISTOGRAMS = recorded_histograms()
 
+pytestmark = pytest.mark.slow  # the site is built
+
 
 @pytest.fixture
 def slider(page: Page, site: Path) -> Page:

@@ -15,7 +15,7 @@ def _not_noted_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_logged_once_and_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
-        bf16.note_bf16("A scaler scales in BF16.", "Leave it out.")
+        bf16.note_bf16(Dynamic(), "A scaler scales in BF16.", "Leave it out.")
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert caplog.messages[0].startswith("A scaler scales in BF16. BF16 has the range of float32, ")
     assert "Leave it out. To go on skipping steps" in caplog.messages[0]
@@ -34,7 +34,6 @@ def test_it_is_logged_once_and_is_no_warning(caplog: pytest.LogCaptureFixture) -
         (Headroom(BF16), False),
     ],
 )
-def test_it_is_for_policies_that_scale_for_fp16(policy: Policy, noted: bool) -> None:
-    assert bf16.may_be_noted(policy) is noted
-    bf16.note_bf16("A scaler scales in BF16.", "Leave it out.")
-    assert not bf16.may_be_noted(policy)
+def test_it_is_for_policies_that_scale_for_fp16(policy: Policy, noted: bool, caplog: pytest.LogCaptureFixture) -> None:
+    bf16.note_bf16(policy, "A scaler scales in BF16.", "Leave it out.")
+    assert len(caplog.messages) == noted

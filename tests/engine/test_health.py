@@ -6,11 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gradscale.engine import health_log
 from gradscale.engine.culprits import Culprit
-from gradscale.engine.diagnosis import Weights
-from gradscale.engine.health import Condition, Health, Vitals, health_of
-from gradscale.engine.health_log import HealthLog
+from gradscale.engine.health import Condition, Health, HealthLog, Vitals, Weights, health_of
 from gradscale.engine.result import Status
 
 GOOD = Vitals(
@@ -120,7 +117,7 @@ def test_a_condition_that_lasts_is_logged_again_after_a_while(
 ) -> None:
     log = HealthLog()
     log.note(Health(Condition.STUCK, "", 1, 9))
-    monkeypatch.setattr(health_log, "EVERY_S", 0.0)
+    monkeypatch.setattr("gradscale.engine.health.EVERY_S", 0.0)
     log.note(Health(Condition.STUCK, "", 1, 9))
     log.note(Health(Condition.OK, "", 1, 9))
     log.note(Health(Condition.OK, "", 1, 9))

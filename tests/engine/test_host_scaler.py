@@ -8,11 +8,11 @@ import pytest
 
 from gradscale import Dynamic, Headroom, NoScaling, Static, Status
 from gradscale.engine.decide import Outcome
+from gradscale.engine.health import ScaleStuck
 from gradscale.engine.host_scaler import HostScaler
 from gradscale.engine.measurement import NOTHING_READ, Measurement
 from gradscale.engine.metrics import METRICS
 from gradscale.engine.result import StepResult
-from gradscale.engine.stuck import ScaleStuck
 
 
 class Scaler(HostScaler):

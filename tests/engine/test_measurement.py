@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradscale import Dynamic, Headroom, Histogram, NoScaling, Policy, Seen
-from gradscale.engine.measurement import AMAX_EVERY, Measurement, reads_amax, with_amax
+from gradscale.engine.measurement import Measurement, with_amax
 from gradscale.engine.plan import Plan
 from gradscale.policies.scalars import SCALARS
 
@@ -53,10 +53,6 @@ def test_an_overflow_elsewhere_counts() -> None:
 
 def test_what_was_not_read_keeps_the_default() -> None:
     assert measured(1.0).seen(SCALE, YES, np) == Seen(finite=YES, loss_finite=YES)
-
-
-def test_the_first_steps_read_amax_and_then_every_sixteenth() -> None:
-    assert [step for step in range(64) if reads_amax(step)] == [*range(AMAX_EVERY), 16, 32, 48]
 
 
 def test_amax_is_estimated_from_the_norm_by_the_last_ratio() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from gradscale import Status
 from gradscale.engine.culprits import Culprit
-from gradscale.engine.other_names import OF_RESULT
+from gradscale.engine.hints import OF_RESULT
 from gradscale.engine.result import StepResult
 
 

@@ -1,16 +1,16 @@
-"""A saved scaler: what is read is what was written, and a scale that no gradient can be divided by is refused."""
+"""A saved scaler: what is read is what was written, and anything else in its place is refused."""
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.stories import after, next_of
 
-from gradscale import CheckOnly, Dynamic, Headroom, NoScaling, Seen, preset
-from gradscale.engine.saved import check_state, read_saved, write_saved
-from gradscale.engine.saved_text import KEY, write_text
+from gradscale import CheckOnly, Dynamic, Headroom, NoScaling, Seen, Static, preset
+from gradscale.engine.saved import KEY, LARGEST_FILE, check_state, read_file, read_saved, write_saved, write_text
 from gradscale.numpy import LossScaler
 
 FLOAT64 = {
@@ -84,3 +84,36 @@ def test_a_check_alone_goes_through_a_saved_state() -> None:
 def test_a_check_alone_has_no_other_scale_than_one() -> None:
     with pytest.raises(ValueError, match=r"The scale of `CheckOnly` is 1.*Received: scale=1024\.0"):
         LossScaler(CheckOnly(), state=Dynamic(init_scale=1024.0).start())
+
+
+def test_what_was_written_comes_back(tmp_path: Path) -> None:
+    policy = Dynamic(init_scale=8.0)
+    (tmp_path / "scaler").write_text(json.dumps(write_saved(policy, policy.start())))
+    assert read_file(tmp_path / "scaler")[:2] == (policy, policy.start())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must name a JSON file"),
+        ("\xff", "must name a JSON file"),
+        ("[" * 100_000, "must name a JSON file"),
+        ('{"policy": ' + "9" * 10_000, "must name a JSON file"),
+        (" " * (LARGEST_FILE + 1), "takes at most 1048576 bytes"),
+        ("[]", "takes what `state_dict` returned. Received: list"),
+        ('{"policy": 1, "state": {}}', "`policy` of a saved LossScaler must be a mapping. Received: 1"),
+        (
+            json.dumps({"policy": Static(2.0).to_dict() | {"scale": "x"}, "state": {}}),
+            "`Static.scale` must be a number",
+        ),
+    ],
+)
+def test_anything_else_is_a_value_error(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "scaler").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=message):
+        read_file(tmp_path / "scaler")
+
+
+def test_a_file_without_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="/dev/zero, which is larger"):
+        read_file("/dev/zero")

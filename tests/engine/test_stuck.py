@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from gradscale.engine.culprits import Culprit
-from gradscale.engine.diagnosis import Weights, likely_cause
+from gradscale.engine.health import Progress, ScaleStuck, StuckCheck, Weights, likely_cause
 from gradscale.engine.result import Status
-from gradscale.engine.stuck import Progress, ScaleStuck, StuckCheck
 
 INF, NAN = math.inf, math.nan
 

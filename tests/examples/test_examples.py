@@ -16,22 +16,27 @@ EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "char_gpt.py", FOLDER / "
 SLOW = {
     "accelerate_loop",
     "jax_equinox_gpt",
+    "jax_many_devices",
     "jax_nnx_cnn",
+    "jax_scaled_optax",
     "jax_watch",
     "keras_custom_loop_jax",
     "keras_custom_loop_tf",
     "keras_custom_loop_torch",
     "keras_fit",
     "keras_watch",
+    "lightning_fabric",
+    "torch_ddp",
     "torch_fsdp2",
     "torch_fsdp2_tp",
+    "torch_gan",
     "torch_pipeline",
     "torch_qat_int8",
     "torch_rl_fp16",
     "transformers_trainer",
 }
 
-LONGEST = {"loss_scaling_in_200_lines": 200}
+LONGEST = {"loss_scaling_in_200_lines": 200, "torch_qat_int8": 84}
 """Most lines of examples that are longer than a screen."""
 
 CLOSING = re.compile(r"(?P<before>[\d.]+) -> (?P<after>[\d.]+)\b.*, skipped (?P<skipped>\d+) of (?P<steps>\d+)")

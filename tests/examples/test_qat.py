@@ -5,6 +5,8 @@ import re
 import pytest
 from tests.examples.run import lines_printed
 
+pytestmark = pytest.mark.slow  # as the example
+
 
 @pytest.fixture
 def printed() -> str:

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import mxnet as mx
 import numpy as np
 import pytest
+from examples.demo.with_mxnet import KeptDense
 from mxnet import autograd, gluon, nd
 from tests.mxnet.helpers import ONE, TWO
 
 from gradscale import Dynamic, NoScaling, Policy
-from gradscale.demo.mxnet.model import KeptDense
 from gradscale.mxnet import init_trainer, scale_loss
 
 STEPS = 40

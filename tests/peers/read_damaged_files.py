@@ -15,7 +15,7 @@ from tests.peers.damage import damaged_file
 from tests.peers.limits import limit_this_process
 
 from gradscale import Dynamic, replay
-from gradscale.engine.saved_file import read_file
+from gradscale.engine.saved import read_file
 from gradscale.peers import import_state
 from gradscale.policies.contract import ScaleState
 

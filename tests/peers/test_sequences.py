@@ -1,5 +1,6 @@
 """Every preset against scales that its system's own code produced."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,21 @@ def test_no_magnitude_of_a_step_that_overflowed_is_read(row: dict[str, Any]) -> 
         for size in (np.inf, 1.0, 0.0, np.nan)
     ]
     assert len({str(step.to_dict()) for step in steps}) == 1
+
+
+@pytest.mark.parametrize("row", ROWS + MORE_ROWS, ids=lambda row: row["id"])
+@pytest.mark.parametrize("finite", [True, False])
+def test_gradients_alone_move_the_scale_and_a_loss_that_is_not_finite_only_counts_as_a_skip(
+    row: dict[str, Any], finite: bool
+) -> None:
+    policy = preset(row["system"], row["class"], **row["config"])
+    state = next_of(policy, policy.start(), Seen(amax=np.float32(0.5)))
+    seen = Seen(finite=np.bool_(finite), amax=np.float32(0.5 if finite else np.inf))
+    moved, with_loss = next_of(policy, state, seen), next_of(policy, state, replace(seen, loss_finite=np.bool_(False)))
+    counts = {name: getattr(with_loss, name) for name in ("applied", "skipped", "consecutive_skips")}
+    assert str(replace(moved, **counts).to_dict()) == str(with_loss.to_dict())
+    if policy.needs:
+        assert (counts["skipped"], counts["consecutive_skips"]) == (1, 1)
 
 
 def test_every_system_but_those_without_runnable_code_has_rows() -> None:

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.peers.hostile_files import zip_of_fields
 from tests.peers.real_files import DEEPSPEED, ZERO_SCALER
 
-from gradscale.peers import _unpickle, _zip_member, import_state
-from gradscale.peers._stand_ins import UNREAD, StandIn
-from gradscale.peers._unpickle import unpickled
+from gradscale.peers import _unpickle, import_state
+from gradscale.peers._unpickle import UNREAD, StandIn, unpickled
 
 SCALER = ZERO_SCALER | {"raise_error_at_min_scale": True, "dynamic": True}
 
@@ -329,9 +329,19 @@ def test_a_zip_file_with_64_bit_sizes_is_read(monkeypatch: pytest.MonkeyPatch, m
 
 
 def test_a_zip_bomb_is_refused_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_zip_member, "LARGEST_MEMBER", 1000)
+    monkeypatch.setattr(_unpickle, "LARGEST_MEMBER", 1000)
     with pytest.raises(ValueError, match=r"must not be larger than 1000 bytes. Received: 5000"):
         unpickled(zip_of(archive=bytes(5000)))
+
+
+def test_a_zip_file_with_a_large_directory_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Received: .* \('more than 100000 members, or 8388608 bytes"):
+        unpickled(zip_of_fields(150))
+
+
+def test_half_a_character_does_not_get_into_a_message() -> None:
+    with pytest.raises(ValueError, match="a name is not a text"):
+        unpickled(b"\x8c\x03\xed\xa0\x80\x8c\x01a\x93.")
 
 
 def test_a_hostile_pickle_inside_a_zip_file_is_refused() -> None:

@@ -116,11 +116,20 @@ def test_a_later_one_lowers_both_by_12_bits() -> None:
     assert_state(state, scale=2**1, peak=1.0, ceiling=2**1, applied=16, skipped=1, consecutive_skips=1)
 
 
-def test_more_overflows_lower_both_and_the_scale_by_halves_from_20_bits_below_the_top_on() -> None:
+def test_each_further_overflow_lowers_both_by_4_bits() -> None:
     policy = Headroom(min_scale=2.0**-40)
     states = [after(policy, *CALM, *[OVERFLOW] * count) for count in range(6)]
-    assert [math.log2(state.scale) for state in states] == [13, 1, -3, -7, -8, -9]
-    assert [math.log2(state.ceiling) for state in states[1:]] == [1, -3, -7, -11, -12]
+    assert [math.log2(state.scale) for state in states] == [13, 1, -3, -7, -11, -15]
+    assert [math.log2(state.ceiling) for state in states[1:]] == [1, -3, -7, -11, -15]
+
+
+def test_an_overflow_after_a_calm_lowers_neither_further_than_half_of_the_range_below_the_top() -> None:
+    # The ceiling is 17 bits below the top when the gradients are calm again: 12 bits more would be 29.
+    policy = Headroom(recovery=0, leak=0)
+    low = after(policy, *CALM, *[OVERFLOW] * 2, *CALM)
+    assert math.log2(low.scale) == -3
+    state = after(policy, OVERFLOW, start=low)
+    assert math.log2(state.scale) == math.log2(state.ceiling) == -7
     assert 2**-7 < TOP / 2**20 < 2**-6
 
 
@@ -165,9 +174,17 @@ def test_a_very_low_ceiling_rises_by_a_sixteenth_a_step() -> None:
     assert after(policy, clean(1.0), start=low).ceiling == low.ceiling * (1 + 1 / 16)
 
 
-def test_the_ceiling_is_never_more_than_half_of_the_range_below_the_top() -> None:
-    state = after(Headroom(recovery=0, leak=0), clean(1.0), *[OVERFLOW, clean(1.0)] * 20)
-    assert state.ceiling == np.float32(TOP) / 2**20
+@pytest.mark.parametrize(("format", "half"), [(FP16, 20), (FP8_E5M2, 16)])
+def test_a_ceiling_more_than_half_of_the_range_below_the_top_doubles_at_each_clean_step(
+    format: Format, half: int
+) -> None:
+    policy = Headroom(format, recovery=0, leak=0)
+    low = after(policy, clean(1.0), *[OVERFLOW] * 6)
+    ceilings = [after(policy, *[clean(1.0)] * count, start=low).ceiling for count in range(20)]
+    lowest = format.max / 4 / 2**half
+    doubled = [ceiling for ceiling in ceilings if ceiling < lowest]
+    assert len(doubled) >= 2
+    assert ceilings == [low.ceiling * 2 ** min(count, len(doubled)) for count in range(20)]
 
 
 def test_where_the_gradients_fall_the_ceiling_rises_with_what_they_allow() -> None:
@@ -184,9 +201,36 @@ def test_a_gap_to_gradients_nobody_sees_costs_a_share_of_the_steps_that_grows_wi
     assert run.overflowed[20:].mean(0).max() <= share
 
 
-def test_before_any_gradient_an_overflow_lowers_the_scale_by_half_of_the_range() -> None:
-    assert scales(Headroom(init_scale=2.0**60), OVERFLOW, OVERFLOW, *SOON) == [40, 20, 9, 13]
-    assert scales(Headroom(format=FP8_E5M2, init_scale=2.0**32), OVERFLOW) == [32 - 16]
+@pytest.mark.parametrize(
+    ("gap", "fp16", "e5m2"), [(5, 22, 18), (20, 21, 17), (50, 18, 15), (100, 14, 13), (200, 12, 12), (600, 10, 11)]
+)
+@pytest.mark.parametrize("format", [FP16, FP8_E5M2])
+def test_a_batch_that_comes_back_costs_a_few_steps_and_from_so_many_bits_on_one_each_time(
+    format: Format, gap: int, fp16: int, e5m2: int
+) -> None:
+    bits, times = fp16 if format is FP16 else e5m2, 10
+    amax = np.tile(2.0 ** (-8 + np.arange(8) / 8), (times * gap, 1))
+    for size, least, most in ((bits - 1, 0, 5), (bits, times, times)):
+        spikes = amax.copy()
+        spikes[gap - 1 :: gap] *= 2.0**size
+        skipped = simulate(Headroom(format), Stream(spikes, np.ones_like(spikes)), format).overflowed.sum(0)
+        assert least <= skipped.max() <= most
+
+
+@pytest.mark.parametrize(("format", "bits"), [(FP16, 45), (FP8_E5M2, 33)])
+def test_gradients_that_are_zero_wherever_zeros_lead_are_never_seen_but_at_a_higher_first_scale(
+    format: Format, bits: int
+) -> None:
+    for size, init_scale, found in ((-bits + 1, 16.0, True), (-bits, 16.0, False), (-bits, 2.0**40, True)):
+        run = simulate(Headroom(format, init_scale), flat(60, 2.0**size), format)
+        assert (run.state.peak > 0).all() == found
+        assert not run.overflowed.any()
+
+
+def test_before_any_gradient_an_overflow_lowers_the_scale_by_12_bits_down_to_half_of_the_range_and_then_by_4() -> None:
+    assert scales(Headroom(init_scale=2.0**60), OVERFLOW, OVERFLOW, *SOON) == [48, 36, 9, 13]
+    assert scales(Headroom(init_scale=2.0**30), *[OVERFLOW] * 3) == [20, 16, 12]
+    assert scales(Headroom(format=FP8_E5M2, init_scale=2.0**32), OVERFLOW) == [32 - 12]
 
 
 def test_zeros_before_any_gradient_raise_the_scale_to_half_of_the_range() -> None:
@@ -200,15 +244,17 @@ def test_zeros_before_any_gradient_raise_the_scale_to_half_of_the_range() -> Non
 
 def test_zeros_and_overflows_in_turns_end_at_a_scale_that_fits() -> None:
     zero = clean(0.0)
-    assert scales(Headroom(), zero, OVERFLOW, zero, OVERFLOW, zero) == [16, -4, 12, -8, 8]
+    assert scales(Headroom(), zero, OVERFLOW, zero, OVERFLOW, zero) == [16, 12, 13, 9, 10]
 
 
-def test_zeros_after_a_gradient_leave_the_peak_and_raise_the_ceiling_as_any_clean_step() -> None:
-    state = after(Headroom(), clean(1.0), clean(0.0), clean(1e-45))
-    assert_state(state, scale=2**13, peak=1.0, clean_steps=3, applied=3)
+def test_zeros_after_a_gradient_let_the_peak_leak_and_raise_the_ceiling_as_any_clean_step() -> None:
+    policy, zero = Headroom(leak=2**-4), clean(0.0)
+    assert after(policy, *SETTLED, zero, clean(1e-45)).peak == (15 / 16) ** 2
+    assert_state(after(policy, clean(1.0), zero, zero), scale=2**15, peak=0.25, clean_steps=3, applied=3)
     learned = after(Headroom(leak=0), clean(1.0), OVERFLOW)
-    zero, one = (after(Headroom(leak=0), clean(amax), start=learned) for amax in (0.0, 1.0))
-    assert (zero.scale, zero.ceiling) == (one.scale, one.ceiling)
+    # Soon after an overflow the peak halves.
+    zero, half = (after(Headroom(leak=0), clean(amax), start=learned) for amax in (0.0, 0.5))
+    assert (zero.scale, zero.peak, zero.ceiling) == (half.scale, half.peak, half.ceiling)
 
 
 @pytest.mark.parametrize("amax", [math.nan, math.inf])
@@ -248,11 +294,13 @@ def flat(steps: int, level: float, shift: float = 1.0) -> Stream:
 
 
 @pytest.mark.parametrize("exponent", range(-20, 61, 8))
-def test_it_finds_the_scale_within_four_steps_wherever_it_starts(exponent: int) -> None:
+def test_it_finds_the_scale_wherever_it_starts_after_one_overflow_for_each_12_bits_above(exponent: int) -> None:
     run = simulate(Headroom(init_scale=2.0**exponent), flat(60, 2.0**-6))
-    assert run.overflowed.sum() <= 2
-    assert (run.bits_low[4:] < 5.1).all()
-    assert not run.overflowed[4:].any()
+    above = math.log2(FP16.max) + 6 - exponent
+    skips = max(0, math.ceil(-above / 12))
+    assert run.overflowed.sum() == skips
+    assert not run.overflowed[skips:].any()
+    assert (run.bits_low[skips + 4 :] < 5.1).all()
 
 
 def test_a_rise_of_20_bits_costs_three_steps_and_leaves_nothing_behind() -> None:
@@ -294,7 +342,20 @@ def test_a_storm_of_overflows_no_scale_could_prevent_is_made_up_for_in_200_steps
     assert np.median(run.bits_low[720:]) - np.median(run.bits_low[400:500]) <= 8
 
 
-@pytest.mark.parametrize("stream", CHANGES)
+SLOW = {
+    "steady",
+    "tiny: x 1e-7",
+    "huge: x 2**24",
+    "down 20 bits at once",
+    "random walk, 0.1 bit",
+    "8 bits hidden",
+    "policy gradient",
+    "early training: down 10 bits, 2 hidden",
+}
+"""Of two streams of one kind the one that overflows less."""
+
+
+@pytest.mark.parametrize("stream", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CHANGES])
 def test_on_no_stream_it_skips_more_than_dynamic(stream: str) -> None:
     streams = named(stream, 6000, 16, seed=3)
     skips = [simulate(policy, streams).overflowed.sum() for policy in (Headroom(), Dynamic(min_scale=2.0**-24))]

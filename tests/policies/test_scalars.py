@@ -98,13 +98,13 @@ def test_a_rule_of_a_user_is_called() -> None:
 
 def test_a_rule_of_a_user_is_not_kept() -> None:
     namespace, policy = Scalars(), Branching()
-    namespace.advanced(policy, policy.start(), Seen())
+    namespace.rule(policy)(policy.start(), Seen())
     assert not namespace._compiled
 
 
 def test_a_rule_that_branches_on_a_value_cannot_be_compiled() -> None:
     with pytest.raises(TypeError, match="A rule may not branch on a value: it is known only when the step is run"):
-        compiled(Branching().next, Branching().start(), Seen())
+        compiled(Branching().next, state=Branching().start(), seen=Seen())
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -127,5 +127,5 @@ def test_only_so_many_policies_are_kept_and_none_is_taken_for_another() -> None:
     for count in range(2 * MOST_COMPILED):
         policy = Dynamic(init_scale=float(count + 1))
         state = scalars(policy.start())
-        assert namespace.advanced(policy, state, Seen(finite=np.bool_(False))).scale == max(1.0, (count + 1) / 2)
+        assert namespace.rule(policy)(state, Seen(finite=np.bool_(False))).scale == max(1.0, (count + 1) / 2)
     assert len(namespace._compiled) <= MOST_COMPILED

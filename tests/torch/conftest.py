@@ -10,7 +10,7 @@ import torch
 from tests.torch.sim.kernels import NAME as SIMULATED
 from torch.utils import backend_registration
 
-from gradscale.torch.step import host_copy
+from gradscale.torch import host
 
 # What the simulated device is made of.
 SIMULATES = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
@@ -79,10 +79,10 @@ def either_way(request: pytest.FixtureRequest, device: torch.device, monkeypatch
     if device.type != "cpu" and request.param:
         pytest.skip("CPU only: the scale is not in host memory here")
     if not request.param:
-        monkeypatch.setattr(host_copy, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(host, "in_host_memory", lambda device: False)
 
 
 @pytest.fixture
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the scaler take the CPU for an accelerator, whose numbers the host may not look at."""
-    monkeypatch.setattr(host_copy, "in_host_memory", lambda device: False)
+    monkeypatch.setattr(host, "in_host_memory", lambda device: False)

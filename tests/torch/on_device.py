@@ -1,11 +1,14 @@
 """Runs tests/torch on a device, each file in a process of its own: python -m tests.torch.on_device --device sim
 
-torch and pytest are imported once, and every process is forked from there. So a file cannot disturb another one by what
-it changes in torch, and one that crashes is a failure like any other. Prints the output of files that failed, how many
-tests were skipped and why, and one line with all counts; the exit code is 1 if a file failed.
+torch, pytest and its plugins are imported once, and every process is forked from there. So a file cannot disturb
+another one by what it changes in torch, and one that crashes is a failure like any other. Prints the output of files
+that failed, how many tests were skipped and why, and one line with all counts; the exit code is 1 if a file failed.
 """
 
 import argparse
+import contextlib
+import gc
+import io
 import multiprocessing
 import os
 import sys
@@ -83,6 +86,14 @@ def _run(path: str, arguments: Sequence[str], output: int, sender: Connection) -
     sender.send((code, tally.outcomes, tally.reasons))
 
 
+def _prepare() -> None:
+    """Does once what every file would: load the plugins and `conftest.py`, and look through all that was imported."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", str(FOLDER / "conftest.py")])
+    gc.collect()
+    gc.freeze()  # or else every collection in every process, and pytest makes many, goes over torch's objects again
+
+
 def run(paths: Sequence[Path], arguments: Sequence[str], workers: int, tally: Tally) -> Iterator[bool]:
     """Runs every file, `workers` at a time, and yields whether it passed."""
     waiting, running = list(paths), dict[int, File]()
@@ -102,6 +113,7 @@ def main() -> int:
     given = [Path(argument) for argument in rest if Path(argument).exists()]
     arguments = [f"--device={options.device}", *(argument for argument in rest if not Path(argument).exists())]
     start, tally = time.monotonic(), Tally()
+    _prepare()
     passed = list(run(list(_files(given or [FOLDER])), arguments, max(1, options.workers), tally))
     for reason, count in tally.reasons.most_common():
         print(f"skipped {count}: {reason}")

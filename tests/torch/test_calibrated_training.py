@@ -59,7 +59,7 @@ def mlp() -> nn.Module:
 
 
 def of_digits(model: Callable[[], nn.Module]) -> Case:
-    from gradscale.demo.digits import load_digits
+    from examples.demo.data import load_digits
 
     digits = load_digits(0)
     images, labels = torch.as_tensor(digits.images), torch.as_tensor(digits.labels)
@@ -77,7 +77,7 @@ def of_digits(model: Callable[[], nn.Module]) -> Case:
 
 
 def of_the_demo(name: str) -> Case:
-    from gradscale.demo.torch.train import TASKS
+    from examples.demo.with_torch import TASKS
 
     task = TASKS[name](0)
     return Case(task.model, task.batch, lambda model, batch: task.losses(model, batch), task.learning_rate, FP16)

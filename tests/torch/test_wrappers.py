@@ -1,6 +1,5 @@
 """Names of parameters are those of the user's own model, whatever wraps it."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from gradscale import Dynamic
 from gradscale.torch import GradScaler, LossScaler, explain
-from gradscale.torch.wrappers import PARTS, own_module, own_name
+from gradscale.torch.wrappers import own_module, own_name
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -69,19 +68,3 @@ def test_a_name_of_the_users_is_kept() -> None:
     assert own_module(model) is model
     assert own_name("module.weight") == "module.weight"
     assert own_module(compiled(empty := nn.Sequential())) is empty
-
-
-@pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("wrap", [lambda module: module, compiled], ids=["plain", "compile"])
-def test_a_child_of_the_users_with_the_name_of_a_wrappers_is_kept(
-    name: str, wrap: Callable[[nn.Module], nn.Module]
-) -> None:
-    model = nn.Sequential(OrderedDict({name: nn.Linear(4, 4), "head": compiled(nn.Linear(4, 1))}))
-    optimizer = torch.optim.SGD(model.parameters())
-    scaler = LossScaler(wrap(model), Dynamic())
-    scaler.backward(torch.stack([parameter.sum() for parameter in model.parameters()]).sum())
-    for parameter in model.parameters():
-        poison(parameter, INF)
-    found = [culprit.name for culprit in scaler.step(optimizer).culprits()]
-    assert found == [f"{name}.weight", f"{name}.bias", "head.weight", "head.bias"]
-    assert [row.name for row in explain(wrap(model)).modules] == [name, "head"]

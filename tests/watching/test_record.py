@@ -7,49 +7,39 @@ import numpy as np
 import pytest
 
 from gradscale.histogram import exponent_histogram
-from gradscale.watching.counted import Counted, counted_of
-from gradscale.watching.record import WatchRecord
-from gradscale.watching.sample import Sample
-from gradscale.watching.schedule import Schedule
+from gradscale.watching.record import Schedule, WatchRecord
+from gradscale.watching.sample import Counts, Sample
+
+FIRST = np.array([3.0, 0.25, 0.0], np.float32)
+SECOND = np.array([1.0, np.inf], np.float16)
 
 
-def counted(*arrays: Any, scales: tuple[float, ...], shifts: tuple[int, ...]) -> Counted:
-    histograms = [exponent_histogram(array) for array in arrays]
-    return counted_of(
-        np.stack([each.counts for each in histograms]),
-        np.stack([(each.zeros, each.infs, each.nans) for each in histograms]),
-        np.array([np.abs(array).max() for array in arrays]),
-        [array.dtype for array in arrays],
-        scales,
-        shifts,
-    )
-
-
-def record_of(**slots: list[int]) -> WatchRecord:
-    found = counted(
-        np.array([3.0, 0.25, 0.0], np.float32),
-        np.array([1024.0, np.inf], np.float16),
-        scales=(1.0, 1024.0),
-        shifts=(0, -10),
-    )
+def record_of(*tensors: tuple[str, np.ndarray, float]) -> WatchRecord:
+    """Returns a record of step 7, in which modules have these numbers, unscaled, and the scale that they had."""
+    sample, arrays = Sample(), [array for _, array, _ in tensors]
+    for name, array, scale in tensors:
+        sample.add((name, "weight_grad"), array.dtype, scale)
+    found = list(map(exponent_histogram, arrays))
+    outside = np.stack([(each.zeros, each.infs, each.nans) for each in found])
     record = WatchRecord(100, None, ["fp16"])
-    record._samples[7] = Sample({(name, "weight"): each for name, each in slots.items()}, found)
+    counts = Counts(np.stack([each.counts for each in found]), outside, np.array([abs(each).max() for each in arrays]))
+    record._samples[7] = sample.keep(counts)
     return record
 
 
 def test_a_row_has_the_facts_of_one_tensor() -> None:
-    (row,) = record_of(w=[0]).rows()
+    row = record_of(("w", FIRST, 1.0), ("v", SECOND, 1.0)).rows()[0]
     assert (row.step, row.name, row.dtype, row.scale, row.elements) == (7, "w", "float32", 1.0, 3)
     assert (row.amax, row.smallest, row.range_bits, row.zeros, row.infs, row.nans) == (3.0, 0.25, 4, 1 / 3, 0, 0)
 
 
-def test_a_shift_unscales_the_numbers_of_a_row() -> None:
-    (row,) = record_of(w=[1]).rows()
+def test_a_row_has_the_scale_that_its_numbers_had() -> None:
+    row = record_of(("w", FIRST, 1.0), ("v", SECOND, 1024.0)).rows()[1]
     assert (row.scale, row.smallest, row.infs, row.amax) == (1024.0, 1.0, 1, math.inf)
 
 
 def test_several_tensors_of_a_name_are_one_row() -> None:
-    (row,) = record_of(w=[0, 1]).rows()
+    (row,) = record_of(("w", FIRST, 1.0), ("w", SECOND, 1.0)).rows()
     assert (row.elements, row.infs, row.smallest) == (5, 1, 0.25)
 
 
@@ -79,8 +69,5 @@ def test_ranges_may_come_from_a_generator() -> None:
     ("scale", "flushed", "overflow"), [(0.0, 1.0, 0.0), (2.0**-140, 1.0, 0.0), (math.inf, 0.0, 1.0)]
 )
 def test_a_scale_that_has_left_its_range_has_losses_too(scale: float, flushed: float, overflow: float) -> None:
-    found = counted(np.array([3.0, 0.25], np.float32), scales=(scale,), shifts=(0,))
-    record = WatchRecord(100, None, ["fp16"])
-    record._samples[0] = Sample({("w", "weight_grad"): [0]}, found)
-    (row,) = record.rows()
+    (row,) = record_of(("w", np.array([3.0, 0.25], np.float32), scale)).rows()
     assert (row.scale, row.formats["FP16"].flushed, row.formats["FP16"].overflow) == (scale, flushed, overflow)

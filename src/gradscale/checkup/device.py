@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradscale import Dynamic, Static
-from gradscale.bench.traffic import Traffic
+from gradscale import Dynamic, Headroom, Policy, Static
+from gradscale.checkup.host_reads import HostReads
+from gradscale.engine.packed import Packed
+from gradscale.kernels.triton.operator import advance, number_of, refusal
 from gradscale.torch import LossScaler
 
 SIZES = (1, 7, 1000, 100_003)
@@ -35,6 +37,9 @@ FUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": torch.optim.SGD,
     "Adagrad": torch.optim.Adagrad,
 }
+
+
+RULES: dict[str, Policy] = {"auto": Headroom(), "dynamic": Dynamic(growth_interval=3, growth_factor=1.1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ def check_device(device: str) -> list[DeviceFinding]:
         "clipping": _clipping,
         **{f"fused {name}": _fused(name) for name in FUSED},
         "host reads of a step": _host_reads,
+        **{f"rule on the device, {name}": _rule(policy) for name, policy in RULES.items()},
     }
     return [_tested(name, test, device) for name, test in tests.items()]
 
@@ -176,6 +182,36 @@ def _host_reads(device: str) -> tuple[bool | None, str]:
     return fused == 0 and plain <= 1, f"{fused} with a fused optimizer, {plain} with another"
 
 
+def _rule(policy: Policy) -> Callable[[str], tuple[bool | None, str]]:
+    def test(device: str) -> tuple[bool | None, str]:
+        if torch.device(device).type == "cpu":
+            return None, "a CPU is the host"
+        packed = Packed(policy, norm=True, amax=True, clips=True)
+        if refused := refusal(policy, torch.device(device)):
+            return None, f"on the host: {refused}"
+        start = torch.from_numpy(packed.pack(policy.start()))
+        there, here, number = start.to(device), start, number_of(packed)
+        numbers = _readings()
+        for row in numbers:
+            there = advance(there, row.to(device), 2, 4, 1.0, number)
+            here = advance(here, row, 2, 4, 1.0, number)
+            if not torch.equal(there.cpu(), here):
+                return False, f"differs from the host's for norms, magnitudes and loss of {row.tolist()}"
+        return True, f"bit-exact with the host's for {len(numbers)} steps"
+
+    return test
+
+
+def _readings() -> Tensor:
+    """Returns the norms of two gradients, their largest magnitudes and a loss, of steps from the smallest to inf."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.rand(200, 5, generator=generator, device="cpu")
+    numbers *= 2.0 ** torch.linspace(-126, 40, 200, device="cpu").unsqueeze(1)
+    numbers[::7, 0] = numbers[::7, 2] = math.inf
+    numbers[::50, 4] = math.nan
+    return numbers[torch.randperm(200, generator=generator, device="cpu")]
+
+
 def _reads_of(kind: dict[str, Any], device: str) -> int:
     """Returns how often a step synchronizes, beyond what the optimizer does by itself."""
     parameter = nn.Parameter(torch.ones(1000, device=device))
@@ -185,10 +221,10 @@ def _reads_of(kind: dict[str, Any], device: str) -> int:
     for step in (optimizer.step, optimizer.step, lambda: scaler.step(optimizer)):  # the first makes its state
         _begin(scaler, device)
         parameter.grad = torch.ones(1000, device=device)
-        with Traffic() as traffic:
+        with HostReads() as counted:
             step()
         optimizer.zero_grad()
-        reads.append(len(traffic.host_reads))
+        reads.append(len(counted.host_reads))
     return reads[2] - reads[1]
 
 

@@ -1,44 +1,24 @@
 """A few steps of a user's training, and what is wrong with them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradscale.bench.targets import BadTarget, load_function
-from gradscale.engine.health import Condition, Health
+from gradscale.checkup.targets import BadTarget, Training
+from gradscale.engine.health import HEALTHY, Health
 from gradscale.engine.result import Status
 from gradscale.torch import LossScaler, ProbeReport, StepResult, Verdict
 from gradscale.torch.probing.run import check_loss
-
-Optimizer = torch.optim.Optimizer
 
 LEARNING_RATE = 1e-4
 """Of the AdamW that is used where the function returns no optimizer."""
 
 MOST_BATCHES = 64
 """Batches that are taken from the function, and repeated after the last."""
-
-HEALTHY = (Condition.OK, Condition.CALIBRATING)
-
-
-class Training(NamedTuple):
-    """What the function that is named returns.
-
-    Attributes:
-        model: the module that is trained.
-        batches: batches, of whatever type `loss_fn` takes.
-        loss_fn: takes the model and a batch, runs the forward pass with its autocast, and returns the loss.
-        optimizer: of the model's parameters; AdamW if it is left out.
-    """
-
-    model: nn.Module
-    batches: Iterable[Any]
-    loss_fn: Callable[[nn.Module, Any], Tensor]
-    optimizer: Optimizer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +44,6 @@ class Checkup:
     def healthy(self) -> bool:
         """Whether nothing needs to be done."""
         return self.health.condition in HEALTHY and (self.report is None or self.report.verdict is Verdict.FINITE)
-
-
-def load_training(path: str) -> Training:
-    """Returns what the function `module:function` returns, or raises if that is no training."""
-    made = load_function("doctor", path)()
-    fields = list(made) if isinstance(made, tuple | list) else []
-    is_training = (
-        len(fields) in (3, 4)
-        and isinstance(fields[0], nn.Module)
-        and isinstance(fields[1], Iterable)
-        and callable(fields[2])
-        and isinstance(fields[3] if len(fields) == 4 else None, Optimizer | None)
-    )
-    if not is_training:
-        shown = f"({', '.join(type(each).__name__ for each in fields)})" if fields else type(made).__name__
-        raise BadTarget(
-            "The function must return (model, batches, loss_fn) or (model, batches, loss_fn, optimizer), where "
-            f"`loss_fn(model, batch)` returns the loss. Received: {shown} from {path}."
-        )
-    return Training(*fields)
 
 
 def check_training(training: Training, steps: int, policy: Any = "auto") -> Checkup:

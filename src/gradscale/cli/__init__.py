@@ -10,14 +10,11 @@ import typer
 
 from gradscale import __version__
 from gradscale.cli._group import OneLineErrors
-from gradscale.cli.bench import bench
 from gradscale.cli.calibrate import calibrate
 from gradscale.cli.check_fp16 import check_fp16
-from gradscale.cli.demo import demo
 from gradscale.cli.doctor import doctor
 from gradscale.cli.formats import formats
 from gradscale.cli.policies import policies
-from gradscale.cli.precisions import precisions
 from gradscale.cli.replay import replay
 
 app = typer.Typer(
@@ -27,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, formats, policies, replay, calibrate, bench, precisions, doctor):
+for command in (formats, policies, replay, calibrate, doctor):
     app.command()(command)
 app.command("check-fp16")(check_fp16)
 

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -77,15 +77,6 @@ def usage_errors() -> Generator[None]:
         fail(str(error), FAILURE)
     except (ValueError, TypeError) as error:
         fail(str(error))
-
-
-def chosen_models(model: str, known: Iterable[str]) -> list[str]:
-    """Returns the models that `--model` names: one, or all of them."""
-    if model == "all":
-        return list(known)
-    if model not in known:
-        raise ValueError(f"`--model` must be one of {', '.join(('all', *known))}. Received: {model!r}.")
-    return [model]
 
 
 def fail(message: str, code: int = USAGE_ERROR) -> NoReturn:

@@ -5,7 +5,7 @@ import re
 import sys
 from typing import Any, cast
 
-from gradscale._shown import shown_keys
+from gradscale._text import shown_keys
 
 STDIN = "-"
 LARGEST_TEXT = 2**25

@@ -2,11 +2,11 @@
 
 import json
 import math
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Sized
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -59,7 +59,7 @@ def calibrate(
     if plot is not None:
         _draw(found, plot)
     if as_json:
-        print(json.dumps(_as_json(found)))
+        print(json.dumps(plain(found.to_dict())))
     else:
         _show(found, layers, plot)
 
@@ -81,11 +81,11 @@ def _users_code() -> Generator[None]:
 
 
 def _calibrated(factory: str, most: int, format: str, margin_bits: float, *, hidden: bool) -> Calibration:
-    from gradscale.bench.targets import BadTarget, load_function
+    from gradscale.checkup.targets import BadTarget, load_training
     from gradscale.torch import calibrate as run
 
     try:
-        model, data, loss_fn, optimizer = _parts(factory, load_function("FACTORY", factory)())
+        model, data, loss_fn, optimizer = load_training("FACTORY", factory)
     except BadTarget as error:
         fail(str(error))
 
@@ -99,40 +99,13 @@ def _calibrated(factory: str, most: int, format: str, margin_bits: float, *, hid
 
     columns = (TextColumn("batches"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with usage_errors(), Progress(*columns, console=console(), disable=hidden) as progress:
-        bar = progress.add_task("batches", total=min(most, len(data)) if hasattr(data, "__len__") else most)
+        bar = progress.add_task("batches", total=min(most, len(data)) if isinstance(data, Sized) else most)
         settings: dict[str, Any] = {"margin_bits": margin_bits, "optimizer": optimizer}
         try:
             return run(model, batches(), loss, format, **settings, tick=lambda: progress.advance(bar))
         except UsersError as carried:
             error = carried.error
     raise error
-
-
-def _parts(factory: str, made: Any) -> tuple[Any, Any, Callable[..., Any], Any]:
-    """Returns model, batches, loss function and optimizer or None."""
-    import torch
-    from torch import nn
-
-    from gradscale.bench.targets import BadTarget
-
-    # A model may be iterable, over its layers.
-    several = isinstance(made, Iterable) and not isinstance(made, nn.Module)
-    given: list[Any] = list(cast(Iterable[Any], made)) if several else [made]
-    is_right = (
-        len(given) in (3, 4)
-        and isinstance(given[0], nn.Module)
-        and isinstance(given[1], Iterable)
-        and callable(given[2])
-        and isinstance(given[3] if len(given) == 4 else None, torch.optim.Optimizer | None)
-    )
-    if not is_right:
-        names = ", ".join(type(each).__name__ for each in given)
-        raise BadTarget(
-            "The function must return a model, batches, a function of both that returns the loss and, if the model "
-            f"should be trained meanwhile, an optimizer. Received: {names} from {factory}."
-        )
-    found: list[Any] = [*given, None]
-    return found[0], found[1], found[2], found[3]
 
 
 def _show(found: Calibration, most: int, plot: Path | None) -> None:
@@ -163,19 +136,6 @@ def _show(found: Calibration, most: int, plot: Path | None) -> None:
 
 def _power(scale: float) -> str:
     return f"2^{math.frexp(scale)[1] - 1}"
-
-
-def _as_json(found: Calibration) -> dict[str, Any]:
-    """Returns the calibration as JSON can hold it; infinity is the string "inf"."""
-
-    def held(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: held(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
-        if isinstance(value, list | tuple):
-            return [held(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
-        return plain(value)
-
-    return held(found.to_dict())
 
 
 def _check_plot(path: Path) -> None:

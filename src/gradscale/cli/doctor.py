@@ -1,4 +1,4 @@
-"""`gradscale doctor`: what is installed here, whether its version is supported, and which modules load."""
+"""`gradscale doctor`: what is installed here and which modules load; a test of a device; a few steps of a training."""
 
 import importlib
 import json
@@ -6,20 +6,23 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from gradscale import __version__
-from gradscale._extras import MissingExtra, how_to_install
-from gradscale.cli._console import FAILURE, console, fail, table
-from gradscale.cli._requirements import CORE, Package, installed, packages_by_extra
-from gradscale.cli._trainers import TRAINERS, package_of
-from gradscale.cli.doctor_device import examine_device
-from gradscale.cli.doctor_training import examine_training
+from gradscale._extras import MissingExtra, how_to_install, require
+from gradscale.cli._console import FAILURE, console, counted, fail, number, table, usage_errors
+from gradscale.cli._requirements import CORE, TRAINERS, Package, installed, package_of, packages_by_extra
+from gradscale.engine import health
+from gradscale.peers.specs import parse_policy
+from gradscale.record import plain
+
+if TYPE_CHECKING:
+    from gradscale.checkup.training import Checkup
 
 STDERR = 2
 
@@ -34,6 +37,9 @@ ADAPTERS = {
 
 OTHERS = ("tensorflow", "tensorflow-cpu", "flax", "jmp")
 """What gradscale works with and does not install."""
+
+MARKS = {True: "ok", False: "FAILED", None: "-"}
+"""The result of a test of a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,8 @@ def examine_installation(*, as_json: bool) -> None:
     """Prints what is installed and which adapters load. Exits with 1 if one is broken or too old."""
     screen = console()
     with screen.status("loading the frameworks that are installed"), _stderr_dropped():
+        with suppress(ImportError, OSError):
+            __import__("triton")  # loaded after TensorFlow, it ends the process
         extras = packages_by_extra() or {extra: [] for extra in ADAPTERS}
         frameworks = [examine(name, extras[name], ADAPTERS.get(name)) for name in extras if name not in TRAINERS]
         trainers = [examine_trainer(package_of(name, extras)) for name in TRAINERS]
@@ -207,3 +215,78 @@ def _torch_devices(torch: Any) -> list[str]:
 
 def _jax_devices(jax: Any) -> list[str]:
     return [f"{device.device_kind} (jax {device})" for device in jax.devices() if device.platform != "cpu"]
+
+
+def examine_device(device: str, *, as_json: bool) -> None:
+    """Tests a device and prints a row for each test. Exits with 1 if one fails."""
+    with usage_errors():
+        require("`gradscale doctor --device`", "torch", extra="torch")
+        from gradscale.checkup.targets import device_of
+
+        chosen = device_of(device)
+    import torch
+
+    from gradscale.checkup.device import check_device
+
+    screen = console()
+    with screen.status(f"testing {chosen}"):
+        found = check_device(chosen)
+    if as_json:
+        about = {"gradscale": __version__, "torch": torch.__version__, "device": chosen, "name": _name(chosen)}
+        print(json.dumps({**about, "tests": [asdict(each) for each in found]}))
+    else:
+        screen.print(escape(f"gradscale {__version__}, torch {torch.__version__}, {platform.platform()}"))
+        rows = table(_name(chosen), "result", "detail", prose=2)
+        for each in found:
+            rows.add_row(escape(each.name), MARKS[each.passed], escape(each.detail))
+        screen.print(rows)
+    if any(each.passed is False for each in found):
+        raise typer.Exit(FAILURE)
+
+
+def _name(device: str) -> str:
+    import torch
+
+    kind = torch.device(device).type
+    names = getattr(getattr(torch, kind, None), "get_device_name", None)
+    return f"{names(device)} ({device})" if names is not None else device
+
+
+def examine_training(path: str, steps: int, policy: str, *, as_json: bool) -> None:
+    """Runs steps of what the function returns and prints a diagnosis. Exits with 1 if something must be done."""
+    with usage_errors():
+        require("`gradscale doctor MODULE:FUNCTION`", "torch", extra="torch")
+        rule = parse_policy(policy)
+    from gradscale.checkup.targets import BadTarget, load_training
+    from gradscale.checkup.training import check_training
+
+    # What it would log about the health of the run is printed below.
+    health.logger.disabled = True
+    try:
+        found = check_training(load_training("doctor", path), steps, rule)
+    except BadTarget as error:  # no other: an error in the user's functions keeps its traceback
+        fail(str(error))
+    finally:
+        health.logger.disabled = False
+    if as_json:
+        shown = asdict(found)
+        if probe := shown.pop("report"):
+            del probe["frames"]
+        print(json.dumps(plain({"healthy": found.healthy, **shown, "probe": probe})))
+    else:
+        _show_training(found)
+    if not found.healthy:
+        raise typer.Exit(FAILURE)
+
+
+def _show_training(found: "Checkup") -> None:
+    screen = console()
+    screen.print(
+        f"{counted(len(found.losses), 'step')}, {len(found.skipped)} skipped; "
+        f"loss {found.losses[0]:.4g} to {found.losses[-1]:.4g}; scale {number(found.scales[-1])}"
+    )
+    for step, why in list(found.skipped.items())[-3:]:
+        screen.print(f"  step {step}: {escape(why)}")
+    screen.print(f"[bold]Health[/bold]: {escape(str(found.health))}")
+    if found.report is not None:
+        screen.print(f"[bold]Probe of a skipped step[/bold]: {escape(str(found.report))}", soft_wrap=True)

@@ -110,7 +110,7 @@ def _as_json(run: Replay, specs: list[str]) -> dict[str, Any]:
             {
                 "policy": spec,
                 "settings": run.policies[column].to_dict(),
-                "summary": {name: plain(value) for name, value in asdict(summaries[column]).items()},
+                "summary": plain(asdict(summaries[column])),
                 "scales": plain(run.scales[:, column]),
                 "skipped": plain(run.skipped[:, column].astype(np.uint8)),
                 "stuck": plain(run.stuck[:, column].astype(np.uint8)),

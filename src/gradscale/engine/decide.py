@@ -54,11 +54,13 @@ def decide(
     # Always True, in the framework's own type and shape: `NoScaling` applies every step, whatever was measured.
     if not policy.needs:
         applied = xp.logical_or(applied, xp.logical_not(applied))
-    factor = unscale_and_clip(state.scale if divisor is None else divisor, seen.norm, clip_norm, xp)
+    # A numpy float64 would widen the factor; a Python number takes the type of the norm.
+    clip = None if clip_norm is None else float(clip_norm)
+    factor = unscale_and_clip(state.scale if divisor is None else divisor, seen.norm, clip, xp)
     return Outcome(advanced(policy, state, seen, xp), applied, xp.where(applied, factor, 0.0))
 
 
-def unscale_and_clip(divisor: Array, norm: Array, clip_norm: float | None, xp: Namespace) -> Array:
+def unscale_and_clip(divisor: Array, norm: Array, clip_norm: Array | None, xp: Namespace) -> Array:
     """Returns the one factor that divides gradients by `divisor` and reduces their unscaled `norm` to `clip_norm`."""
     # One factor for both, so that gradients are read and written once.
     unscale = 1.0 / divisor
@@ -82,7 +84,6 @@ def check_retries(retries: int) -> None:
         raise ValueError(f"`retries` must not be negative. Received: retries={retries!r}.")
 
 
-def _clip_coefficient(norm: Array, clip_norm: float, xp: Namespace) -> Array:
+def _clip_coefficient(norm: Array, clip_norm: Array, xp: Namespace) -> Array:
     """Returns the factor that reduces `norm` to `clip_norm`, or 1 where it is not larger."""
-    # A numpy float64 would widen the factor; a Python number takes the type of the norm.
-    return smaller(float(clip_norm) / (norm + CLIP_EPSILON), 1.0, xp)
+    return smaller(clip_norm / (norm + CLIP_EPSILON), 1.0, xp)

@@ -7,21 +7,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from gradscale._text import scaler_text
 from gradscale.engine.decide import Outcome
-from gradscale.engine.diagnosis import Weights
+from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck, Weights
+from gradscale.engine.hints import OtherNames, explains_arguments
 from gradscale.engine.host import decide_on_host
 from gradscale.engine.measurement import Measurement
 from gradscale.engine.metrics import host_metrics
-from gradscale.engine.other_arguments import explains_settings
-from gradscale.engine.other_names import OtherNames
 from gradscale.engine.result import StepResult
-from gradscale.engine.saved import Saved, check_state, read_saved, write_saved
-from gradscale.engine.saved_text import note_policy, replaces_policy
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck
-from gradscale.engine.texts import policy_text, scaler_text
+from gradscale.engine.saved import Saved, check_state, note_policy, read_saved, replaces_policy, write_saved
 from gradscale.formats import FP32
 from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy, ScaleState
+from gradscale.record import settings_text
 
 R = TypeVar("R", bound=StepResult)
 
@@ -38,7 +36,7 @@ class HostScaler(OtherNames, ABC):
             or call a function with it. `"ignore"` does nothing.
     """
 
-    @explains_settings("LossScaler(policy={})")
+    @explains_arguments("LossScaler(policy={})")
     def __init__(
         self,
         policy: Policy | str = "auto",
@@ -58,7 +56,7 @@ class HostScaler(OtherNames, ABC):
     def __repr__(self) -> str:
         """Returns policy, scale, counts and the status of the last step as text."""
         return scaler_text(
-            type(self).__name__, [policy_text(self._policy)], self._state, self._last, lambda number: number.item()
+            type(self).__name__, [settings_text(self._policy)], self._state, self._last, lambda number: number.item()
         )
 
     @property
@@ -114,7 +112,7 @@ class HostScaler(OtherNames, ABC):
             return
         self._policy, self._state, self._last = saved.policy, saved.state, None
         self._last_finite_loss = None
-        self._stuck_check.forget()
+        self._stuck_check.reported = False
         self._reset()
 
     def _decide(

@@ -98,11 +98,6 @@ UNKNOWN_RATIO = 1.0
 """Ratio of amax to norm before one was measured: the bound, as no element is larger than the norm."""
 
 
-def reads_amax(step: int) -> bool:
-    """Returns whether the step with this number, counted from 0, reads the largest magnitude as well as the norm."""
-    return step < AMAX_EVERY or step % AMAX_EVERY == 0
-
-
 def with_amax(seen: Seen, ratio: Array, xp: Namespace, *, measured: bool) -> tuple[Seen, Array]:
     """Returns `seen` with the largest magnitude, measured or estimated from the norm, and the ratio for later steps.
 

@@ -1,16 +1,64 @@
 """The result of a step: the same fields, methods and meanings on every adapter."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from functools import partial, update_wrapper
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
 from gradscale._text import number_text
 from gradscale.engine.culprits import Culprit, culprits_of
-from gradscale.engine.other_names import OF_RESULT, OtherNames
-from gradscale.engine.uncalled import to_be_called
+from gradscale.engine.hints import OF_RESULT, OtherNames
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+if TYPE_CHECKING:
+
+    def to_be_called(method: F) -> F:
+        """Returns `method`, of which a type checker knows that its bare name is always true."""
+        return method
+
+else:
+
+    class to_be_called:  # a decorator
+        """A method as before, but its bare name, as in `if result.skipped:`, has no truth value and equals no flag."""
+
+        def __init__(self, method: Callable[..., Any]) -> None:
+            update_wrapper(self, method)
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            # Of the class, the plain function: documentation, signatures and pickles find what they know.
+            return self.__wrapped__ if instance is None else Uncalled(self.__wrapped__, instance)
+
+
+class Uncalled(partial[Any]):
+    """A method of an object, not called yet."""
+
+    def __bool__(self) -> NoReturn:
+        self._refuse("has no truth value")
+
+    def __eq__(self, other: object) -> bool:
+        # Only with what such methods return: code that compares functions works as with others.
+        if isinstance(other, bool | str | list):
+            self._refuse(f"is never equal to {other!r}")
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def _refuse(self, why: str) -> NoReturn:
+        name = self.func.__name__
+        raise TypeError(f"`{name}` is a method, which {why}. Call it: `result.{name}()`.")
+
+
+class ScaleDesync(RuntimeError):
+    """Raised when devices or ranks that share a scale have different ones.
+
+    Gradients that different scales made must not be added: no factor unscales their sum.
+    """
 
 
 class Status(StrEnum):

@@ -1,23 +1,44 @@
-"""A policy and its state as one plain dict: all it takes to continue bit-exactly."""
+"""A policy and its state as a plain dict, as one text or in a file: all it takes to continue bit-exactly."""
 
+import json
+import logging
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from gradscale._shown import short, shown, shown_keys
+from gradscale._text import short, shown, shown_keys
 from gradscale.engine.measurement import UNKNOWN_RATIO
-from gradscale.engine.saved_text import opened
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_number
 from gradscale.policies.contract import Policy, ScaleState, check_policy
 from gradscale.policies.static import CheckOnly
-from gradscale.record import Record, numbers, with_values
+from gradscale.record import Record, numbers, settings_text, with_values
+
+logger = logging.getLogger(__name__)
+
+KEY = "gradscale"
+"""Key of the text, in the dict of a scaler, so that it is one value of a checkpoint whatever the policy."""
 
 KEYS = ("policy", "state")
 
 AMAX_RATIO = "amax_ratio"
 """Key of the last ratio of amax to norm, which is written where amax is estimated between two reads."""
+
+LARGEST_FILE = 2**20
+"""Bytes of the largest file. A policy and its state take less than two thousand."""
+
+REPLACED = (
+    "The saved policy replaces the one that the scaler was built with: %s, not %s. To continue with another "
+    "policy, do not load the scaler's state. This is logged once."
+)
+KEPT = (
+    "The saved state of the scaler is not loaded: it is one of %s, and the scaler was built with %s. One of the two "
+    "scales, and the other only checks, as for BF16: the run goes on in another format. This is logged once."
+)
+
+_noted: set[tuple[str, ...]] = set()
 
 
 class Saved(NamedTuple):
@@ -67,6 +88,74 @@ def read_saved(
         )
     check_state(policy, state)
     return Saved(policy, state, _ratio(mapping.get(AMAX_RATIO, UNKNOWN_RATIO)))
+
+
+def write_text(saved: Mapping[str, Any]) -> str:
+    """Returns plain values as JSON.
+
+    `torch.distributed.checkpoint` flattens nested dicts and loads only the keys that the loading scaler has, which are
+    those of its own policy: another policy would be refused, or lost. A text is neither flattened nor merged.
+    """
+    return json.dumps(saved, allow_nan=False)
+
+
+def read_text(value: Any) -> Any:
+    """Returns the values of a text that `write_text` wrote, and anything but a text as it is.
+
+    Raises:
+        ValueError: the text is not JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"`{KEY}` of a saved scaler is JSON. Received: {short(value)}.") from error
+
+
+def opened(mapping: Any) -> Any:
+    """Returns the values in a dict whose only entry is a text, and anything else as it is."""
+    if isinstance(mapping, Mapping) and set(cast(Mapping[Any, Any], mapping)) == {KEY}:
+        return read_text(mapping[KEY])
+    return mapping  # pyright: ignore[reportUnknownVariableType]
+
+
+def read_file(path: str | Path) -> Saved:
+    """Returns what `write_saved` made, from a JSON file, which is not trusted.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it does not hold a saved scaler.
+    """
+    with open(path, "rb") as file:
+        data = file.read(LARGEST_FILE + 1)
+    if len(data) > LARGEST_FILE:
+        raise ValueError(f"A saved LossScaler takes at most {LARGEST_FILE} bytes. Received: {path}, which is larger.")
+    try:
+        mapping = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"`path` must name a JSON file that `save` wrote. Received: {path} ({error}).") from error
+    try:
+        return read_saved(mapping)
+    except TypeError as error:  # `path` has the right type, so what is in the file is a matter of value
+        raise ValueError(str(error)) from error
+
+
+def replaces_policy(present: Policy | None, saved: Policy | None) -> bool:
+    """Returns whether a load replaces the policy by the saved one. None is torch's own rule.
+
+    Not where one of the two is `CheckOnly` and the other is not: a run in FP16 that is resumed from one in BF16 would
+    be trained without a scale. `note_policy` logs it.
+    """
+    return isinstance(present, CheckOnly) == isinstance(saved, CheckOnly)
+
+
+def note_policy(present: Policy | None, saved: Policy | None) -> None:
+    """Logs what a load does with a saved policy that is another one: once per process for each such pair."""
+    pair = tuple("torch's own rule" if policy is None else settings_text(policy) for policy in (saved, present))
+    if present != saved and pair not in _noted:
+        _noted.add(pair)
+        logger.warning(REPLACED if replaces_policy(present, saved) else KEPT, *pair)
 
 
 def check_state(policy: Policy, state: Any) -> None:

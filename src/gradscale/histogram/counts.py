@@ -119,21 +119,6 @@ def block_histogram(arrays: FloatArray | Iterable[FloatArray], block: int = MX_B
     return _sum_of(arrays, lambda array: _block_peaks(array, block))
 
 
-def shifted(histogram: ExponentHistogram, bits: int) -> ExponentHistogram:
-    """Returns the histogram of the elements times 2**bits. Those beyond the bins go to the first and the last."""
-    if not bits:
-        return histogram
-    counts, moved = histogram.host_counts, np.zeros(EXPONENTS.size, np.int64)
-    inside = max(0, counts.size - abs(bits))
-    if bits > 0:
-        moved[counts.size - inside :] = counts[:inside]
-        moved[-1] += counts[inside:].sum()
-    else:
-        moved[:inside] = counts[counts.size - inside :]
-        moved[0] += counts[: counts.size - inside].sum()
-    return ExponentHistogram(moved, histogram.zeros, histogram.infs, histogram.nans)
-
-
 def check_block(block: int) -> None:
     """Raises ValueError unless `block` is a number of elements."""
     if not isinstance(block, int) or block < 1:  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -9,8 +9,8 @@ from gradscale.jax import compat  # noqa: F401
 
 # isort: split
 from gradscale.engine.culprits import Culprit
-from gradscale.engine.desync import ScaleDesync
-from gradscale.engine.stuck import ScaleStuck
+from gradscale.engine.health import ScaleStuck
+from gradscale.engine.result import ScaleDesync
 from gradscale.jax.apply import apply
 from gradscale.jax.calibrate import calibrate
 from gradscale.jax.histogram import block_histogram, exponent_histogram

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gradscale.formats import FP16, Format, get_format
-from gradscale.histogram.calibration import Calibration, calibration_of, check_finite
+from gradscale.histogram.calibration import Calibration, add_batch, calibration_of
 from gradscale.histogram.counts import ExponentHistogram
 from gradscale.jax.histogram import exponent_histogram
 from gradscale.jax.tree import path_name
@@ -52,10 +52,7 @@ def calibrate(
     found: dict[str, ExponentHistogram] = {}
     for index, batch in enumerate(batches):
         measured = zip((name for name, _ in named), map(_in_host_memory, count(params, batch)), strict=True)
-        counted = dict(measured)
-        check_finite(counted, index)
-        for name, histogram in counted.items():
-            found[name] = found[name] + histogram if name in found else histogram
+        add_batch(found, dict(measured), index)
     if not found:
         raise ValueError("`calibrate` needs batches and parameters. Received: none.")
     return calibration_of(found, limits, margin_bits)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,53 +14,6 @@ from gradscale.jax.axes import Axes
 from gradscale.jax.tree import Gradients, Split, is_nnx_object, split
 from gradscale.policies.contract import Policy
 from gradscale.policies.static import multiplies
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What a function takes and returns.
-
-    Attributes:
-        argnums: positions of the arguments to differentiate.
-        has_aux: whether it returns (loss, aux).
-    """
-
-    argnums: int | tuple[int, ...]
-    has_aux: bool
-
-    @classmethod
-    def of(cls, argnums: int | Sequence[int], has_aux: bool) -> Self:
-        """Returns the signature, with positions as Python integers.
-
-        Raises:
-            TypeError: a position is not an integer.
-        """
-        wanted = argnums if isinstance(argnums, Sequence) else (argnums,)
-        if isinstance(argnums, str) or not all(_is_integer(position) for position in wanted):
-            raise TypeError(f"`argnums` must be an integer, or a tuple of them. Received: argnums={argnums!r}.")
-        return cls(tuple(map(int, argnums)) if isinstance(argnums, Sequence) else int(argnums), has_aux)
-
-    def chosen(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the positions to differentiate, none of them negative.
-
-        Raises:
-            ValueError: there is no such argument, or one comes twice.
-        """
-        wanted = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
-        if any(not -len(args) <= position < len(args) for position in wanted):
-            raise ValueError(
-                "`argnums` counts the positional arguments after the scaler. "
-                f"Received: argnums={self.argnums!r} and {len(args)} of them."
-            )
-        chosen = tuple(position % len(args) for position in wanted)
-        if len(set(chosen)) < len(chosen):
-            raise ValueError(f"`argnums` must name each argument at most once. Received: argnums={self.argnums!r}.")
-        return chosen
-
-    def arguments(self, args: Sequence[Any]) -> Any:
-        """Returns the arguments to differentiate: one, or a tuple of them."""
-        chosen = [args[position] for position in self.chosen(args)]
-        return chosen[0] if isinstance(self.argnums, int) else tuple(chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +40,27 @@ class Forward:
         return axes.averaged(gradients)
 
 
+def checked_argnums(argnums: Any) -> int | tuple[int, ...]:
+    """Returns the positions of the arguments to differentiate as Python integers; raises if one is no integer."""
+    wanted = argnums if isinstance(argnums, Sequence) else (argnums,)
+    if isinstance(argnums, str) or not all(_is_integer(position) for position in wanted):
+        raise TypeError(f"`argnums` must be an integer, or a tuple of them. Received: argnums={argnums!r}.")
+    return tuple(map(int, argnums)) if isinstance(argnums, Sequence) else int(argnums)
+
+
 def forward(
-    fun: Callable[..., Any], signature: Signature, policy: Policy, args: Sequence[Any], kwargs: dict[str, Any]
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...],
+    has_aux: bool,
+    policy: Policy,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
 ) -> Forward:
     """Runs `fun` and returns its backward pass, which can be run any number of times."""
-    params = split(signature.arguments(args), "the arguments to differentiate")
-    chosen = signature.chosen(args)
+    is_one = isinstance(argnums, int)
+    chosen = _positions(argnums, len(args))
+    wanted = tuple(args[position] for position in chosen)
+    params = split(wanted[0] if is_one else wanted, "the arguments to differentiate")
     for position in chosen:
         _check_modules(args[position])
     # All arguments are flattened, and rebuilt inside the differentiated function: flax nnx allows a variable to be
@@ -104,9 +72,9 @@ def forward(
     def run(leaves: Gradients) -> tuple[Array, Any]:
         filled, keywords = structure.unflatten(others)
         values = params.filled(leaves)
-        for position, value in zip(chosen, (values,) if isinstance(signature.argnums, int) else values, strict=True):
+        for position, value in zip(chosen, (values,) if is_one else values, strict=True):
             filled[position] = value
-        return _loss_and_aux(fun(*filled, **keywords), signature.has_aux, policy)
+        return _loss_and_aux(fun(*filled, **keywords), has_aux, policy)
 
     loss, pullback, aux = jax.vjp(run, params.differentiable, has_aux=True)
     return Forward(loss, aux, params, pullback)
@@ -150,6 +118,20 @@ def _loss_and_aux(returned: Any, has_aux: bool, policy: Policy) -> tuple[Array, 
             f"Received: shape {loss.shape}. Take the mean, or map over the examples with `jax.vmap`."
         )
     return loss, aux
+
+
+def _positions(argnums: int | tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Returns the positions among `count` arguments, none of them negative; raises if there is none, or one twice."""
+    wanted = (argnums,) if isinstance(argnums, int) else argnums
+    if any(not -count <= position < count for position in wanted):
+        raise ValueError(
+            "`argnums` counts the positional arguments after the scaler. "
+            f"Received: argnums={argnums!r} and {count} of them."
+        )
+    chosen = tuple(position % count for position in wanted)
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"`argnums` must name each argument at most once. Received: argnums={argnums!r}.")
+    return chosen
 
 
 def _is_integer(value: object) -> bool:

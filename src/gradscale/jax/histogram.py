@@ -9,7 +9,7 @@ from jax import Array
 
 from gradscale.histogram.counts import EXPONENTS, MX_BLOCK, ExponentHistogram, check_block
 from gradscale.jax.tree import is_inexact, register
-from gradscale.kernels.jax_exponents import Counts, block_counts, exponent_counts
+from gradscale.kernels.jax_exponents import block_counts, exponent_counts
 
 register(ExponentHistogram)
 
@@ -46,10 +46,9 @@ def block_histogram(tree: Any, block: int = MX_BLOCK) -> ExponentHistogram:
     return _sum_of(tree, lambda array: block_counts(array, block))
 
 
-def _sum_of(tree: Any, count: Callable[[Array], Counts]) -> ExponentHistogram:
-    zero = jnp.zeros((), "uint32")
-    total = ExponentHistogram(jnp.zeros(EXPONENTS.size, "uint32"), zero, zero, zero)
+def _sum_of(tree: Any, count: Callable[[Array], Array]) -> ExponentHistogram:
+    total = jnp.zeros(EXPONENTS.size + 3, "uint32")
     for leaf in jax.tree.leaves(tree):
         if hasattr(leaf, "dtype") and is_inexact(leaf):
-            total = total + ExponentHistogram(*count(jnp.asarray(leaf)))
-    return total
+            total = total + count(jnp.asarray(leaf))
+    return ExponentHistogram(total[: EXPONENTS.size], *total[EXPONENTS.size :])

@@ -1,4 +1,4 @@
-"""Remember, the last stage: the result of a step, as arrays on the device."""
+"""Remember, the last stage: the result of a step, as arrays on the device, and how large the weights are."""
 
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -9,8 +9,9 @@ import numpy as np
 
 from gradscale.engine import result as engine
 from gradscale.engine.culprits import Culprit
-from gradscale.engine.desync import ScaleDesync
-from gradscale.engine.uncalled import to_be_called
+from gradscale.engine.health import Weights
+from gradscale.engine.result import ScaleDesync, to_be_called
+from gradscale.jax.tree import Leaf, split
 from gradscale.kernels.jax_text import shown
 
 T = TypeVar("T")
@@ -87,3 +88,10 @@ def _register(kind: Any) -> None:
 
 
 _register(StepResult)
+
+
+def weights_of(params: Any) -> Weights | None:
+    """Returns how large the parameters of a pytree are; None if it has none. Synchronizes with the device."""
+    parts = split(params, "params")
+    leaves = [(jnp.asarray(leaf), name) for leaf, name in zip(parts.of(Leaf.TRAINED), parts.names, strict=True)]
+    return Weights.of((float(jnp.max(jnp.abs(leaf)).astype(jnp.float32)), name) for leaf, name in leaves if leaf.size)

@@ -6,28 +6,27 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from gradscale._text import scaler_text
 from gradscale.engine.decide import check_clip
+from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, Progress, StuckCheck
+from gradscale.engine.hints import OtherNames, explains_arguments
 from gradscale.engine.metrics import metrics_of
-from gradscale.engine.other_arguments import explains_arguments, explains_settings
-from gradscale.engine.other_names import OtherNames
+from gradscale.engine.result import ScaleDesync
 from gradscale.engine.saved import check_state, read_saved, write_saved
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, Progress, StuckCheck
-from gradscale.engine.texts import policy_text, scaler_text
 from gradscale.jax.axes import AxisNames
 from gradscale.jax.forward import checked_loss
-from gradscale.jax.remember import StepResult
-from gradscale.jax.replicas import check_replicas
+from gradscale.jax.remember import StepResult, weights_of
 from gradscale.jax.saved import register_with_flax
 from gradscale.jax.step import Step
 from gradscale.jax.tree import Gradients, Leaf, as_pytree, register, split
-from gradscale.jax.weights import weights_of
 from gradscale.kernels.jax_text import shown
 from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import NoScaling
-from gradscale.record import with_values
+from gradscale.record import settings_text, with_values
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -55,7 +54,7 @@ class Scaler(OtherNames):
 
     _adapter: ClassVar[str] = "jax"
 
-    @explains_settings("Scaler({})")
+    @explains_arguments("Scaler({})")
     def __init__(self, policy: Policy | str = "auto", state: ScaleState | None = None) -> None:
         """Makes the scaler of the first step.
 
@@ -77,7 +76,7 @@ class Scaler(OtherNames):
 
     def __repr__(self) -> str:
         """Returns policy, scale and counts as text. Never synchronizes: what is on a device is not read."""
-        return scaler_text("Scaler", [policy_text(self.policy)], self.state, None, shown)
+        return scaler_text("Scaler", [settings_text(self.policy)], self.state, None, shown)
 
     @property
     def loss_scale(self) -> Array:
@@ -174,7 +173,7 @@ class Scaler(OtherNames):
                 "Call this on one scaler. Received: scalers stacked in the shape "
                 f"{shape}, by `vmap` or `pmap`. Take one: `jax.tree.map(lambda leaf: leaf[0], scaler)`."
             )
-        check_replicas(state)
+        _check_replicas(state)
         if result is not None:
             result.skipped()  # raises where the devices found that their scales differ
         loss_finite = bool(state.stuck if result is None else result.loss_finite)
@@ -188,7 +187,7 @@ class Scaler(OtherNames):
         Raises:
             ScaleDesync: devices that share the scale have different ones.
         """
-        check_replicas(self.state)
+        _check_replicas(self.state)
         return write_saved(self.policy, self.state)
 
     @classmethod
@@ -229,3 +228,23 @@ def static_policy(policy: Policy | str) -> Policy:
             f"Received: policy={policy!r}. For many policies at once make one scaler of each."
         ) from error
     return meant
+
+
+def _check_replicas(state: Any) -> None:
+    """Raises if the copies of the scale on this process's devices differ. Synchronizes with the device.
+
+    JAX takes one copy for all: a `shard_map` with `check_vma=False` returns what differs as if it did not.
+
+    Raises:
+        ScaleDesync: they do. It names the devices.
+    """
+    scale = state.scale
+    if not getattr(scale, "is_fully_replicated", False):
+        return
+    copies = {shard.device: np.asarray(shard.data) for shard in scale.addressable_shards}
+    if any((copy != next(iter(copies.values()))).any() for copy in copies.values()):
+        shown = ", ".join(f"{copy.tolist():g} on {device}" for device, copy in copies.items())
+        raise ScaleDesync(
+            f"A scale must be the same on all devices that share it. Received: {shown}. Start all devices from one "
+            "scaler, and agree over every axis that they share."
+        )

@@ -7,7 +7,7 @@ import optax
 from jax import Array
 
 from gradscale.engine.decide import check_clip
-from gradscale.engine.other_arguments import explains_settings
+from gradscale.engine.hints import explains_arguments
 from gradscale.jax.agree import zeros
 from gradscale.jax.apply import check_accumulation, gated
 from gradscale.jax.axes import AxisNames
@@ -29,7 +29,7 @@ class ScaledState(NamedTuple):
     inner: Any
 
 
-@explains_settings("scaled(tx, policy={})")
+@explains_arguments("scaled(tx, policy={})")
 def scaled(
     tx: optax.GradientTransformation,
     policy: Policy | str = "auto",

@@ -4,19 +4,21 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gradscale.engine.bf16 import note_bf16
 from gradscale.engine.decide import check_clip, check_retries
-from gradscale.engine.other_arguments import explains_arguments
+from gradscale.engine.hints import explains_arguments
 from gradscale.jax.axes import AxisNames
-from gradscale.jax.bf16 import note_if_bf16
-from gradscale.jax.forward import Forward, Signature, forward
+from gradscale.jax.forward import Forward, checked_argnums, forward
 from gradscale.jax.remember import StepResult
 from gradscale.jax.retry import attempts
 from gradscale.jax.scaler import Scaler
 from gradscale.jax.step import Attempt, Step
 from gradscale.jax.tree import Leaf
+from gradscale.policies.contract import Policy
 
 Gradient = Callable[..., tuple[Any, Any, Scaler, StepResult]]
 """Takes a scaler and the function's own arguments; returns value, gradients, the next scaler and the result."""
@@ -84,18 +86,14 @@ def value_and_grad(
         )
     check_clip("clip_norm", clip_norm)
     check_retries(retries)
-    signature = Signature.of(argnums, has_aux)
-    types_known = False
+    positions = checked_argnums(argnums)
 
     def value_and_gradients(scaler: Scaler, *args: Any, **kwargs: Any) -> tuple[Any, Any, Scaler, StepResult]:
-        nonlocal types_known
         _check_scaler(scaler)
-        run = forward(fun, signature, scaler.policy, args, kwargs)
+        run = forward(fun, positions, has_aux, scaler.policy, args, kwargs)
         step = Step.of(scaler.policy, clip_norm, norm, run.params, axis_names, mean_axes, specs)
         step.axes.check_scale(scaler.loss_scale, [run.loss, *run.params.of(Leaf.TRAINED)])
-        if not types_known:
-            types_known = True
-            note_if_bf16(run.pullback, scaler.policy)
+        _note_if_bf16(run.pullback, scaler.policy)
         last, retried = _backward(step, scaler.state, run, retries)
         gradients, state, result = step.finish(scaler.state, last, run.params.names, retried)
         if gradients.overwrites and result.gated:
@@ -114,6 +112,20 @@ def _backward(step: Step, state: Any, run: Forward, retries: int) -> tuple[Attem
     if retries and step.plan.checks and run.params.of(Leaf.TRAINED):
         return attempts(step, state, functools.partial(run.gradients, axes=step.axes), loss_finite, retries)
     return step.attempt(state, run.gradients(state.scale, step.axes), loss_finite), 0
+
+
+def _note_if_bf16(pullback: Any, policy: Policy) -> None:
+    """Logs that scaling is not needed if what a forward pass kept for its backward pass is BF16 and nowhere narrower.
+
+    Reads types alone, which are known while a function is traced.
+    """
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(pullback) if isinstance(leaf, Array)}
+    if {each for each in dtypes if jnp.issubdtype(each, jnp.floating) and each.itemsize < 4} == {jnp.dtype("bfloat16")}:
+        note_bf16(
+            policy,
+            "`value_and_grad` scales a loss that was computed in BF16.",
+            "Switch scaling off: `Scaler(NoScaling())`.",
+        )
 
 
 def _check_scaler(scaler: Any) -> None:

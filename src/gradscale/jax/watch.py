@@ -14,10 +14,8 @@ from jax.tree_util import GetAttrKey, SequenceKey
 from gradscale.formats import Format
 from gradscale.jax.tree import Leaf, is_inexact, path_name, split
 from gradscale.kernels.jax_exponents import counts_and_peaks
-from gradscale.watching.counted import counted_of
-from gradscale.watching.record import FORMATS, WatchRecord
-from gradscale.watching.sample import MODEL, Key, Kind, Sample
-from gradscale.watching.schedule import Ranges
+from gradscale.watching.record import FORMATS, Ranges, WatchRecord
+from gradscale.watching.sample import MODEL, Counts, Key, Kind, Sample
 
 GRADIENTS: tuple[Kind, ...] = ("output_grad", "weight_grad")
 
@@ -195,9 +193,8 @@ def _sample(counts: WatchCounts) -> Sample:
             f"Counts must be those of one step. Received: some stacked in the shape {read.bins.shape[:-2]}, by `scan`, "
             "`vmap` or `pmap`. Take one: `jax.tree.map(lambda leaf: leaf[0], counts)`."
         )
-    slots: dict[Key, list[int]] = {}
-    for slot, key in enumerate(counts.keys):
-        slots.setdefault(key, []).append(slot)
-    scales = [float(read.scale) if kind in GRADIENTS else 1.0 for _, kind in counts.keys]
+    sample = Sample()
+    for key, dtype in zip(counts.keys, counts.dtypes, strict=True):
+        sample.add(key, dtype, float(read.scale) if key[1] in GRADIENTS else 1.0)
     bins, outside = (np.asarray(each, np.int64) for each in (read.bins, read.outside))
-    return Sample(slots, counted_of(bins, outside, np.asarray(read.amax), counts.dtypes, scales, [0] * len(scales)))
+    return sample.keep(Counts(bins, outside, np.asarray(read.amax)))

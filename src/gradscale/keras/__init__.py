@@ -9,7 +9,7 @@ from gradscale.keras import compat  # noqa: F401
 
 # isort: split
 from gradscale.engine.culprits import Culprit
-from gradscale.engine.stuck import ScaleStuck
+from gradscale.engine.health import ScaleStuck
 from gradscale.explain import LayerRow
 from gradscale.keras import precision
 from gradscale.keras.adopt import adopt, read_tf_checkpoint

@@ -8,11 +8,10 @@ from typing import Any
 
 import keras
 
-from gradscale.engine.diagnosis import Weights
+from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck, Weights
 from gradscale.engine.result import StepResult
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck
 from gradscale.keras.optimizer import optimizer_of
-from gradscale.keras.weights import weights_of
+from gradscale.keras.remember import weights_of
 from gradscale.policies.checks import check_count
 from gradscale.policies.contract import ScaleState
 

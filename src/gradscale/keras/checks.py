@@ -5,8 +5,8 @@ from typing import Any
 
 import keras
 
-from gradscale._shown import short
-from gradscale.engine.bf16 import may_be_noted, note_bf16
+from gradscale._text import short
+from gradscale.engine.bf16 import note_bf16
 from gradscale.engine.saved import policy_from_dict
 from gradscale.peers.specs import as_policy
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_count, check_scale
@@ -88,8 +88,9 @@ def check_dynamic(dynamic: bool, initial_scale: Any) -> None:
 def note_if_bf16(policy: Policy) -> None:
     """Logs that scaling is not needed if layers compute in BF16 by Keras's present dtype policy."""
     present: Any = keras.config.dtype_policy()
-    if present.compute_dtype == "bfloat16" and may_be_noted(policy):
+    if present.compute_dtype == "bfloat16":
         note_bf16(
+            policy,
             f"A LossScaleOptimizer was built under Keras's dtype policy {present.name!r}.",
             "Compile the model with the inner optimizer alone; `gradscale.keras.precision` chooses for you.",
         )

@@ -3,15 +3,25 @@
 import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 
-from gradscale.explain import LayerRow, explanation_text, layer_table, merged_rows
-from gradscale.keras.explain_advice import advice
+from gradscale.explain import LayerRow, explanation_text, layer_table, merged_rows, scaler_warning, scaling_advice
+from gradscale.formats import FP16
 from gradscale.keras.layers import distinct_layers, own_weights, path_in
+from gradscale.keras.optimizer import KerasLossScaleOptimizer, LossScaleOptimizer
+from gradscale.policies.static import multiplies
+
+ADD_SCALER = (
+    "Compile it with `gradscale.keras.LossScaleOptimizer`, or use BF16. Keras adds a scaler of its own only to a model "
+    "whose dtype policy is 'mixed_float16'."
+)
+REMOVE_SCALER = "Compile the model with its inner optimizer."
+
+PROBABILITIES = (keras.activations.softmax, keras.activations.sigmoid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +64,16 @@ def explain(model: Any, *, warn: bool = False) -> Explanation:
     """
     if not isinstance(model, keras.Layer):
         raise TypeError(f"`model` must be a Keras model or layer. Received: {type(model).__name__}.")
-    layers = _layers(model)
+    # Those that compute something: they hold weights themselves, or no other layers.
+    layers = [layer for layer in distinct_layers(model) if own_weights(layer) or not layer._layers]
     optimizer = getattr(model, "optimizer", None)
     rows = merged_rows((_row(model, layer) for layer in layers), _shared_name)
-    scaling, mistakes = advice(layers, _outputs(model), optimizer)
+    trained = [weight for layer in layers for weight in layer.trainable_variables]
+    scaling = scaling_advice({layer.compute_dtype for layer in layers} | {weight.dtype for weight in trained})
+    mistakes = [*_mistakes_of_dtypes(_outputs(model), trained), *_mistakes_of_optimizer(optimizer, scaling)]
     for mistake in mistakes if warn else ():
         warnings.warn(mistake, stacklevel=2)
     return Explanation(rows, _kind(optimizer), scaling, tuple(mistakes))
-
-
-def _layers(model: Any) -> list[Any]:
-    """Returns the layers that compute something: those that hold weights themselves, or no other layers."""
-    return [layer for layer in distinct_layers(model) if own_weights(layer) or not layer._layers]
 
 
 def _outputs(model: Any) -> list[Any]:
@@ -113,3 +121,45 @@ def _kind(optimizer: Any) -> str:
         return ""
     inner = getattr(optimizer, "inner_optimizer", None)
     return f"{type(optimizer).__name__}({_kind(inner)})" if inner is not None else type(optimizer).__name__
+
+
+def _mistakes_of_dtypes(outputs: Sequence[Any], trained: Sequence[Any]) -> Iterator[str]:
+    """Yields warnings of layers, whose results the model returns, and of weights in half precision."""
+    half = [layer for layer in outputs if layer.compute_dtype == "float16" and _makes_probabilities(layer)]
+    if half:
+        yield (
+            f"The output layer {half[0].name!r} makes probabilities in FP16: those below "
+            f"{FP16.smallest_subnormal:.1e} are 0, and their logarithm is lost. Give it dtype='float32', or return "
+            "logits and build the loss with from_logits=True."
+        )
+    stored = [weight for weight in trained if weight.dtype in ("float16", "bfloat16")]
+    if stored:
+        yield (
+            f"{len(stored)} weights are stored in half precision, such as {stored[0].path!r}: updates below half a "
+            "unit in the last place are lost. Use 'mixed_float16' or 'mixed_bfloat16', which store float32."
+        )
+
+
+def _makes_probabilities(layer: Any) -> bool:
+    return isinstance(layer, keras.layers.Softmax) or getattr(layer, "activation", None) in PROBABILITIES
+
+
+def _mistakes_of_optimizer(optimizer: Any, scaling: str) -> Iterator[str]:
+    """Yields warnings of a scaler that is missing, not needed, inside another, or Keras's own."""
+    if optimizer is None:
+        return
+    ours, is_keras = isinstance(optimizer, LossScaleOptimizer), isinstance(optimizer, KerasLossScaleOptimizer)
+    scales = multiplies(optimizer.policy) if ours else is_keras or optimizer.loss_scale_factor is not None
+    if (mistake := scaler_warning(scaling, scales=scales, add=ADD_SCALER, remove=REMOVE_SCALER)) is not None:
+        yield mistake
+    if isinstance(getattr(optimizer, "inner_optimizer", None), KerasLossScaleOptimizer):
+        yield (
+            "A scaler is inside another: the inner one divides the gradients again, by a scale that no loss was "
+            "multiplied by. Wrap an optimizer once."
+        )
+    if is_keras and not ours:
+        yield (
+            "The scaler is Keras's own: its scale has no bounds, it does not report skipped steps, and under "
+            "MirroredStrategy an overflow on one replica reaches the weights. `gradscale.keras.adopt(model)` replaces "
+            "it, and keeps its scale."
+        )

@@ -6,10 +6,9 @@ from typing import Any, ClassVar, Self
 import keras
 import numpy as np
 
-from gradscale.engine.other_arguments import explains_arguments, explains_settings
-from gradscale.engine.other_names import OtherNames
+from gradscale._text import scaler_text
+from gradscale.engine.hints import OtherNames, explains_arguments
 from gradscale.engine.saved import check_state
-from gradscale.engine.texts import policy_text, scaler_text
 from gradscale.keras.checks import (
     DYNAMIC_GROWTH_STEPS,
     INITIAL_SCALE,
@@ -24,14 +23,13 @@ from gradscale.keras.checks import (
     with_policy,
 )
 from gradscale.keras.compat import check_inner_settings, check_overwritten
-from gradscale.keras.losses import Losses
-from gradscale.keras.measure import BACKEND, Gradients, overwrites
+from gradscale.keras.measure import BACKEND, Gradients, Losses, overwrites
 from gradscale.keras.remember import StepResult, metrics_on_host, result_of, result_without_gradients
 from gradscale.keras.step import is_narrow, run_step, unscaled
 from gradscale.keras.variables import FIRST, SCALE_INDEX, StateLayout, fitted, on_host
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import multiplies
-from gradscale.record import Array, numbers, with_values
+from gradscale.record import Array, numbers, settings_text, with_values
 
 KerasLossScaleOptimizer: Any = keras.optimizers.LossScaleOptimizer
 
@@ -52,7 +50,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
     recorder: Callable[[Gradients, Any], None] | None = None
     """What is called with the scaled gradients of a step and their scale. Set by `Watch`, for sampled steps only."""
 
-    @explains_settings("LossScaleOptimizer(inner_optimizer, policy={})")
+    @explains_arguments("LossScaleOptimizer(inner_optimizer, policy={})")
     def __init__(
         self,
         inner_optimizer: Any,
@@ -100,7 +98,7 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         places = [BACKEND.place(variable.value) for variable in self._state_variables] if self.built else []
         elsewhere = next(filter(None, places), None)
         state = self._layout.start if elsewhere else self.state
-        about = [type(self.inner_optimizer).__name__, policy_text(self._policy)]
+        about = [type(self.inner_optimizer).__name__, settings_text(self._policy)]
         return scaler_text("LossScaleOptimizer", about, state, None, lambda number: elsewhere or number.item())
 
     @property

@@ -1,5 +1,6 @@
-"""Remember: the result of a step of a custom loop, and the metrics of an optimizer."""
+"""Remember: the result of a step of a custom loop, the metrics of an optimizer, and how large the weights are."""
 
+import math
 from dataclasses import fields
 from typing import Any, Self
 
@@ -8,8 +9,9 @@ import numpy as np
 
 from gradscale.engine import result
 from gradscale.engine.culprits import Culprit, culprits_of
+from gradscale.engine.health import Weights
 from gradscale.engine.metrics import host_metrics
-from gradscale.engine.uncalled import to_be_called
+from gradscale.engine.result import to_be_called
 from gradscale.keras import backends
 from gradscale.policies.contract import ScaleState
 from gradscale.record import Array
@@ -59,15 +61,15 @@ class StepResult(result.StepResult):
 def result_of(step: Any, variables: Any, *, norm: bool) -> StepResult:
     """Returns the result of a `Step` that had gradients of `variables`."""
     tensor = keras.ops.convert_to_tensor
-    observation, seen = step.observation, step.seen
+    seen, sizes = step.seen, step.sizes
     return StepResult(
         applied=tensor(step.outcome.applied),
         scale=tensor(step.scale),
         next_scale=tensor(step.outcome.state.scale),
         loss_finite=tensor(seen.loss_finite),
         grad_norm=tensor(seen.norm) if norm else None,
-        amax=None if observation is None else tensor(seen.amax),
-        sizes=None if observation is None else observation.measurement.sizes,
+        amax=None if sizes is None else tensor(seen.amax),
+        sizes=None if sizes is None else tensor(sizes),
         names=tuple(getattr(variable, "path", None) or variable.name for variable in variables),
     )
 
@@ -86,6 +88,24 @@ def metrics_on_host(state: ScaleState, last: result.StepResult | None) -> dict[s
     """
     sizes = (None, None) if last is None else (last.grad_norm, last.amax)
     return host_metrics(state, *(None if size is None else _on_host(size) for size in sizes))
+
+
+def weights_of(model: Any, at_start: Weights | None = None) -> Weights | None:
+    """Returns how large the trainable weights of a model are; None if it has none. Synchronizes with the device.
+
+    `at_start` is what this returned before the first step.
+    """
+    sizes = [(_largest(variable), variable.path) for variable in model.trainable_variables if math.prod(variable.shape)]
+    rate = float(_on_host(keras.ops.convert_to_tensor(model.optimizer.learning_rate)))
+    return Weights.of(sizes, None if at_start is None else at_start.largest, rate)
+
+
+def _largest(variable: Any) -> float:
+    # In float32: a maximum of float16 numbers is not supported by every backend.
+    magnitudes = keras.ops.abs(keras.ops.cast(keras.ops.convert_to_tensor(variable.value), "float32"))
+    # Twice, because some backends' maximum loses a NaN, and a sum never does.
+    total = float(_on_host(keras.ops.sum(magnitudes)))
+    return total if math.isnan(total) else float(_on_host(keras.ops.max(magnitudes)))
 
 
 def _on_host(value: Array) -> Any:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import keras
 
 from gradscale.engine.decide import Outcome, decide
-from gradscale.keras.backends import Observation, Update
-from gradscale.keras.losses import all_finite
-from gradscale.keras.measure import BACKEND, Gradients, measure, overwrites
+from gradscale.engine.measurement import NOTHING_READ
+from gradscale.keras.backends import Update
+from gradscale.keras.measure import BACKEND, Gradients, all_finite, measure, measured, overwrites, plan_of
 from gradscale.policies.contract import Seen
 from gradscale.policies.static import multiplies
 from gradscale.record import Array
@@ -19,13 +19,13 @@ class Step(NamedTuple):
 
     Attributes:
         scale: the scale that made the gradients.
-        observation: what was found in them; None where nothing was read.
-        seen: the same, unscaled.
+        sizes: a size of each, not finite where it is not; None where nothing was read.
+        seen: what was found in them, unscaled.
         outcome: what was decided.
     """
 
     scale: Array
-    observation: Observation | None
+    sizes: Array | None
     seen: Seen
     outcome: Outcome
 
@@ -42,9 +42,9 @@ def run_step(optimizer: Any, gradients: Gradients, loss: Any, *, norm: bool, kin
     if optimizer.recorder is not None:
         optimizer.recorder(gradients, optimizer.dynamic_scale.value)
 
-    def finish(observation: Observation | None, update: Update) -> Step:
+    def finish(numbers: Any, update: Update) -> Step:
         state = optimizer.read_state(BACKEND.leaves)
-        seen = Seen() if observation is None else observation.seen(state.scale, BACKEND.XP)
+        measurement, seen = (NOTHING_READ, Seen()) if plan is None else measured(plan, numbers, state.scale)
         outcome = decide(policy, state, seen, BACKEND.XP)
         # `NoScaling` skips nothing. Without a gate it has no `cond`, through which every variable would pass.
         if policy.needs:
@@ -54,7 +54,7 @@ def run_step(optimizer: Any, gradients: Gradients, loss: Any, *, norm: bool, kin
             update(outcome.factor)
         # After the update: if the inner optimizer raises, the state of the scale is unchanged.
         optimizer.write_state(outcome.state, BACKEND.vector)
-        return Step(state.scale, observation, seen, outcome)
+        return Step(state.scale, measurement.sizes, seen, outcome)
 
     def update(grads: Sequence[Any], variables: Sequence[Any], factor: Array) -> None:
         wide = unscaled(grads, variables, factor, multiplied=multiplies(policy))
@@ -62,9 +62,9 @@ def run_step(optimizer: Any, gradients: Gradients, loss: Any, *, norm: bool, kin
 
     # On each replica, before `merge_call`: MirroredStrategy reduces gradients inside the inner optimizer, after the
     # decision. A check of one replica's gradients would let another's inf into the weights, as Keras's class does.
-    observation = measure(optimizer, gradients, loss_finite, norm=norm, kinds=kinds)
-    agreed = None if observation is None else BACKEND.agree(observation)
-    return BACKEND.merge_call(finish, agreed, update, gradients.grads, gradients.variables)
+    plan = plan_of(policy, gradients, norm=norm, kinds=kinds)
+    numbers = None if plan is None else measure(plan, [grad for grad, _ in gradients.present], loss_finite)
+    return BACKEND.merge_call(finish, numbers, update, gradients.grads, gradients.variables)
 
 
 def _for_accumulation(inner: Any, grads: list[Any], variables: Sequence[Any]) -> list[Any]:

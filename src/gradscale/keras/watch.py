@@ -13,10 +13,8 @@ from gradscale.keras.layers import distinct_layers, own_weights, path_in
 from gradscale.keras.measure import BACKEND, Gradients, overwrites
 from gradscale.keras.optimizer import optimizer_of
 from gradscale.keras.step import is_narrow
-from gradscale.watching.counted import counted_of, unscaling_bits
-from gradscale.watching.record import FORMATS, WatchRecord
-from gradscale.watching.sample import MODEL, Key, Sample
-from gradscale.watching.schedule import Ranges
+from gradscale.watching.record import FORMATS, Ranges, WatchRecord
+from gradscale.watching.sample import MODEL, Counts, Key, Sample
 
 
 class Watch(WatchRecord, keras.callbacks.Callback):
@@ -137,40 +135,31 @@ class Recorded:
     """What was counted so far of the arrays of one step."""
 
     def __init__(self) -> None:
-        self._slots: dict[Key, list[int]] = {}
-        self._counts: list[Any] = []
-        self._dtypes: list[str] = []
-        self._scales: list[float] = []
-        self._shifts: list[int] = []
+        self._sample = Sample()
+        self._counts: list[Counts] = []
 
     @property
     def has_weights(self) -> bool:
         """Whether a weight was counted."""
-        return any(kind == "weight" for _, kind in self._slots)
+        return any(kind == "weight" for _, kind in self._sample.slots)
 
     def add(self, named: Sequence[tuple[Key, Any]], scale: float = 1.0) -> None:
         """Counts arrays that were multiplied by `scale`. Those of one key are counted together."""
         if not named:
             return
-        bits = unscaling_bits(scale)
-        arrays = [array if bits is not None else _divided(array, scale) for _, array in named]
-        self._counts.append(BACKEND.counts(arrays))
+        self._counts.append(BACKEND.counts([array if scale == 1 else _divided(array, scale) for _, array in named]))
         for key, array in named:
-            self._slots.setdefault(key, []).append(len(self._dtypes))
-            self._dtypes.append(keras.backend.standardize_dtype(array.dtype))
-            self._scales.append(scale)
-            self._shifts.append(bits or 0)
+            self._sample.add(key, keras.backend.standardize_dtype(array.dtype), scale)
 
     def replace(self, named: Sequence[tuple[Key, Any]], scale: float) -> None:
         """Counts arrays, and forgets what was counted under their keys before."""
         for key, _ in named:
-            self._slots.pop(key, None)
+            self._sample.slots.pop(key, None)
         self.add(named, scale)
 
     def sample(self) -> Sample:
         """Returns all that was counted."""
-        bins, outside, amax = (np.concatenate(each) for each in zip(*self._counts, strict=True))
-        return Sample(self._slots, counted_of(bins, outside, amax, self._dtypes, self._scales, self._shifts))
+        return self._sample.keep(Counts(*map(np.concatenate, zip(*self._counts, strict=True))))
 
 
 def _divided(array: Any, scale: float) -> Any:

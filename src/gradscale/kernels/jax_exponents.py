@@ -1,7 +1,8 @@
 """Exponent histograms of JAX arrays, by the bits of their numbers, in chunks."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
+from functools import partial, reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import jax
@@ -12,15 +13,8 @@ from jax import Array, lax
 from gradscale.histogram.counts import EXPONENTS, HIGHEST_EXPONENT, LOWEST_EXPONENT
 from gradscale.kernels.jax import peak, real_parts, wide_type
 
-ROWS, COLUMNS = 128, 1024
-CHUNK = ROWS * COLUMNS
-"""Elements that are counted together. 128 rows, since a byte holds the sum of as many ones."""
-
-LENGTHS = tuple(CHUNK // 16**power for power in (3, 2, 1, 0))
-"""What small arrays are padded to: 32, 512, 8,192 elements or a chunk."""
-
-FEW = 64
-"""Exponents in a chunk up to which comparing it with each of them is faster than XLA's scatter on a CPU."""
+CHUNK = 131_072
+"""Elements that are counted together on a CPU."""
 
 
 class Layout(NamedTuple):
@@ -51,68 +45,28 @@ SINGLE = Layout("uint32", 23, 255)
 DOUBLE = Layout("uint64", 52, 2047)
 
 
-class Counts(NamedTuple):
-    """Elements by exponent, and those that have none, as uint32."""
-
-    bins: Array
-    zeros: Array
-    infs: Array
-    nans: Array
-
-
-def exponent_counts(array: Array) -> Counts:
-    """Returns elements by exponent; zeros, infs and NaNs. A complex array counts as its two parts.
+def exponent_counts(array: Array) -> Array:
+    """Returns elements by exponent, then zeros, infs and NaNs, as uint32. A complex array counts as its two parts.
 
     In a compiled function it makes no temporary larger than a chunk on a CPU. Elsewhere it scatters all elements.
     """
-    return _sum([_counted(part.reshape(-1), _bits) for part in real_parts(array)])
+    return reduce(add, [_counted(part.reshape(-1), _bits) for part in real_parts(array)])
 
 
-def counts_of_each(arrays: Sequence[Array]) -> Counts:
-    """Returns the counts of each array, stacked in their order, in a program that takes less time to compile.
-
-    Arrays of at most a chunk are padded to one of a few lengths, and one loop counts all of a length.
-    """
-    places: list[int] = []
-    found = [Counts(jnp.zeros((0, EXPONENTS.size), "uint32"), *[jnp.zeros(0, "uint32")] * 3)]
-    small: dict[int, list[tuple[int, Array]]] = {}
-    for place, array in enumerate(arrays):
-        for part in (part.reshape(-1) for part in real_parts(array)):
-            if part.size > CHUNK or _layout(part) is DOUBLE:
-                found.append(Counts(*(leaf[None] for leaf in _counted(part, _bits))))
-                places.append(place)
-            else:
-                length = next(length for length in LENGTHS if part.size <= length)
-                small.setdefault(length, []).append((place, part))
-    for length, parts in small.items():
-        found.append(_padded_counts([part for _, part in parts], length))
-        places.extend(place for place, _ in parts)
-    # Added, not put in order: a complex array has two parts.
-    stacked = [jnp.concatenate(leaves) for leaves in zip(*found, strict=True)]
-    return Counts(
-        *(jnp.zeros((len(arrays), *leaf.shape[1:]), "uint32").at[np.array(places)].add(leaf) for leaf in stacked)
-    )
+def block_counts(array: Array, block: int) -> Array:
+    """Returns the same for the largest magnitude of each block of `block` elements along the last dimension."""
+    return reduce(add, [_counted(_blocks(part, block), _block_peaks) for part in real_parts(array)])
 
 
 @jax.jit
 def counts_and_peaks(arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
     """Returns bins, zeros, infs and NaNs, and largest magnitudes of arrays, in rows; NaN where an array has one."""
-    found = counts_of_each(arrays)
-    peaks = jnp.stack([peak(array) for array in arrays]) if arrays else jnp.zeros(0)
-    return found.bins, jnp.stack([found.zeros, found.infs, found.nans], axis=1), peaks
-
-
-def block_counts(array: Array, block: int) -> Counts:
-    """Returns the same for the largest magnitude of each block of `block` elements along the last dimension."""
-    return _sum([_counted(_blocks(part, block), _block_peaks) for part in real_parts(array)])
+    counts = jnp.stack([exponent_counts(array) for array in arrays])
+    return counts[:, : EXPONENTS.size], counts[:, EXPONENTS.size :], jnp.stack([peak(array) for array in arrays])
 
 
 def _bins_of(exponents: Any) -> Any:
     return np.clip(exponents, LOWEST_EXPONENT, HIGHEST_EXPONENT) - LOWEST_EXPONENT
-
-
-def _sum(parts: list[Counts]) -> Counts:
-    return parts[0] if len(parts) == 1 else Counts(*(a + b for a, b in zip(*parts, strict=True)))
 
 
 def _layout(array: Array) -> Layout:
@@ -142,82 +96,24 @@ def _block_peaks(blocks: Array) -> Array:
     return jnp.max(_bits(blocks), axis=1, initial=0)
 
 
-def _counted(items: Array, bits_of: Callable[[Array], Array]) -> Counts:
+def _counted(items: Array, bits_of: Callable[[Array], Array]) -> Array:
     """Returns the counts of the numbers that `bits_of` makes of items along the first dimension."""
     layout = _layout(items)
     on_cpu = partial(_in_chunks, bits_of, layout)
     return lax.platform_dependent(items, cpu=on_cpu, default=lambda all: _scattered(bits_of(all), layout))
 
 
-def _padded_counts(parts: Sequence[Array], length: int) -> Counts:
-    """Returns the counts of vectors of at most `length` numbers, stacked."""
-    rows = jnp.stack([jnp.pad(_bits(part), (0, length - part.size)) for part in parts])
-    counts = lax.platform_dependent(rows, cpu=partial(_each_row, _compared), default=partial(_each_row, _scattered))
-    padding = np.array([length - part.size for part in parts], "uint32")
-    return counts._replace(zeros=counts.zeros - padding)
-
-
-def _each_row(count: Callable[[Array, Layout], Counts], rows: Array) -> Counts:
-    """Returns the counts of each row of bits, stacked: one after the other, by one compiled body."""
-    return lax.map(lambda row: count(row, SINGLE), rows)
-
-
-def _compared(bits: Array, layout: Layout) -> Counts:
-    return _chunk_counts(bits.reshape(min(ROWS, len(bits)), -1), layout)
-
-
-def _in_chunks(bits_of: Callable[[Array], Array], layout: Layout, items: Array) -> Counts:
+def _in_chunks(bits_of: Callable[[Array], Array], layout: Layout, items: Array) -> Array:
     whole = len(items) // CHUNK
 
-    def add(index: Any, total: Counts) -> Counts:
-        chunk = bits_of(lax.dynamic_slice_in_dim(items, index * CHUNK, CHUNK))
-        return _sum([total, _chunk_counts(chunk.reshape(ROWS, COLUMNS), layout)])
+    def with_chunk(index: Any, total: Array) -> Array:
+        return total + _scattered(bits_of(lax.dynamic_slice_in_dim(items, index * CHUNK, CHUNK)), layout)
 
-    rest = bits_of(items[whole * CHUNK :])
-    columns = max(1, -(-len(rest) // ROWS))
-    missing = ROWS * columns - len(rest)
-    tail = _chunk_counts(jnp.pad(rest, (0, missing)).reshape(ROWS, columns), layout)
-    tail = tail._replace(zeros=tail.zeros - np.uint32(missing))
-    return lax.fori_loop(0, whole, add, tail) if whole else tail
+    rest = _scattered(bits_of(items[whole * CHUNK :]), layout)
+    return lax.fori_loop(0, whole, with_chunk, rest) if whole else rest
 
 
-def _chunk_counts(bits: Array, layout: Layout) -> Counts:
-    """Returns the counts of a chunk, by comparing it with each exponent where there are few."""
-    fields = (bits >> layout.mantissa_bits).astype("uint8" if layout is SINGLE else "uint16")
-    # Else XLA computes the fields anew for each comparison.
-    fields = lax.optimization_barrier(fields)
-    # Zeros, which are common, and inf and NaN would make the range of exponents wide.
-    normal = (fields != 0) & (fields != layout.last)
-    lowest = jnp.min(jnp.where(normal, fields, layout.last)).astype("int32")
-    highest = jnp.max(jnp.where(normal, fields, 0)).astype("int32")
-
-    def compared() -> Counts:
-        counts = lax.fori_loop(lowest, highest + 1, count_one, jnp.zeros(layout.last + 1, "uint32"))
-        bins = jnp.zeros(EXPONENTS.size, "uint32").at[layout.bins].add(counts[1 : layout.last])
-        zero = jnp.zeros((), "uint32")
-        common = Counts(bins, _how_many(bits == 0), zero, zero)
-        rare = ~normal & (bits != 0)
-        return lax.cond(jnp.any(rare), lambda: _sum([common, _rare(bits, rare, layout)]), lambda: common)
-
-    def count_one(field: Any, counts: Array) -> Array:
-        return counts.at[field].add(_how_many(fields == field.astype(fields.dtype)))
-
-    return lax.cond(highest - lowest < FEW, compared, lambda: _scattered(bits.reshape(-1), layout))
-
-
-def _how_many(flags: Array) -> Array:
-    """Returns the number of flags that are set in a chunk."""
-    # Summed as bytes along the rows: 32 of them fit a register.
-    return jnp.sum(jnp.sum(flags.astype("uint8"), axis=0, dtype="uint8"), dtype="uint32")
-
-
-def _rare(bits: Array, rare: Array, layout: Layout) -> Counts:
-    """Returns the counts of the numbers of a chunk that `rare` marks, none of which is zero."""
-    counts = _scattered(jnp.where(rare, bits, 0).reshape(-1), layout)
-    return counts._replace(zeros=jnp.zeros((), "uint32"))
-
-
-def _scattered(bits: Array, layout: Layout) -> Counts:
+def _scattered(bits: Array, layout: Layout) -> Array:
     """Returns the counts by adding 1 at the place of each number."""
     fields = (bits >> layout.mantissa_bits).astype("int32")
     # The mantissa of a subnormal number, as an integer, is a whole number of the smallest ones.
@@ -228,5 +124,4 @@ def _scattered(bits: Array, layout: Layout) -> Counts:
     zeros, infs, nans = EXPONENTS.size, EXPONENTS.size + 1, EXPONENTS.size + 2
     places = jnp.where(fields == 0, jnp.where(bits == 0, zeros, subnormal), bins)
     places = jnp.where(fields == layout.last, jnp.where(bits == inf, infs, nans), places)
-    counts = jnp.zeros(EXPONENTS.size + 3, "uint32").at[places].add(np.uint32(1), mode="promise_in_bounds")
-    return Counts(counts[:zeros], counts[zeros], counts[infs], counts[nans])
+    return jnp.zeros(EXPONENTS.size + 3, "uint32").at[places].add(np.uint32(1), mode="promise_in_bounds")

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
 from gradscale.engine.measurement import LARGEST_NORM
 from gradscale.formats import FP32
@@ -18,13 +18,6 @@ DOT_FROM = 32_768
 
 CAST_AT_ONCE = 262_144
 """Elements of a 16-bit gradient that are cast to float32 together: they stay in the cache until they are multiplied."""
-
-
-JOIN_UP_TO = 8_192
-"""Elements of a CPU tensor up to which a copy of it beside others costs less than a call of `aminmax` for it alone."""
-
-JOIN_AT_ONCE = 262_144
-"""Elements of all these copies together, at most: they stay in the cache."""
 
 
 class TensorGroup(NamedTuple):
@@ -46,7 +39,7 @@ class TensorGroup(NamedTuple):
 def tensor_groups(tensors: Sequence[Tensor]) -> list[TensorGroup]:
     """Returns the tensors by device and type."""
     # Nearly always all have the same. Sets show that in a fraction of the time that sorting takes.
-    devices = devices_of(tensors)
+    devices = {tensor.device for tensor in tensors}
     dtypes = {tensor.dtype for tensor in tensors}
     if len(devices) == len(dtypes) == 1 and not (dtype := dtypes.pop()).is_complex:
         return [TensorGroup(devices.pop(), dtype, range(len(tensors)), list(tensors))]
@@ -61,16 +54,6 @@ def _sorted(tensors: Sequence[Tensor]) -> Iterator[TensorGroup]:
         yield TensorGroup(device, dtype, positions, [tensors[position] for position in positions])
 
 
-def devices_of(tensors: Sequence[Tensor]) -> set[torch.device]:
-    """Returns where the tensors are."""
-    return ({CPU} if tensors else set()) if all_on_cpu(tensors) else {tensor.device for tensor in tensors}
-
-
-def all_on_cpu(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether every tensor is in the host's memory."""
-    return all([tensor.is_cpu for tensor in tensors])  # a list: a generator takes twice as long
-
-
 def as_real(tensor: Tensor) -> Tensor:
     """Returns the two parts of a complex tensor as one real view; of a lazy conjugate, the parts of its original.
 
@@ -80,52 +63,67 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
-@torch.no_grad()
-def norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns the norm of each tensor, in order, on `device`. Does not synchronize with the device.
+def of_all(kernel: Callable[[TensorGroup], Tensor]) -> Callable[[Sequence[Tensor], torch.device], Tensor]:
+    """Returns a function of tensors and a device that has the numbers `kernel` finds in each of them, in their order.
 
-    In float32, or in float64 where one of the tensors is. A NaN makes a norm NaN; an inf makes it inf, and so does a
-    finite float32 element above 1.8e19, whose square is inf. FP16 and BF16 tensors accumulate in float32. Reads each
-    tensor once, and makes no temporary larger than one number per tensor, and `CAST_AT_ONCE` of them.
+    On that device, in float32, or in float64 where one of the tensors is.
     """
-    return _by_group(_group_norms, tensors, device)
+
+    @wraps(kernel)
+    @torch.no_grad()
+    def found(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+        if not tensors:
+            return torch.zeros(0, dtype=torch.float32, device=device)
+        groups = tensor_groups(tensors)
+        # Float64 sizes stay: a finite one that does not fit float32 would be inf there.
+        wide = torch.float64 if any(group.dtype is torch.float64 for group in groups) else torch.float32
+        sizes = [kernel(group).to(device, wide) for group in groups]
+        if len(groups) == 1:
+            return sizes[0]
+        placed = {
+            position: size
+            for group, vector in zip(groups, sizes, strict=True)
+            for position, size in zip(group.positions, vector.unbind(), strict=True)
+        }
+        return torch.stack([placed[position] for position in range(len(placed))])
+
+    return found
 
 
-@torch.no_grad()
-def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns the largest magnitude in each tensor, in order, on `device`: NaN where there is one, else inf.
+@of_all
+def norms(group: TensorGroup) -> Tensor:
+    """Returns the norm of each tensor. Does not synchronize with the device.
 
-    In float32, or in float64 where one of the tensors is. An empty tensor has 0. Reads each tensor once, and does not
-    synchronize with the device.
+    A NaN makes a norm NaN; an inf makes it inf, and so does a finite float32 element above 1.8e19, whose square is inf.
+    FP16 and BF16 tensors accumulate in float32. Reads each tensor once, and makes no temporary larger than one number
+    per tensor, and `CAST_AT_ONCE` of them.
     """
-    return _by_group(_group_largest, tensors, device)
+    # A `dot` for a large flat tensor, a multi-tensor norm for the rest: on 25M float32 elements `dot` takes two thirds
+    # of the time of `_foreach_norm`. It is for float32 only: in FP16 its sum overflows from 65520 on. `_foreach_norm`
+    # sums in the dtype it is given, whatever the tensors' own.
+    if group.device.type == "cpu" and group.dtype is not torch.float64:
+        large = [grad.numel() >= DOT_FROM for grad in group.tensors]
+        if any(large):
+            return _norms_by_size(group.tensors, large)
+    wide = torch.float64 if group.dtype is torch.float64 else torch.float32
+    return torch.stack(torch._foreach_norm(group.tensors, 2, dtype=wide))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def largest_joined(tensors: Sequence[Tensor]) -> float | None:
-    """Returns the largest magnitude in all of `tensors`, which are on the CPU; None if one of them is not finite.
+@of_all
+def largest(group: TensorGroup) -> Tensor:
+    """Returns the largest magnitude in each tensor: NaN where there is one, else inf.
 
-    None too where that is not faster than `largest`: it copies small tensors into one, to read them in one call.
+    An empty tensor has 0. Reads each tensor once, and does not synchronize with the device.
     """
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) != 1 or (dtype := dtypes.pop()) is torch.float64 or dtype is torch.complex128:
-        return None
-    real = [as_real(tensor) for tensor in tensors] if dtype.is_complex else tensors
-    small: list[Tensor] = []
-    large: list[Tensor] = []
-    joined = 0
-    for tensor in real:
-        if (size := tensor.numel()) > JOIN_UP_TO:
-            large.append(tensor)
-        else:
-            small.append(tensor)
-            joined += size
-    if len(small) < 2 or not 0 < joined <= JOIN_AT_ONCE:
-        return None
-    parts = (_flatten_dense_tensors(small), *large)
-    # Python's numbers: the four tiny operations that would find the largest of these cost as much as reading them all.
-    extremes: list[Any] = [extreme.tolist() for part in parts for extreme in torch.aminmax(part)]
-    magnitudes: list[float] = list(map(abs, extremes))
-    return max(magnitudes) if all(map(math.isfinite, magnitudes)) else None
+    # `_foreach_max` alone would miss -inf.
+    if group.device.type == "cpu":
+        # `aminmax` carries NaN, makes no copy as `abs` would, and is ten times as fast here as `_foreach_norm`.
+        extremes = [extreme for grad in group.tensors for extreme in _extremes(grad)]
+        return torch.stack(extremes).abs_().view(-1, 2).amax(1)
+    # On an accelerator one launch for all of them. It raises for an empty tensor, whose sum is 0.
+    filled = [grad if grad.numel() else grad.sum().reshape(1) for grad in group.tensors]
+    wide = torch.float64 if group.dtype is torch.float64 else torch.float32
+    return torch.stack(torch._foreach_norm(filled, math.inf, dtype=wide))  # pyright: ignore[reportPrivateImportUsage]
 
 
 @torch.no_grad()
@@ -162,39 +160,6 @@ def single_norm(norm: Tensor) -> Tensor:
     return norm if norm.dtype is not torch.float64 else torch.where(norm >= LARGEST_NORM, torch.inf, norm).float()
 
 
-def _by_group(kernel: Callable[[TensorGroup], Tensor], tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    if not tensors:
-        return torch.zeros(0, dtype=torch.float32, device=device)
-    groups = tensor_groups(tensors)
-    # Float64 sizes stay: a finite one that does not fit float32 would be inf there.
-    wide = torch.float64 if any(group.dtype is torch.float64 for group in groups) else torch.float32
-    return _in_order(groups, [kernel(group).to(device, wide) for group in groups])
-
-
-def _in_order(groups: Sequence[TensorGroup], sizes: Sequence[Tensor]) -> Tensor:
-    """Returns the sizes of all groups as one vector, in the order in which the gradients were given."""
-    if len(groups) == 1:
-        return sizes[0]
-    placed = {
-        position: size
-        for group, vector in zip(groups, sizes, strict=True)
-        for position, size in zip(group.positions, vector.unbind(), strict=True)
-    }
-    return torch.stack([placed[position] for position in range(len(placed))])
-
-
-def _group_norms(group: TensorGroup) -> Tensor:
-    """Returns the norm of each gradient: a `dot` for a large flat tensor, a multi-tensor norm for the rest."""
-    # On 25M float32 elements `dot` takes two thirds of the time of `_foreach_norm`. It is for float32 only: in FP16 its
-    # sum overflows from 65520 on. `_foreach_norm` sums in the dtype it is given, whatever the tensors' own.
-    if group.device.type == "cpu" and group.dtype is not torch.float64:
-        large = [grad.numel() >= DOT_FROM for grad in group.tensors]
-        if any(large):
-            return _norms_by_size(group.tensors, large)
-    wide = torch.float64 if group.dtype is torch.float64 else torch.float32
-    return torch.stack(torch._foreach_norm(group.tensors, 2, dtype=wide))  # pyright: ignore[reportPrivateImportUsage]
-
-
 def _norms_by_size(gradients: Sequence[Tensor], large: Sequence[bool]) -> Tensor:
     # A transposed gradient cannot be viewed as flat, and flattening would copy it.
     dotted = [is_large and grad.is_contiguous() for grad, is_large in zip(gradients, large, strict=True)]
@@ -223,14 +188,6 @@ def _squared_in(buffer: Tensor, grad: Tensor) -> Tensor:
         return torch.stack([_squared_in(buffer, piece) for piece in grad.split(buffer.numel())]).sum()
     cast = buffer[: grad.numel()].copy_(grad)
     return torch.dot(cast, cast)
-
-
-def _group_largest(group: TensorGroup) -> Tensor:
-    """Returns the largest magnitude in each gradient; NaN where there is one."""
-    # `aminmax` carries NaN, makes no copy as `abs` would, and is ten times as fast as `_foreach_norm` of order inf.
-    # `_foreach_max` alone would miss -inf.
-    extremes = [extreme for grad in group.tensors for extreme in _extremes(grad)]
-    return torch.stack(extremes).abs_().view(-1, 2).amax(1)
 
 
 def _extremes(grad: Tensor) -> Sequence[Tensor]:

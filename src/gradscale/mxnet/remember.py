@@ -1,9 +1,12 @@
-"""Remember: whether the losses since the last step were finite."""
+"""Remember: whether the losses since the last step were finite, and how large the weights are."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from mxnet import autograd, nd
+
+from gradscale.engine.health import Weights
 
 
 class Losses:
@@ -31,3 +34,12 @@ class Losses:
         """Returns whether all of them were finite, and whether the last ones were. Synchronizes with the device."""
         last = all(flag.asscalar() == 1 for flag in self._last)
         return last and all(flag.asscalar() == 1 for flag in self._earlier.values()), last
+
+
+def weights_of(trainer: Any) -> Weights | None:
+    """Returns how large the weights of a trainer are; None if it has none. Copies them to the host."""
+    trained = [parameter for parameter in trainer._params if parameter.grad_req != "null"]
+    # Of the first context: all hold the same weights.
+    values = [(np.abs(parameter.list_data()[0].asnumpy()), parameter.name) for parameter in trained]
+    sizes = [(float(magnitudes.max()), name) for magnitudes, name in values if magnitudes.size]
+    return Weights.of(sizes, learning_rate=float(trainer.learning_rate))

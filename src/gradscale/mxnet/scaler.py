@@ -9,11 +9,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from gradscale.engine.decide import check_clip
-from gradscale.engine.diagnosis import Weights
+from gradscale.engine.health import Weights
 from gradscale.engine.host_scaler import HostScaler
 from gradscale.engine.plan import Plan
 from gradscale.engine.result import StepResult
-from gradscale.engine.saved_file import read_file
+from gradscale.engine.saved import read_file
 from gradscale.mxnet.agree import Observation, observe
 from gradscale.mxnet.checks import check_loss
 from gradscale.mxnet.gradients import Gradients, multiply

@@ -7,14 +7,14 @@ from typing import Any
 
 from mxnet import autograd
 
-from gradscale.engine.other_arguments import explains_settings
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
+from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, OnStuck
+from gradscale.engine.hints import explains_arguments
 from gradscale.mxnet.agree import Workers, init_params_and_wait
 from gradscale.mxnet.apply import apply
 from gradscale.mxnet.checks import check_compression, check_masters, check_optimizer, check_trainer, check_update_place
 from gradscale.mxnet.gradients import collect, fresh, mark_stale
+from gradscale.mxnet.remember import weights_of
 from gradscale.mxnet.scaler import LossScaler
-from gradscale.mxnet.weights import weights_of
 from gradscale.policies.checks import LOWEST_SCALE
 from gradscale.policies.contract import Policy
 from gradscale.policies.dynamic import Dynamic
@@ -23,7 +23,7 @@ MXNETS_RULE = Dynamic(min_scale=LOWEST_SCALE, max_scale=2.0**24)
 """The rule of MXNet's amp without its lag of a step, and with a floor: MXNet's can reach zero, and stays there."""
 
 
-@explains_settings("init_trainer(trainer, policy={})")
+@explains_arguments("init_trainer(trainer, policy={})")
 def init_trainer(
     trainer: Any,
     policy: Policy | str | None = None,

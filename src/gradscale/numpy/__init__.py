@@ -5,8 +5,8 @@ in order. What needs no kernel, such as the decision, is the engine's (`gradscal
 """
 
 from gradscale.engine.culprits import Culprit
+from gradscale.engine.health import ScaleStuck
 from gradscale.engine.result import Status
-from gradscale.engine.stuck import ScaleStuck
 from gradscale.numpy.remember import StepResult
 from gradscale.numpy.scaler import LossScaler
 

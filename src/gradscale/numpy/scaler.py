@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradscale.engine.decide import check_clip
+from gradscale.engine.hints import explains_arguments
 from gradscale.engine.host_scaler import HostScaler
 from gradscale.engine.measurement import NOTHING_READ
-from gradscale.engine.other_arguments import explains_arguments
 from gradscale.engine.plan import Plan
 from gradscale.numpy.agree import agree
 from gradscale.numpy.apply import apply

@@ -96,7 +96,7 @@ class LogMaxScaler(Record):
     @np.errstate(all="ignore")
     def next(self, state: LogMaxScalerState, seen: Seen, xp: Namespace) -> LogMaxScalerState:
         """Returns the state after one step. `stuck` means that an overflow could not lower the scale."""
-        clean = xp.logical_and(xp.logical_and(seen.finite, seen.loss_finite), xp.isfinite(seen.amax))
+        clean = xp.logical_and(seen.finite, xp.isfinite(seen.amax))
         # 2**log_max as in OpenSeq2Seq, although `x` is a logarithm.
         all_zero = xp.logical_and(clean, xp.logical_not(seen.amax > 0))
         amax = xp.where(all_zero, 1.0, seen.amax)
@@ -112,7 +112,7 @@ class LogMaxScaler(Record):
         model = {name: xp.where(all_zero, getattr(state, name), new) for name, new in model.items()}
         lowered = scale < state.scale
         stuck = xp.logical_not(xp.logical_or(clean, lowered))
-        return counted(state, clean, xp, scale=scale, stuck=stuck, **model)
+        return counted(state, xp.logical_and(clean, seen.loss_finite), xp, scale=scale, stuck=stuck, **model)
 
     def _proposed(self, model: dict[str, Array], xp: Any) -> Array:
         """Returns the scale for the model's upper end."""

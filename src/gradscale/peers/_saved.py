@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from gradscale._shown import short, shown, shown_keys
+from gradscale._text import short, shown, shown_keys
 from gradscale.policies.contract import Policy, ScaleState
 
 Imported = tuple[Policy, ScaleState]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from gradscale._shown import short, shown_keys
+from gradscale._text import short, shown_keys
 from gradscale.peers._export import ladder_for, values_of
 from gradscale.peers._iterations import modulo_rule, read_iterations, write_iterations
 from gradscale.peers._saved import Imported, Saved, started

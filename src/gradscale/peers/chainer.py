@@ -51,14 +51,13 @@ class ChainerScaling(Record):
 
     def next(self, state: SearchState, seen: Seen, xp: Namespace) -> SearchState:
         """Returns the state after one step. `stuck` means that an overflow found the scale at 1."""
-        clean = xp.logical_and(seen.finite, seen.loss_finite)
-        overflow = xp.logical_not(clean)
+        overflow = xp.logical_not(seen.finite)
         overflowed = xp.logical_or(state.overflowed, overflow)
         raised = xp.where(overflowed, state.scale * self.growth_factor, state.scale * 2.0)
         moved = xp.where(overflow, state.scale * 0.5, raised)
         return counted(
             state,
-            clean,
+            xp.logical_and(seen.finite, seen.loss_finite),
             xp,
             scale=bounded(moved, _LOWEST, _HIGHEST, xp),
             overflowed=overflowed,

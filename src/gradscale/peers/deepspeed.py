@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from gradscale._shown import shown_keys
+from gradscale._text import shown_keys
 from gradscale.peers._export import values_of
 from gradscale.peers._iterations import modulo_rule, read_iterations, write_iterations
 from gradscale.peers._saved import Imported, Saved, started, whole_or_inside

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from gradscale._shown import shown_keys
+from gradscale._text import shown_keys
 from gradscale.peers._export import ladder_for, values_of
 from gradscale.peers._iterations import modulo_rule
 from gradscale.peers._saved import Imported, Saved, settings_of, started, whole_or_inside
@@ -79,9 +79,8 @@ class FairseqScaler(Record):
 
     @np.errstate(over="ignore")
     def next(self, state: FairseqState, seen: Seen, xp: Namespace) -> FairseqState:
-        """Returns the state after one step. A non-finite loss counts as an overflow, as it does in fairseq."""
-        clean = xp.logical_and(seen.finite, seen.loss_finite)
-        overflow = xp.logical_not(clean)
+        """Returns the state after one step. Gradients alone move the scale, as in fairseq."""
+        clean, overflow = seen.finite, xp.logical_not(seen.finite)
         # `(_iter - _last_overflow_iter) % scale_window == 0`: the step after an overflow is at distance 1.
         grows = xp.logical_and(clean, (state.clean_steps + 1) % self.scale_window == 0)
         backs_off = xp.logical_and(overflow, self._too_many(state, xp))
@@ -93,7 +92,7 @@ class FairseqScaler(Record):
         overflows = xp.where(overflow, state.overflows_since_rescale + 1, state.overflows_since_rescale)
         return counted(
             state,
-            clean,
+            xp.logical_and(clean, seen.loss_finite),
             xp,
             scale=xp.where(grows, state.scale * self.scale_factor, xp.where(stops, state.scale, wanted)),
             clean_steps=xp.where(stops, -1, clean_steps),

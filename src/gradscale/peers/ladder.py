@@ -85,10 +85,9 @@ class Ladder(Record):
     def next(self, state: LadderState, seen: Seen, xp: Namespace) -> LadderState:
         """Returns the state after one step. `stuck` means that an overflow could not move the scale.
 
-        A non-finite loss counts as an overflow: none of these systems distinguishes the two.
+        Gradients alone move the scale: none of these systems sees the loss.
         """
-        clean = xp.logical_and(seen.finite, seen.loss_finite)
-        overflow = xp.logical_not(clean)
+        clean, overflow = seen.finite, xp.logical_not(seen.finite)
         # A negative counter is a step that does not count, so a late start needs no state of its own.
         clean_steps = xp.where(clean, one_more(state.clean_steps, xp), -self.late)
         reached = clean_steps >= self.growth_interval if self.overshoot else clean_steps == self.growth_interval
@@ -99,7 +98,7 @@ class Ladder(Record):
         lowered = self._lowered(state.scale, xp)
         return counted(
             state,
-            clean,
+            xp.logical_and(clean, seen.loss_finite),
             xp,
             scale=xp.where(grows, self._grown(state.scale, xp), xp.where(backs_off, lowered, state.scale)),
             clean_steps=xp.where(grows, 0, clean_steps),
@@ -108,8 +107,10 @@ class Ladder(Record):
         )
 
     def _grown(self, scale: Array, xp: Namespace) -> Array:
-        grown = smaller(self._times(scale, self.growth_factor, xp), self.ceiling, xp)
-        return xp.where(xp.isfinite(grown), grown, scale) if self.refuses_inf else grown
+        grown = self._times(scale, self.growth_factor, xp)
+        if self.refuses_inf:
+            grown = xp.where(xp.isfinite(grown), grown, scale)
+        return smaller(grown, self.ceiling, xp)
 
     def _lowered(self, scale: Array, xp: Namespace) -> Array:
         # Both, with one of them 1: x * (1 / 3) and x / 3 differ in the last bit.

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from gradscale._shown import short, shown
+from gradscale._text import short, shown
 from gradscale.peers._export import ladder_for, values_of
 from gradscale.peers._saved import Imported, Saved, settings_of, started
 from gradscale.peers._settings import check_backoff, check_float32, check_growth, whole

@@ -89,8 +89,7 @@ class PopartScaling(Record):
     @np.errstate(over="ignore")
     def next(self, state: PopartState, seen: Seen, xp: Namespace) -> PopartState:
         """Returns the state after one step. `stuck` means that an update could not lower the scale."""
-        clean = xp.logical_and(seen.finite, seen.loss_finite)
-        too_high = xp.logical_or(seen.upper_share > self.threshold, xp.logical_not(clean))
+        too_high = xp.logical_or(seen.upper_share > self.threshold, xp.logical_not(seen.finite))
         # From -1, so that the first step has the counter 0 and updates.
         counter = (state.counter + 1) % self.update_period
         updates = counter == 0
@@ -99,7 +98,7 @@ class PopartScaling(Record):
         scale = factor * self.loss_scaling
         return counted(
             state,
-            clean,
+            xp.logical_and(seen.finite, seen.loss_finite),
             xp,
             scale=scale,
             update_factor=factor,

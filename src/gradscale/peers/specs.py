@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from gradscale._nearest import did_you_mean
-from gradscale._shown import short
+from gradscale._text import did_you_mean, short
 from gradscale.peers import PEERS, SYSTEM_ALIASES, preset
 from gradscale.policies.contract import Policy, check_policy
 from gradscale.policies.dynamic import Dynamic

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-from gradscale._shown import shown_keys
+from gradscale._text import shown_keys
 from gradscale.peers import apex
 from gradscale.peers._export import COMMON_SETTINGS, ladder_for, values_of
 from gradscale.peers._saved import Imported, Saved, check_not_disabled, started

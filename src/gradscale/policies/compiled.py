@@ -1,24 +1,53 @@
-"""A rule as one Python function on numpy scalars: traced once, and written out without calls.
+"""Rules and decisions, traced once and printed: as Python functions on numpy scalars, or for another language.
 
 A step of a rule is about a hundred operations, each a call of a few functions of a namespace. Between two steps of
 training, whose kernels have emptied the caches of the processor, these take several times as long as in a loop. Written
-out they are a few lines, with the same operations in the same order, and so the same bits.
+out they are a few lines, with the same operations in the same order, and so the same bits. `triton_text` prints the
+same operations for a GPU.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, cast
 
 import numpy as np
 
-from gradscale.policies import exponents
 from gradscale.record import Array, fields, with_values
 
-S = TypeVar("S")
-
-CALLED = {"isfinite": math.isfinite, "floor": np.floor, "pow2_floor": exponents.pow2_floor, "bool_": np.bool_}
+CALLED = {
+    "isfinite": math.isfinite,
+    "floor": np.floor,
+    "frexp": math.frexp,
+    "ldexp": math.ldexp,
+    "bool_": np.bool_,
+    "float32": np.float32,
+    "float64": np.float64,
+}
 """What the function may call."""
+
+PYTHON = {
+    "add": "({} + {})",
+    "sub": "({} - {})",
+    "mul": "({} * {})",
+    "div": "({} / {})",
+    "lt": "({} < {})",
+    "le": "({} <= {})",
+    "gt": "({} > {})",
+    "ge": "({} >= {})",
+    "eq": "({} == {})",
+    "where": "({1} if {0} else {2})",
+    "and": "({} and {})",
+    "or": "({} or {})",
+    "not": "(not {})",
+    "isfinite": "isfinite({})",
+    "floor": "floor({})",
+    # Read off the exponent, between the ends of the search in `arithmetic.pow2_floor`.
+    "pow2_floor": "(float32(ldexp(0.5, frexp(min(max(x, 2.0**-126), 2.0**126))[1])) if isfinite(x := {}) else x * 0)",
+    "float32": "float32({})",
+    "float64": "float64({})",
+}
+"""The text of each operation in Python."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,12 +55,12 @@ class Traced:
     """The result of an operation that is not known yet.
 
     Attributes:
-        text: the operation in Python, with `{}` for each operand.
-        operands: other results, and numbers.
-        kind: its type: `np.float32`, `np.int32` or `np.bool_`.
+        operation: a key of `PYTHON`; of an input, its name, as in `state.scale`.
+        operands: other results, and numbers. An input has none.
+        kind: its type: `np.float32`, `np.float64`, `np.int32` or `np.bool_`.
     """
 
-    text: str
+    operation: str
     operands: tuple[Array, ...]
     kind: type
 
@@ -41,43 +70,43 @@ class Traced:
         raise TypeError("A rule may not branch on a value: it is known only when the step is run.")
 
     def __add__(self, other: Array) -> "Traced":
-        return Traced("({} + {})", (self, other), self.kind)
+        return Traced("add", (self, other), self.kind)
 
     def __radd__(self, other: Array) -> "Traced":
-        return Traced("({} + {})", (other, self), self.kind)
+        return Traced("add", (other, self), self.kind)
 
     def __sub__(self, other: Array) -> "Traced":
-        return Traced("({} - {})", (self, other), self.kind)
+        return Traced("sub", (self, other), self.kind)
 
     def __rsub__(self, other: Array) -> "Traced":
-        return Traced("({} - {})", (other, self), self.kind)
+        return Traced("sub", (other, self), self.kind)
 
     def __mul__(self, other: Array) -> "Traced":
-        return Traced("({} * {})", (self, other), self.kind)
+        return Traced("mul", (self, other), self.kind)
 
     def __rmul__(self, other: Array) -> "Traced":
-        return Traced("({} * {})", (other, self), self.kind)
+        return Traced("mul", (other, self), self.kind)
 
     def __truediv__(self, other: Array) -> "Traced":
-        return Traced("({} / {})", (self, other), self.kind)
+        return Traced("div", (self, other), self.kind)
 
     def __rtruediv__(self, other: Array) -> "Traced":
-        return Traced("({} / {})", (other, self), self.kind)
+        return Traced("div", (other, self), self.kind)
 
     def __lt__(self, other: Array) -> "Traced":
-        return Traced("({} < {})", (self, other), np.bool_)
+        return Traced("lt", (self, other), np.bool_)
 
     def __le__(self, other: Array) -> "Traced":
-        return Traced("({} <= {})", (self, other), np.bool_)
+        return Traced("le", (self, other), np.bool_)
 
     def __gt__(self, other: Array) -> "Traced":
-        return Traced("({} > {})", (self, other), np.bool_)
+        return Traced("gt", (self, other), np.bool_)
 
     def __ge__(self, other: Array) -> "Traced":
-        return Traced("({} >= {})", (self, other), np.bool_)
+        return Traced("ge", (self, other), np.bool_)
 
     def __eq__(self, other: object) -> "Traced":  # type: ignore[override]
-        return Traced("({} == {})", (self, other), np.bool_)
+        return Traced("eq", (self, other), np.bool_)
 
     __hash__ = object.__hash__
 
@@ -90,79 +119,127 @@ class Tracing:
         """Returns a conditional expression. A number takes the type of the other, as in `Scalars.where`."""
         kind = next(value.kind for value in (x, y) if isinstance(value, Traced))
         x, y = (value if isinstance(value, Traced) else kind(value) for value in (x, y))
-        return Traced("({} if {} else {})", (x, condition, y), kind)
+        return Traced("where", (condition, x, y), kind)
 
     @staticmethod
     def logical_and(x: Array, y: Array, /) -> Array:
         """Returns whether both hold."""
-        return Traced("({} and {})", (x, y), np.bool_)
+        return Traced("and", (x, y), np.bool_)
 
     @staticmethod
     def logical_or(x: Array, y: Array, /) -> Array:
         """Returns whether one of the two holds."""
-        return Traced("({} or {})", (x, y), np.bool_)
+        return Traced("or", (x, y), np.bool_)
 
     @staticmethod
     def logical_not(x: Array, /) -> Array:
         """Returns whether `x` does not hold."""
-        return Traced("(not {})", (x,), np.bool_)
+        return Traced("not", (x,), np.bool_)
 
     @staticmethod
     def isfinite(x: Array, /) -> Array:
         """Returns whether `x` is neither infinite nor NaN."""
-        return Traced("isfinite({})", (x,), np.bool_)
+        return Traced("isfinite", (x,), np.bool_)
 
     @staticmethod
     def floor(x: Array, /) -> Array:
         """Returns the largest whole number that is not above `x`."""
-        return Traced("floor({})", (x,), np.float32)
+        return Traced("floor", (x,), np.float32)
+
+    float32, float64 = np.float32, np.float64
+
+    @staticmethod
+    def asarray(x: Array, /, dtype: type) -> Array:
+        """Returns `x` in the type `dtype`."""
+        return Traced(dtype.__name__, (x,), dtype)
 
     @staticmethod
     def pow2_floor(x: Array, /) -> Array:
         """Returns the largest power of two that is not above `x`."""
-        return Traced("pow2_floor({})", (x,), np.float32)
+        return Traced("pow2_floor", (x,), np.float32)
 
 
-def compiled(rule: Callable[[S, Any, Any], S], state: S, seen: Any) -> Callable[[S, Any], S]:
-    """Returns a rule, a function of a state, of what was seen, and of a namespace, as one of the first two alone.
+def traced(function: Callable[..., Any], operands: Mapping[str, Any]) -> Any:
+    """Returns what a function of records, numbers and a namespace, in this order, returns for unknown operands.
 
-    It takes and returns records of numpy scalars. numpy's warnings must be off when it is called. `state` and `seen`
-    are any two records that the rule could be called with.
+    `operands` are any that the function could be called with; fields that are None stay so.
     """
-    after = rule(_inputs(state, "state"), _inputs(seen, "seen"), Tracing())
-    names: dict[str, Any] = CALLED | {"State": type(after)}
-    exec(_Source(names).function(after), names)
-    return names["advance"]
+    return function(*(_input(operand, name) for name, operand in operands.items()), Tracing())
 
 
-def _inputs(record: Any, name: str) -> Any:
-    """Returns a record whose numbers are those of the argument `name`."""
-    types = {field.name: np.asarray(getattr(record, field.name)).dtype.type for field in fields(record)}
-    return with_values(record, {leaf: Traced(f"{name}.{leaf}", (), kind) for leaf, kind in types.items()})
+def compiled(function: Callable[..., Any], **operands: Any) -> Callable[..., Any]:
+    """Returns a function of records, numbers and a namespace, in this order, as one without the namespace.
+
+    It takes numpy scalars, and records of them, and returns a scalar, or a record or tuple of them. numpy's warnings
+    must be off when it is called. `operands` are as in `traced`.
+    """
+    outcome = traced(function, operands)
+    source = Source()
+    single = isinstance(outcome, Traced)
+    outcomes: list[Any] = [outcome] if single else _values(outcome)
+    texts = source.texts(outcomes)
+    flags = [isinstance(each, Traced) and each.kind is np.bool_ for each in outcomes]
+    texts = [f"bool_({text})" if flag else text for text, flag in zip(texts, flags, strict=True)]
+    body = "\n".join(f"    {line}" for line in source.lines)
+    kind = "" if outcome.__class__ is tuple else "Outcome"
+    returned = texts[0] if single else f"{kind}({', '.join(texts)})"
+    names: dict[str, Any] = CALLED | source.named | {"Outcome": outcome.__class__}
+    exec(f"def run({', '.join(operands)}):\n{body}\n    return {returned}\n", names)
+    return names["run"]
 
 
-class _Source:
-    """The text of a function. `names` are what it refers to, and gets the numbers that have no text of their own."""
+def _input(operand: Any, name: str) -> Any:
+    """Returns an operand whose numbers are those of the argument `name`."""
+    if isinstance(operand, np.generic):
+        return Traced(name, (), cast(Any, operand).dtype.type)
+    is_tuple = hasattr(operand, "_asdict")  # a named one; else a dataclass
+    named = operand._asdict() if is_tuple else {each.name: getattr(operand, each.name) for each in fields(operand)}
+    traced = {
+        leaf: Traced(f"{name}.{leaf}", (), np.asarray(value).dtype.type)
+        for leaf, value in named.items()
+        if value is not None
+    }
+    return operand._replace(**traced) if is_tuple else with_values(operand, traced)
 
-    def __init__(self, names: dict[str, Any]) -> None:
-        self._names = names
+
+class Source:
+    """The text of operations, in Python.
+
+    Attributes:
+        lines: assignments of the results that are used more than once, in order.
+        named: the numbers that have no text of their own, by the names that the text has for them.
+    """
+
+    operations: ClassVar[Mapping[str, str]] = PYTHON
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.named: dict[str, Any] = {}
         self._numbers: dict[tuple[type, Array], str] = {}
         self._uses: dict[int, int] = {}
         self._same: dict[tuple[Any, ...], Traced] = {}
         self._merged: dict[int, Traced] = {}
         self._variables: dict[int, str] = {}
-        self._lines: list[str] = []
 
-    def function(self, after: Any) -> str:
-        """Returns the text of `advance`, which returns `after`."""
-        outcomes = [self._merge(getattr(after, field.name)) for field in fields(after)]
-        for outcome in outcomes:
-            self._count(outcome)
-        texts = [self._text(outcome) for outcome in outcomes]
-        flags = [isinstance(outcome, Traced) and outcome.kind is np.bool_ for outcome in outcomes]
-        texts = [f"bool_({text})" if flag else text for text, flag in zip(texts, flags, strict=True)]
-        body = "\n".join(f"    {line}" for line in self._lines)
-        return f"def advance(state, seen):\n{body}\n    return State({', '.join(texts)})\n"
+    def texts(self, outcomes: Sequence[Array]) -> list[str]:
+        """Returns an expression for each of `outcomes`, to be evaluated after `lines`."""
+        merged = list(map(self._merge, outcomes))
+        for each in merged:
+            self._count(each)
+        return list(map(self._text, merged))
+
+    def number(self, value: Array, kind: type | None) -> str:
+        """Returns the text of a number, which meets operands of `kind`."""
+        del kind  # numpy converts it
+        if type(value) in (int, float, bool) and math.isfinite(value):
+            return repr(value)
+        name = self._numbers.setdefault(_typed(value), f"c{len(self._numbers)}")
+        self.named[name] = value
+        return name
+
+    def operation(self, value: Traced, operands: Sequence[str]) -> str:
+        """Returns the text of an operation on operands of which there is text, or of an input."""
+        return self.operations.get(value.operation, value.operation).format(*operands)
 
     def _merge(self, value: Array) -> Array:
         """Returns the value with one object for all operations that are the same."""
@@ -170,8 +247,8 @@ class _Source:
             return value
         if id(value) not in self._merged:
             operands = tuple(map(self._merge, value.operands))
-            key = value.text, *(id(each) if isinstance(each, Traced) else _typed(each) for each in operands)
-            self._merged[id(value)] = self._same.setdefault(key, Traced(value.text, operands, value.kind))
+            key = value.operation, *(id(each) if isinstance(each, Traced) else _typed(each) for each in operands)
+            self._merged[id(value)] = self._same.setdefault(key, Traced(value.operation, operands, value.kind))
         return self._merged[id(value)]
 
     def _count(self, value: Array) -> None:
@@ -182,28 +259,26 @@ class _Source:
                 for operand in value.operands:
                     self._count(operand)
 
-    def _text(self, value: Array) -> str:
+    def _text(self, value: Array, kind: type | None = None) -> str:
         """Returns the expression of a value; what is used more than once is a variable.
 
         What is used once stands where it is used: in a conditional expression, it is computed only if it is needed.
         """
         if not isinstance(value, Traced):
-            return self._number(value)
+            return self.number(value, kind)
         if id(value) in self._variables:
             return self._variables[id(value)]
-        text = value.text.format(*map(self._text, value.operands))
+        met = next((each.kind for each in value.operands[::-1] if isinstance(each, Traced)), None)
+        text = self.operation(value, [self._text(each, met) for each in value.operands])
         if self._uses[id(value)] == 1:
             return text
         name = self._variables[id(value)] = f"v{len(self._variables)}"
-        self._lines.append(f"{name} = {text}")
+        self.lines.append(f"{name} = {text}")
         return name
 
-    def _number(self, value: Array) -> str:
-        if type(value) in (int, float, bool) and math.isfinite(value):
-            return repr(value)
-        name = self._numbers.setdefault(_typed(value), f"c{len(self._numbers)}")
-        self._names[name] = value
-        return name
+
+def _values(outcome: Any) -> list[Any]:
+    return list(outcome) if outcome.__class__ is tuple else [getattr(outcome, field.name) for field in fields(outcome)]
 
 
 def _typed(number: Array) -> tuple[type, Array]:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from gradscale._shown import short
+from gradscale._text import short
 from gradscale.policies.arithmetic import Namespace, bounded, smaller
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, USELESS_SCALE
 from gradscale.record import Array, Record, leaf
@@ -76,7 +76,7 @@ class Policy(Protocol):
     """Names of the `Seen` fields that `next` reads. An adapter measures these and no others.
 
     A class may also have `is_compiled = True`: `next` consists of operators and functions of `xp` alone, so that in
-    host memory it can be run as one function (`gradscale.policies.compiled`).
+    host memory it can be run as one function (`gradscale.policies.compiled`), and on a GPU as one kernel.
     """
 
     def start(self) -> Any:
@@ -124,8 +124,8 @@ def advanced(policy: Policy, state: S, seen: Seen, xp: Namespace) -> S:
     never go as low, or as high, are not changed, at no cost.
     """
     # A namespace of scalars has the rule as one function.
-    if (compiled := getattr(xp, "advanced", None)) is not None:
-        return compiled(policy, state, seen)
+    if (rule := getattr(xp, "rule", None)) is not None:
+        return rule(policy)(state, seen)
     return bounded_next(policy, state, seen, xp)
 
 

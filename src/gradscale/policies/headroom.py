@@ -52,8 +52,9 @@ class Headroom(Record):
     - `top` keeps a leaky peak of the unscaled gradients `margin_bits` below the format's maximum (BF16's: below 2**48).
       The peak follows a larger gradient at once, and forgets it slowly.
     - the *ceiling* is for what the peak of parameter gradients cannot foresee: activation gradients and spikes. An
-      overflow puts it 12 bits below the scale that failed, or 4 bits fewer than 16 clean steps after the start or
-      another overflow; a clean step raises it by 1/131072 of `top`. There is none before the first overflow.
+      overflow puts it 12 bits below the scale that failed, or 4 bits fewer than 16 clean steps after the first
+      gradient or another overflow; a clean step raises it by 1/131072 of `top`, and doubles it where it is 20 bits
+      below `top`.
 
     The first scale is 16, at which hardly anything overflows. The first gradient sets the next one, 4 bits below `top`.
 
@@ -63,7 +64,8 @@ class Headroom(Record):
         margin_bits: headroom above the peak, in whole bits from 0 to 15. One more bit means fewer overflows, and a
             scale one binade lower.
         leak: share by which the peak decays at a step: 0.002 is a bit in 350 steps. Decay is 8 times faster while the
-            peak is more than 8 bits above the gradients, and the first 3 steps halve it.
+            peak is more than 8 bits above the gradients, and the first 3 steps halve it. Gradients that are all zero
+            let it decay slowly: what is too small for the format comes back into view.
         recovery: share of `top` by which a clean step raises the ceiling.
         min_scale: the scale never falls below.
         max_scale: the scale never rises above. Tiny gradients need scales of 2**36 and more.
@@ -102,7 +104,7 @@ class Headroom(Record):
     def next(self, state: HeadroomState, seen: Seen, xp: Namespace) -> HeadroomState:
         """Returns the state after one step, as `follow` says. Does not synchronize with the device."""
         limit = min(self.format.max, checks.HIGHEST_PEAK) / two_to(self.margin_bits, xp)
-        return follow(self, limit, self.recovery, state, seen, xp)
+        return follow(self, limit, self.recovery, state, seen, xp, zeros=state.peak / lesson(self.format) ** 2)
 
     def predict(self, state: HeadroomState, amax: Array, xp: Namespace) -> dict[str, Array]:
         """Returns the leaky peak after a step whose largest gradient was `amax`."""
@@ -117,44 +119,41 @@ def lesson(format: Format) -> float:
     return 2.0 ** max(1, min(LESSON_BITS, format.binades // 8))
 
 
-def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp: Namespace) -> S:
+def follow(policy: Any, limit: Array, recovery: Array, state: S, seen: Seen, xp: Namespace, zeros: Array = 0.0) -> S:
     """Returns the state after one step of a policy whose `predict` returns a peak, which may reach `limit` scaled.
 
-    A clean step raises the ceiling, by a lesson's share of itself (a sixteenth) at most, and the scale is the power of
-    two at or below the ceiling and `top`: a lesson below `top` if it is the first clean one since the start or an
-    overflow. Zeros leave the peak alone. An overflow puts ceiling and scale three lessons below the scale that failed,
-    so that what comes back fits; or one lesson, fewer than 16 clean steps after the start or another overflow. The
-    scale falls at most by half of the format's range below `top`, where it halves. While no gradient has been seen,
-    half of the range is `top`, and what an overflow costs. A non-finite loss changes nothing but the counters.
+    A clean step raises the ceiling, by a lesson's share of itself (a sixteenth) at most; it doubles it while that is
+    more than half of the format's range below `top`. The scale is the power of two at or below the ceiling and `top`:
+    a lesson below `top` if the step is the first clean one since the start or an overflow. An overflow puts ceiling and
+    scale three lessons below the scale that failed, so that what comes back fits, but no lower than half of the range
+    below `top`; or one lesson, fewer than 16 clean steps after the first gradient or another overflow. While none has
+    been seen, half of the range is `top`. Zeros count as `zeros`. A non-finite loss changes nothing but the counters.
     """
     clean, overflow = verdict(seen, xp)
     zero = state.scale * 0  # makes an array of a number: torch has no exact quotient of a number and an array
     amax = zero + seen.amax
+    amax = xp.where(amax < checks.SMALLEST_GRADIENT, zeros, amax)
     measured = xp.logical_and(clean, xp.logical_and(amax >= checks.SMALLEST_GRADIENT, amax < np.inf))
     predicted = policy.predict(state, xp.where(measured, amax, 1.0), xp)
     leaves = {name: xp.where(measured, new, getattr(state, name)) for name, new in predicted.items()}
     known = leaves["peak"] > 0
     factor, half = lesson(policy.format), 2.0 ** (min(policy.format.binades, FP16.binades) // 2)
     top = xp.where(known, (zero + limit) / larger(leaves["peak"], limit * checks.LOWEST_SCALE, xp), half)
-    lowest = top / half
-    ceiling = larger(state.ceiling, lowest, xp)
-    risen = ceiling + smaller(top * recovery, ceiling / factor, xp)
-    ceiling = xp.where(ceiling < top, risen, ceiling)
-    follows = state.clean_steps > 0
-    raised = smaller(ceiling, xp.where(follows, top, top / factor), xp)
-    soon = state.clean_steps < int(factor)
-    learned = xp.where(soon, state.scale / factor, state.scale / factor**3)
-    lowered = larger(learned, smaller(lowest, state.scale * 0.5, xp), xp)
-    moved = pow2_floor(xp.where(overflow, xp.where(known, lowered, state.scale / half), raised), xp)
-    # The first scale may be anything: what it fails at before any clean step teaches nothing.
-    teaches = xp.logical_and(overflow, xp.logical_or(follows, known))
+    low = xp.where(known, top / half, half)
+    rise = xp.where(state.ceiling < low, state.ceiling, smaller(top * recovery, state.ceiling / factor, xp))
+    ceiling = xp.where(state.ceiling < top, state.ceiling + rise, state.ceiling)
+    raised = smaller(ceiling, xp.where(state.clean_steps > 0, top, top / factor), xp)
+    again = state.scale / factor
+    first = larger(state.scale / factor**3, smaller(low, again, xp), xp)
+    learned = xp.where(xp.logical_and(known, state.clean_steps < int(factor)), again, first)
+    moved = pow2_floor(xp.where(overflow, learned, raised), xp)
     return counted(
         state,
         clean,
         xp,
         **leaves,
         scale=bounded(xp.where(seen.loss_finite, moved, state.scale), policy.min_scale, policy.max_scale, xp),
-        ceiling=xp.where(clean, ceiling, xp.where(teaches, learned, state.ceiling)),
+        ceiling=xp.where(clean, ceiling, xp.where(overflow, moved, state.ceiling)),
         clean_steps=xp.where(clean, one_more(state.clean_steps, xp), xp.where(overflow, 0, state.clean_steps)),
         stuck=xp.logical_and(overflow, state.scale <= policy.min_scale),
     )

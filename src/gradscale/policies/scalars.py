@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gradscale.policies import exponents
-from gradscale.policies.compiled import compiled
+from gradscale.policies.compiled import CALLED, PYTHON, compiled
 from gradscale.policies.contract import Policy, Seen, bounded_next
 from gradscale.record import Array
 
@@ -36,23 +35,24 @@ class Scalars:
         self._compiled: dict[Policy, Callable[[Any, Any], Any]] = {}
         self._last: tuple[Policy, Callable[[Any, Any], Any]] | None = None
 
-    def advanced(self, policy: Policy, state: Any, seen: Any, /) -> Any:
-        """Returns what `contract.advanced` returns, by a function that is compiled at the first step of a policy."""
+    def rule(self, policy: Policy, /) -> Callable[[Any, Any], Any]:
+        """Returns `contract.advanced` of a policy as a function of a state and of what was seen."""
         # Mostly the same as at the last step: the hash of a policy takes a tenth as long as its rule.
         last = self._last
         if last is not None and last[0] is policy:
-            return last[1](state, seen)
+            return last[1]
         # By its own class, and not one that it is derived from: what a user has added may not be traced. Such a policy
         # is not kept either: it may refer to a model.
         if not vars(type(policy)).get("is_compiled"):
-            return bounded_next(policy, state, seen, SCALARS)
+            return lambda state, seen: bounded_next(policy, state, seen, SCALARS)
         function = self._compiled.get(policy)
         if function is None:
             if len(self._compiled) >= MOST_COMPILED:
                 self._compiled.clear()
-            function = self._compiled[policy] = compiled(partial(bounded_next, policy), policy.start(), Seen())
+            function = compiled(partial(bounded_next, policy), state=policy.start(), seen=Seen())
+            self._compiled[policy] = function
         self._last = policy, function
-        return function(state, seen)
+        return function
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
@@ -84,7 +84,7 @@ class Scalars:
         """Returns whether `x` is neither infinite nor NaN."""
         return np.bool_(math.isfinite(x))
 
-    pow2_floor = staticmethod(exponents.pow2_floor)
+    pow2_floor = staticmethod(eval(f"lambda number: {PYTHON['pow2_floor'].format('number')}", dict(CALLED)))
 
     @staticmethod
     def asarray(x: Array, /, dtype: Any = None) -> Array:

@@ -43,6 +43,7 @@ class CheckOnly(Record):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
+    is_compiled: ClassVar[bool] = True
     min_scale: ClassVar[float] = 1.0
     max_scale: ClassVar[float] = 1.0
 
@@ -66,6 +67,7 @@ class Static(Record):
     scale: float
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
+    is_compiled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_scale("scale", self.scale)

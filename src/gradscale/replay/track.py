@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from gradscale._shown import short
+from gradscale._text import short
 from gradscale.formats import Format
 from gradscale.policies.contract import Policy, Seen
 from gradscale.record import Array

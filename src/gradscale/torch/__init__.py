@@ -7,7 +7,8 @@ require(__name__, "torch", extra="torch")
 from gradscale.torch import compat as compat  # first: it raises where torch is too old for what follows
 
 # isort: split
-from gradscale.engine.stuck import ScaleStuck
+from gradscale.engine.health import ScaleStuck
+from gradscale.engine.probe_report import Operation, ProbeReport, Verdict
 from gradscale.torch.calibrate import calibrate
 from gradscale.torch.casting import casts, float_function, half_function, promote_function
 from gradscale.torch.drop_in.grad_scaler import GradScaler
@@ -18,9 +19,8 @@ from gradscale.torch.masters import MasterWeights
 from gradscale.torch.precision.explain import Explanation, explain
 from gradscale.torch.precision.levels import O0, O1, O2, O3, Precision
 from gradscale.torch.precision.prepare import prepare
-from gradscale.torch.probing.report import Operation, ProbeReport, Verdict
 from gradscale.torch.probing.run import probe
-from gradscale.torch.ranks.errors import RankFailed, ScaleDesync
+from gradscale.torch.ranks.round import ScaleDesync
 from gradscale.torch.scaler import LossScaler
 from gradscale.torch.step.result import Culprit, StepResult
 from gradscale.torch.watch import Watch, WatchRow, watch
@@ -38,7 +38,6 @@ __all__ = [
     "Operation",
     "Precision",
     "ProbeReport",
-    "RankFailed",
     "ScaleDesync",
     "ScaleStuck",
     "ShardedGradScaler",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradscale.engine.bf16 import may_be_noted, note_bf16
+from gradscale.engine.bf16 import note_bf16
 from gradscale.policies.contract import Policy
 
 OFF = {"LossScaler": "LossScaler(model, policy=NoScaling())", "GradScaler": "GradScaler(enabled=False)"}
@@ -35,8 +35,9 @@ class FirstLoss:
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtypes.add(torch.get_autocast_dtype(kind))
         self.seen, self.in_bf16 = True, torch.bfloat16 in dtypes and torch.float16 not in dtypes
-        if self.in_bf16 and may_be_noted(policy):
+        if self.in_bf16:
             note_bf16(
+                policy,
                 f"A {scaler} scales a loss whose backward pass runs in BF16.",
                 f"Leave the scaler out, or switch it off: `{OFF[scaler]}`.",
             )

@@ -1,17 +1,16 @@
 """`calibrate`: the best static scale of a model, measured in float32 on any machine."""
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradscale.formats import FP16, Format, get_format
-from gradscale.histogram.calibration import Calibration, calibration_of, check_finite
+from gradscale.histogram.calibration import Calibration, add_batch, calibration_of
 from gradscale.histogram.counts import ExponentHistogram
-from gradscale.torch.probing.run import check_loss
+from gradscale.torch.probing.run import check_loss, keep_buffers
 from gradscale.torch.watch.recorder import Recorder
 from gradscale.watching.sample import Kind
 
@@ -51,72 +50,6 @@ def calibrate(
             zero, or one is inf or NaN: before the optimizer has stepped.
     """
     limits = get_format(format)
-    _check(model)
-    recorder = Recorder(model, "", lambda: 1.0, SUFFIXES)
-    found: dict[str, ExponentHistogram] = {}
-    with _restored(model, buffers=optimizer is None):
-        for index, batch in enumerate(batches):
-            model.zero_grad()
-            recorder.attach()
-            try:
-                with _no_autocast(next(model.parameters()).device.type):
-                    check_loss(loss_fn(model, batch), "loss_fn").backward()
-            finally:
-                sample = recorder.detach()
-            counted = {f"{tally.name}{SUFFIXES[tally.kind]}": tally.histogram for tally in sample.tallies()}
-            check_finite(counted, index)
-            for name, histogram in counted.items():
-                found[name] = found[name] + histogram if name in found else histogram
-            if optimizer is not None:
-                optimizer.step()
-            tick()
-    if not found:
-        raise ValueError("`calibrate` needs batches whose loss reaches parameters that require gradients.")
-    return calibration_of(found, limits, margin_bits)
-
-
-@contextmanager
-def _no_autocast(device: str) -> Iterator[None]:
-    """Disables `torch.autocast`, and makes blocks of it that this thread enters do nothing.
-
-    An enclosing block that is not enabled does not do so: the innermost one counts.
-    """
-    autocast: Any = torch.autocast
-    enter, thread = autocast.__enter__, threading.get_ident()
-
-    def entered(block: Any) -> Any:
-        if threading.get_ident() != thread:
-            return enter(block)
-        enabled, block._enabled = block._enabled, False
-        try:
-            return enter(block)
-        finally:
-            block._enabled = enabled
-
-    autocast.__enter__ = entered
-    try:
-        with torch.autocast(device, enabled=False):
-            yield
-    finally:
-        autocast.__enter__ = enter
-
-
-@contextmanager
-def _restored(model: nn.Module, *, buffers: bool) -> Iterator[None]:
-    """Restores the gradients of a model at the end and, if asked for, its buffers, such as those of BatchNorm."""
-    grads = [parameter.grad for parameter in model.parameters()]
-    kept = [buffer.clone() for buffer in model.buffers()] if buffers else []
-    try:
-        yield
-    finally:
-        for parameter, grad in zip(model.parameters(), grads, strict=True):
-            parameter.grad = grad
-        with torch.no_grad():
-            for buffer, before in zip(model.buffers() if buffers else (), kept, strict=True):
-                buffer.copy_(before)
-
-
-def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a module. Received: {type(model).__name__}.")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -127,3 +60,44 @@ def _check(model: nn.Module) -> None:
                 "`calibrate` measures in float32, where no gradient is lost. "
                 f"Received: {name} of {parameter.dtype}. Pass `model.float()`."
             )
+    found: dict[str, ExponentHistogram] = {}
+    with ExitStack() as blocks:
+        for parameter in model.parameters():
+            blocks.callback(setattr, parameter, "grad", parameter.grad)
+        if optimizer is None:
+            keep_buffers([model], blocks)
+        for index, batch in enumerate(batches):
+            model.zero_grad()
+            recorder = Recorder(model, "", lambda: 1.0, SUFFIXES)
+            try:
+                with _no_autocast(next(model.parameters()).device.type):
+                    check_loss(loss_fn(model, batch), "loss_fn").backward()
+            finally:
+                sample = recorder.detach()
+            counted = {f"{tally.name}{SUFFIXES[tally.kind]}": tally.histogram for tally in sample.tallies()}
+            add_batch(found, counted, index)
+            if optimizer is not None:
+                optimizer.step()
+            tick()
+    if not found:
+        raise ValueError("`calibrate` needs batches whose loss reaches parameters that require gradients.")
+    return calibration_of(found, limits, margin_bits)
+
+
+@contextmanager
+def _no_autocast(device: str) -> Iterator[None]:
+    """Disables `torch.autocast`, and makes blocks of it that are entered inside do nothing."""
+    autocast: Any = torch.autocast
+    enter = autocast.__enter__
+
+    def entered(block: Any) -> Any:
+        result = enter(block)
+        torch.set_autocast_enabled(block.device, False)
+        return result
+
+    autocast.__enter__ = entered
+    try:
+        with torch.autocast(device, enabled=False):
+            yield
+    finally:
+        autocast.__enter__ = enter

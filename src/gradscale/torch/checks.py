@@ -7,17 +7,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gradscale._shown import short
+from gradscale._text import short
 from gradscale.engine.decide import check_clip
-from gradscale.engine.stuck import callers_level
+from gradscale.engine.health import callers_level
 from gradscale.torch.compat import grad_dtype, grad_fp32_needs
 from gradscale.torch.fused_sgd import refuse_broken_fused_sgd
-from gradscale.torch.step.gradients import Gradients, Names, keeps_masters, parameters_of
+from gradscale.torch.gradients import Gradients, Names, keeps_masters, parameters_of
 
 if TYPE_CHECKING:
-    from gradscale.torch.accumulation.window import Window
+    from gradscale.torch.window.unscaled import Unscaled
+    from gradscale.torch.window.window import Held, Window
 
 Optimizer = torch.optim.Optimizer
+
+
+INSTEAD: tuple[tuple[Any, str], ...] = (
+    (Optimizer, "`scaler.step(optimizer)` takes the optimizer; build the scaler as `LossScaler(model)`."),
+    (int | float, "Give a first scale as `LossScaler(model, policy=Dynamic(init_scale={}))`."),
+    (torch.device, "Give a device by name, as `LossScaler(model, device='{}')`, or leave it out."),
+    (type, "This is a class: give a module that was made of it."),
+    (object, "Pass a policy as `policy=...`."),
+)
+"""Where to give what was given as the model, by its type."""
 
 
 def check_modules(model: Any) -> list[nn.Module]:
@@ -26,36 +37,15 @@ def check_modules(model: Any) -> list[nn.Module]:
     if isinstance(model, Iterable) and not isinstance(model, nn.Module):
         found = list(model)
     if not all(isinstance(module, nn.Module) for module in found):
-        long = isinstance(model, Optimizer | Tensor) or _has_tensors(found)
-        received = type(model).__name__ if long else short(model)
-        instead = "Give the module itself, not its parameters." if _has_tensors(found) else _instead_of(model)
+        tensors = any(isinstance(each, Tensor) for each in found)
+        received = type(model).__name__ if tensors or isinstance(model, Optimizer) else short(model)
+        given = model
+        if isinstance(model, str) and model.partition(":")[0] in ("cpu", "cuda", "mps", "xpu"):
+            given = torch.device(model)
+        instead = next(text for types, text in INSTEAD if isinstance(given, types)).format(given)
+        instead = "Give the module itself, not its parameters." if tensors else instead
         raise TypeError(f"`model` must be a module or a list of modules. Received: {received}. {instead}")
     return found
-
-
-def _instead_of(model: Any) -> str:
-    """Returns where to give what was given as the model."""
-    if isinstance(model, Optimizer):
-        return "`scaler.step(optimizer)` takes the optimizer; build the scaler as `LossScaler(model)`."
-    if isinstance(model, int | float):
-        return f"Give a first scale as `LossScaler(model, policy=Dynamic(init_scale={model!r}))`."
-    if isinstance(model, str | torch.device) and _is_device(model):
-        return f"Give a device by name, as `LossScaler(model, device={str(model)!r})`, or leave it out."
-    if isinstance(model, type):
-        return "This is a class: give a module that was made of it."
-    return "Pass a policy as `policy=...`."
-
-
-def _has_tensors(found: Sequence[Any]) -> bool:
-    return any(isinstance(one, Tensor) for one in found)
-
-
-def _is_device(given: Any) -> bool:
-    try:
-        torch.device(given)
-    except RuntimeError:
-        return False
-    return True
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
@@ -84,28 +74,24 @@ def check_step(optimizers: Sequence[Optimizer], clip_norm: float | None, clip_va
     refuse_broken_fused_sgd(optimizers)
 
 
-def check_order(window: "Window | None") -> "Window":
-    """Returns the window, or raises an error that names the call that is missing before `step`."""
+def out_of_order(window: "Window | None") -> RuntimeError:
+    """Returns the error that names the call that is missing before `step`."""
     if window is None:
-        raise RuntimeError(
+        return RuntimeError(
             "`step` needs gradients of a scaled loss, and none was scaled since the last step. "
             "Call `scaler.backward(loss)`, or `scaler.scale(loss).backward()`, before every `scaler.step(...)`; "
             "optimizers that share a backward pass go into one call, `scaler.step(a, b)`."
         )
-    if not window.backward_begun:
-        raise RuntimeError(
-            "`step` needs gradients, and no backward pass has been run since the loss was scaled. "
-            "Call `scaler.backward(loss)`, or `.backward()` on what `scaler.scale(loss)` returned."
-        )
-    return window
+    return RuntimeError(
+        "`step` needs gradients, and no backward pass has been run since the loss was scaled. "
+        "Call `scaler.backward(loss)`, or `.backward()` on what `scaler.scale(loss)` returned."
+    )
 
 
-def refuse_stale(window: "Window", optimizers: Sequence[Optimizer], names: Names) -> None:
-    """Raises if gradients from before this window were not cleared: they have another scale."""
-    if not window.stale:
-        return
-    stale = {id(parameter) for parameter in window.stale if parameter.grad is not None}
-    if found := [parameter for parameter in parameters_of(optimizers) if id(parameter) in stale]:
+def refuse_stale(left: Iterable["Held"], optimizers: Sequence[Optimizer], names: Names) -> None:
+    """Raises if gradients that are `left` from before this window, of another scale, are stepped: edited or not."""
+    stale = {id(each.parameter): each for each in left}
+    if found := [p for p in parameters_of(optimizers) if id(p) in stale and stale[id(p)].uncleared]:
         raise RuntimeError(
             "Gradients from before the last step are still there, and this backward pass was added to them. "
             f"Parameters: {some(names, found, optimizers)}. Call `optimizer.zero_grad()` after every step, "
@@ -113,22 +99,20 @@ def refuse_stale(window: "Window", optimizers: Sequence[Optimizer], names: Names
         )
 
 
-def refuse_unknown_parameters(window: "Window", optimizers: Sequence[Optimizer], names: Names) -> None:
-    """Raises if a backward pass was run again and may have left a gradient at the scale of its first attempt."""
-    if window.rescaled is None:
-        return
-    held = [parameter for parameter in parameters_of(optimizers) if parameter.grad is not None]
-    if unknown := [parameter for parameter in held if id(parameter) not in window.rescaled]:
+def refuse_stepped_in_backward(optimizers: Sequence[Optimizer], names: Names) -> None:
+    """Raises if there is no gradient left because hooks of the parameters have used them during the backward pass."""
+    hooked = [each for each in parameters_of(optimizers) if getattr(each, "_post_accumulate_grad_hooks", None)]
+    if hooked:
         raise RuntimeError(
-            "`retries` ran a backward pass again that also made gradients of parameters the scaler does not know: "
-            f"{some(names, unknown, optimizers)}. Build it as `LossScaler([model, other])`, and clear these "
-            "gradients."
+            "`step` needs gradients, and a backward pass was run that has left none. These parameters have hooks that "
+            f"are called when a gradient is accumulated: {some(names, hooked, optimizers)}. A hook that steps an "
+            "optimizer there has used gradients that are scaled and not checked. Remove it, and let `scaler.step` step."
         )
 
 
-def refuse_unnamed(window: "Window", scaled: Gradients) -> None:
+def refuse_unnamed(unscaled: "Unscaled", scaled: Gradients) -> None:
     """Raises if an optimizer that `unscaled` did not name holds some of `scaled`, the gradients not yet divided."""
-    if scaled.owned_by([each for each in scaled.optimizers if id(each) not in window.unscaled.optimizers]):
+    if scaled.owned_by([each for each in scaled.optimizers if id(each) not in unscaled.optimizers]):
         raise RuntimeError(
             "`step` needs all its optimizers inside the same `unscaled(...)` block, or none of them. "
             "Name every optimizer of the step there."
@@ -140,18 +124,14 @@ def refuse_narrow(call: str, optimizers: Sequence[Optimizer], names: Names) -> N
     masters = [optimizer for optimizer in optimizers if keeps_masters(optimizer)]
     # A frozen parameter has no gradient to lose.
     trained = [each for each in parameters_of(masters) if each.requires_grad or each.grad is not None]
-    half = [parameter for parameter in trained if _grad_dtype(parameter) is torch.float16]
+    # The type of the gradient, or of the one that a backward pass would make.
+    half = [p for p in trained if (grad_dtype(p) if p.grad is None else p.grad.dtype) is torch.float16]
     if half:
         raise TypeError(
             f"{call} unscales `.grad` in place, and FP16 cannot hold small unscaled gradients. "
             f"Parameters with FP16 gradients: {some(names, half, masters)}. "
             f"Build the optimizer as `MasterWeights(optimizer, grad_fp32=True)`{grad_fp32_needs()}."
         )
-
-
-def _grad_dtype(parameter: Tensor) -> torch.dtype:
-    """Returns the type of the parameter's gradient, or of the one that a backward pass would make."""
-    return grad_dtype(parameter) if parameter.grad is None else parameter.grad.dtype
 
 
 def warn_of_half(gradients: Gradients, names: Names) -> bool:

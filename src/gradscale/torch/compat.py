@@ -32,17 +32,8 @@ check_version(torch.__version__)
 
 def uncompiled(reason: str) -> Callable[[Any], Any]:
     """Returns a decorator that keeps a function out of `torch.compile`, and gives the reason where torch takes one."""
-    return torch.compiler.disable(reason=reason) if takes_reason() else torch.compiler.disable()
-
-
-def takes_reason() -> bool:
-    """Returns whether torch can say why a function is not compiled."""
-    return "reason" in inspect.signature(torch.compiler.disable).parameters
-
-
-def autocast_widens(operation: str) -> bool:
-    """Returns whether autocast on an accelerator has a rule for an operation that it can run in float32."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation}", "AutocastCUDA")
+    takes_reason = "reason" in inspect.signature(torch.compiler.disable).parameters
+    return torch.compiler.disable(reason=reason) if takes_reason else torch.compiler.disable()
 
 
 def is_exporting() -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradscale.histogram.counts import EXPONENTS, MX_BLOCK, ExponentHistogram, check_block
 from gradscale.kernels.torch_exponents import count_blocks, count_exponents
-from gradscale.torch.step.gradients import numbers_of
+from gradscale.torch.gradients import numbers_of
 
 
 def exponent_histogram(tensors: Tensor | Iterable[Tensor]) -> ExponentHistogram:
@@ -46,11 +46,9 @@ def block_histogram(tensors: Tensor | Iterable[Tensor], block: int = MX_BLOCK) -
 
 
 def _sum_of(tensors: Tensor | Iterable[Tensor], count: Callable[[Tensor], ExponentHistogram]) -> ExponentHistogram:
-    several = (tensors,) if isinstance(tensors, Tensor) else tensors
-    return sum((count(_checked(tensor)) for tensor in several), ExponentHistogram(np.zeros(EXPONENTS.size, np.int64)))
-
-
-def _checked(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        raise TypeError(f"A histogram is of floating-point tensors. Received: one of {tensor.dtype}.")
-    return numbers_of(tensor.detach())
+    total = ExponentHistogram(np.zeros(EXPONENTS.size, np.int64))
+    for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            raise TypeError(f"A histogram is of floating-point tensors. Received: one of {tensor.dtype}.")
+        total += count(numbers_of(tensor.detach()))
+    return total

@@ -2,47 +2,44 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Never
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # lazy: `torch.compiler.disable` imports the compiler, which takes a second
+from torch.utils._pytree import tree_map
 
-from gradscale.engine.health import Health
-from gradscale.engine.other_arguments import explains_arguments, explains_settings
-from gradscale.engine.other_names import OtherNames
-from gradscale.engine.saved import write_saved
-from gradscale.engine.saved_text import KEY, replaces_policy, write_text
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
-from gradscale.engine.texts import policy_text, scaler_text
+from gradscale._text import scaler_text
+from gradscale.engine.guard import Guard, OnSkip
+from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, Health, OnStuck
+from gradscale.engine.hints import OtherNames, explains_arguments, unknown_arguments
+from gradscale.engine.probe_report import ProbeReport
+from gradscale.engine.saved import KEY, Saved, check_state, read_saved, replaces_policy, write_saved, write_text
+from gradscale.kernels.torch import largest
+from gradscale.peers import import_state
 from gradscale.peers.specs import as_policy
 from gradscale.policies.checks import check_count
-from gradscale.policies.contract import Policy
-from gradscale.policies.static import multiplies
-from gradscale.torch.accumulation.backward import Backward
-from gradscale.torch.accumulation.buffers import BufferGuard
-from gradscale.torch.accumulation.closure import RETRIES, holder_of, make_closure
-from gradscale.torch.accumulation.edits import unscale
-from gradscale.torch.accumulation.guard import Guard, OnSkip
-from gradscale.torch.accumulation.penalty import unscaled_grad
-from gradscale.torch.accumulation.window import Windows, map_losses
+from gradscale.policies.contract import Policy, Seen
+from gradscale.record import settings_text
 from gradscale.torch.checks import check_modules, check_optimizers, refuse_narrow
+from gradscale.torch.gradients import Names, collect, local, numbers_of, parameters_of
+from gradscale.torch.host import Facts, Rule, shown
 from gradscale.torch.probing.automatic import AutomaticProbe
-from gradscale.torch.probing.report import ProbeReport
 from gradscale.torch.probing.run import FRAMES, probe
-from gradscale.torch.ranks.log import note_loaded_policy
+from gradscale.torch.ranks.groups import note_loaded_policy
 from gradscale.torch.ranks.pipeline import Pipeline, wrapped
-from gradscale.torch.ranks.rounds import Rounds
-from gradscale.torch.saved import read_any
+from gradscale.torch.ranks.round import Rounds
 from gradscale.torch.step.agree import Agreement, check_agree
-from gradscale.torch.step.decide import Rule
-from gradscale.torch.step.gradients import Names, collect, parameters_of
-from gradscale.torch.step.host_copy import shown
-from gradscale.torch.step.remember import Memory
-from gradscale.torch.step.result import StepResult
-from gradscale.torch.step.stages import Ended, Stages
+from gradscale.torch.step.result import Memory, StepResult
+from gradscale.torch.step.run import Stages
+from gradscale.torch.window.buffers import BufferGuard
+from gradscale.torch.window.retry import backward_with_retries, check_backward, check_retriable, synchronizing
+from gradscale.torch.window.window import Window, Windows, check_loss
 
 Optimizer = torch.optim.Optimizer
+
+RETRIES = 8
+"""Lower scales that a closure tries. Its optimizer synchronizes for the loss anyway, and needs a gradient."""
 
 
 class LossScaler(OtherNames):
@@ -56,11 +53,12 @@ class LossScaler(OtherNames):
             result = scaler.step(optimizer, clip_norm=1.0)
             optimizer.zero_grad()
 
-    Only `step` with an optimizer that has no fused kernel synchronizes with the device: it reads one flag.
+    `step` with an optimizer that is not fused synchronizes with the device, once. With fused optimizers the next loss
+    does, if what the step has measured is not in host memory by then.
 
     Args:
-        model: the module, or modules, trained. Gives gradients their names; needed for `retries`. Without it, or if a
-            loss reaches other parameters, the graph of every loss is walked through, to find stale gradients.
+        model: the module, or modules, trained. Gives gradients their names; needed for `retries`. Stale gradients are
+            found for its parameters, and for those of optimizers that were stepped before.
         policy: the rule for the scale, or its name as on the command line, such as `"dynamic:growth_interval=100"`.
             `"auto"` is `Headroom()`, which follows the gradients of an FP16 run.
         device: where the scale is kept; by default where the first loss is.
@@ -79,7 +77,7 @@ class LossScaler(OtherNames):
     _adapter: ClassVar[str] = "torch"
     _join_config: Any = None
 
-    @explains_settings("LossScaler(model, policy={})")
+    @explains_arguments("LossScaler(model, policy={})")
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | None = None,
@@ -98,15 +96,12 @@ class LossScaler(OtherNames):
         self._rounds = Rounds(self._modules, group, distinct)
         self._agreement = Agreement(self._rounds, self._modules, always=check_agree(agree) == "always")
         self._memory = Memory(max_consecutive_skips, on_stuck)
-        self._memory.together = lambda: self._rounds.ranks > 1
-        self._windows = Windows(self._rule, self._names, self._agreement.mark)
-        self._backward = Backward(self._modules, self._rule, self._windows, self._rounds)
+        self._windows = Windows(self._rule, self._names)
         self._stages = Stages(self._rule, self._names, self._agreement, self._memory, self._windows)
-        self._after_step: list[Callable[[], None]] = []
         self._last_probe: ProbeReport | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the contents of a copy or a pickle: everything but past steps, and what is called after each step.
+        """Returns the contents of a copy or a pickle: everything but past steps.
 
         The model is part of it: copy both at once, as `copy.deepcopy((model, optimizer, scaler))`, or the copy has a
         model of its own, and knows neither names nor buffers of the one it is used with.
@@ -116,11 +111,11 @@ class LossScaler(OtherNames):
                 "A LossScaler can be copied or pickled between steps only, and a loss has been scaled since the last. "
                 "Do it after `scaler.step(...)`, or save `scaler.state_dict()`."
             )
-        return self.__dict__ | {"_after_step": []}
+        return self.__dict__.copy()
 
     def __repr__(self) -> str:
         """Returns policy, scale, counts and the status of the last step as text. Never synchronizes."""
-        return scaler_text("LossScaler", [policy_text(self.policy)], self._rule.state, self.last, shown)
+        return scaler_text("LossScaler", [settings_text(self.policy)], self._rule.latest, self.last, shown)
 
     @property
     def policy(self) -> Policy:
@@ -129,7 +124,7 @@ class LossScaler(OtherNames):
 
     @property
     def loss_scale(self) -> Tensor:
-        """The scale of the next loss, for losses that other code differentiates. Does not synchronize."""
+        """The scale of the next loss, for losses that other code differentiates. Synchronizes as `scale` does."""
         return self._rule.scale if self._windows.open is None else self._windows.open.scale
 
     @property
@@ -144,75 +139,92 @@ class LossScaler(OtherNames):
 
     @_disable_dynamo
     def scale(self, outputs: Any) -> Any:
-        """Returns a loss, or a nested structure of losses, times the scale. Does not synchronize with the device.
+        """Returns a loss, or a nested structure of losses, times the scale.
 
         Every call until the next `step` uses the same scale. A loss narrower than float32 is widened first. The
         gradients of a backward pass that comes after that `step` get the scale of the next one. A loss that is not
         finite skips the step once its backward pass begins, unless all its gradients are cleared before the next.
+        Synchronizes with the device only for the outcome of the last step with fused optimizers.
         """
-        if not self.policy.needs:
+        if not self._rule.reads.checks:
             return outputs
-        self._stages.refuse_scale()
-        return map_losses(self._backward.scaled, outputs)
+        if self._stages.pipeline is not None:
+            self._stages.pipeline.refuse_scale()
+        return self._windows.scaled(outputs) if isinstance(outputs, Tensor) else tree_map(self._windows.scaled, outputs)
 
     @_disable_dynamo
     def backward(self, loss: Tensor, retries: int = 0, **kwargs: Any) -> None:
         """Scales `loss` and runs its backward pass.
 
         With `retries`, an overflow lowers the scale and runs the backward pass, and only that, again: the batch is not
-        lost, and gradients of earlier micro-batches are kept and multiplied to the new scale. That costs a host read
-        per attempt, activations that are held until the pass has ended, and a second set of gradients if there are
-        earlier ones. Post-accumulate hooks are called once, with the sum of all gradients. There is no retry for a loss
-        that is not finite, under `Static`, or at the lowest scale. Ranks that share the scale retry together.
+        lost. That costs a host read per attempt, a walk through the graph, and activations that are held until the pass
+        has ended. Only the first backward pass of a step is run again; there is no retry while parameters hold
+        gradients, for a loss that is not finite, under `Static`, or at the lowest scale. Post-accumulate hooks are
+        called once, after the last attempt. With several ranks it is refused, except for DDP inside `no_sync()`, where
+        ranks retry together.
 
         Args:
             loss: a scalar loss.
             retries: how often the backward pass may be run again.
             **kwargs: passed on to `Tensor.backward`.
         """
-        if count := self._backward.retries(retries, kwargs):
-            self._stages.refuse_scale()
-            self._backward.run(loss, count, kwargs)
-        else:
-            self.scale(loss).backward(**kwargs)
+        if retries != 0:
+            check_backward(retries, kwargs)
+        if not self._rule.reads.checks:
+            loss.backward(**kwargs)
+            return
+        if self._stages.pipeline is not None:
+            self._stages.pipeline.refuse_scale()
+        if not retries:
+            self._windows.scaled(loss).backward(**kwargs)
+            return
+        check_retriable(self._modules, self._rounds.ranks)
+        self._backward_again(loss, retries, kwargs, list(parameters_of(self._windows.watched.optimizers)))
+
+    def _backward_again(self, loss: Tensor, retries: int, kwargs: dict[str, Any], owned: Sequence[Tensor]) -> None:
+        """Runs the backward pass of `loss`, again at a lower scale while gradients of `owned` overflow."""
+        self._windows.first_loss.note(loss, self.policy, "LossScaler")
+        window = self._windows.begin(loss.device)
+        watched = list(self._windows.watched)
+        backward_with_retries(loss, window, self._rule, retries, self._rounds.any_rank, watched, owned, kwargs)
+        self._windows.end_backward(window)
 
     @_disable_dynamo
-    @explains_arguments("scaler.step")
     def step(
         self,
         *optimizers: Optimizer,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         norm: bool = False,
+        **unknown: Never,
     ) -> StepResult:
         """Unscales, checks and clips the gradients, updates all the optimizers or none, and updates the scale.
 
         One read of the gradients; unscaling and clipping are one factor, folded into the kernel of a fused optimizer
         or multiplied in once. Afterwards `.grad` is unscaled and clipped; after a skipped step it is undefined and must
-        be cleared. Synchronizes with the device only if an optimizer is not fused, and then once.
+        be cleared. Synchronizes with the device, once, only if an optimizer is not fused or the scale is below 1.
 
         Args:
             *optimizers: all that share the backward passes since the last step.
             clip_norm: bound on the norm of all their gradients together, unscaled.
             clip_value: bound on the magnitude of every element, unscaled.
             norm: measure the norm for the result even if nothing is clipped.
+            **unknown: none; a name that another library has for one of these is answered with theirs here.
 
         Raises:
             RuntimeError: nothing was scaled or no backward pass was run since the last step, gradients from before it
                 were not cleared, or an optimizer has a kernel that is known to be wrong. Nothing has been changed then.
             ScaleStuck: step after step was skipped, and no lower scale is left to try.
-            RankFailed: another rank could not take part in the step; or in one before, which others have applied, and
-                no rank goes on until `load_state_dict` is called.
             ScaleDesync: ranks have different scales.
         """
-        if self.policy.needs:
-            ended = self._stages.run(optimizers, clip_norm, clip_value, norm=norm, join=self._join_config)
-            return self._kept(ended)
-        self._memory.last = self._stages.run_without_scaling(
-            optimizers, clip_norm, clip_value, norm=norm, join=self._join_config
-        )
-        self._note_step()
-        return self._memory.last
+        if unknown:
+            raise unknown_arguments("scaler.step", self.step, unknown)
+        if self._rule.reads.checks:
+            result = self._stages.run(optimizers, clip_norm, clip_value, norm=norm, join=self._join_config)
+        else:
+            result = self._stages.run_without_scaling(optimizers, clip_norm, clip_value, norm=norm)
+        self._memory.keep(result, optimizers)
+        return result
 
     @contextmanager
     def unscaled(self, *optimizers: Optimizer) -> Iterator[None]:
@@ -228,9 +240,9 @@ class LossScaler(OtherNames):
         """
         check_optimizers(optimizers)
         if self.policy.needs:
-            window = self._stages.ready(optimizers)
-            scaled = window.unscaled.rest_of(collect(optimizers))
-            unscale(scaled, window, self.policy, self._names, self._rounds.weights)
+            window, gradients = self._stages.ready(optimizers), collect(optimizers)
+            rest = gradients if window.unscaled is None else window.unscaled.rest_of(gradients)
+            self._stages.unscale(rest, window)
         yield
 
     @_disable_dynamo
@@ -239,8 +251,8 @@ class LossScaler(OtherNames):
 
         Gradients narrower than float32 are widened before they are divided by the scale. If they overflow, the next
         `step` is skipped and lowers the scale, even if the loss made from them is not finite, or none is made: the
-        scale is too high for the batches to come, too. Does not synchronize, except for gradients that are DTensors,
-        of which each rank sees its own part: there all ranks agree.
+        scale is too high for the batches to come, too. Synchronizes as `scale` does, and for gradients that are
+        DTensors, of which each rank sees its own part: there all ranks agree.
 
         Args:
             loss: a scalar loss.
@@ -249,7 +261,24 @@ class LossScaler(OtherNames):
         """
         if not self.policy.needs:
             return torch.autograd.grad(loss, inputs, **kwargs)
-        return unscaled_grad(loss, inputs, self._windows, self._rounds.any_rank, kwargs)
+        # A loss that is not finite counts only if one is made from its gradients and differentiated in turn.
+        grads = torch.autograd.grad(self._windows.scaled(loss, counts=False), inputs, **kwargs)
+        window = self._windows.get(loss.device)  # another one than that of the loss, if its batch was abandoned
+        unscaled = tuple(None if grad is None else self._divided(grad, window) for grad in grads)
+        present = [numbers_of(grad.detach()) for grad in unscaled if grad is not None]
+        finite = torch.isfinite(local(loss.detach())).all()
+        overflowed = ~torch.isfinite(largest(present, window.scale.device)).all() & finite.to(window.scale.device)
+        if any(hasattr(grad, "to_local") for grad in unscaled):
+            # One rank's shard has overflowed, and a loss made from all of them is then not finite on every rank.
+            overflowed = torch.full_like(overflowed, self._rounds.any_rank(overflowed.reshape(1))[0])
+        window.note_overflow(overflowed)
+        return unscaled
+
+    @staticmethod
+    def _divided(grad: Tensor, window: Window) -> Tensor:
+        """Returns a gradient divided by the scale, in float32 if it was narrower; differentiable."""
+        wide = grad.float() if grad.dtype.itemsize < 4 else grad
+        return wide * (1.0 / float(window.divisor)) if window.rule.multiplies else wide
 
     def closure(self, evaluate: Callable[[], Tensor], optimizer: Optimizer | None = None) -> Callable[[], Any]:
         """Returns a closure for optimizers that evaluate the loss themselves, such as LBFGS and SAM.
@@ -268,19 +297,33 @@ class LossScaler(OtherNames):
         Raises:
             TypeError: the optimizer is a `MasterWeights` with FP16 gradients.
         """
-        owner = holder_of(self._modules) if optimizer is None else optimizer
+        owner = optimizer
+        if owner is None:
+            if not self._modules:
+                raise ValueError(
+                    "`closure` needs parameters. Build the scaler as `LossScaler(model)` or pass the optimizer."
+                )
+            owner = torch.optim.SGD(dict.fromkeys(self._names.parameters()))  # holds them, and is never stepped
         parameters = list(parameters_of([owner]))
-        once = self._backward.once
+        once = not self.policy.needs or self._rounds.ranks > 1 or any(map(synchronizing, self._modules))
         refuse_narrow("`closure`", [owner], self._names)
 
-        def backward(loss: Tensor) -> None:
-            self._windows.open = None
-            self._backward.run(loss, 0 if once else RETRIES, {}, parameters)
+        def closure() -> Tensor:
+            for parameter in parameters:
+                parameter.grad = None
+            with torch.enable_grad():
+                loss = evaluate()
+                self._windows.open = None
+                self._backward_again(loss, 0 if once else RETRIES, {}, parameters)
+            result = self._stages.run_in_closure(owner, parameters[0].device)
+            self._memory.keep(result, [owner])
+            # The optimizer computes with the gradients in any case, and inf or NaN would reach its state.
+            for parameter in parameters if result.skipped() else ():
+                if parameter.grad is not None:
+                    parameter.grad = torch.zeros_like(parameter.grad)  # not always of the parameter's own type
+            return loss.detach()
 
-        def settle() -> StepResult:
-            return self._kept(self._stages.run_in_closure(owner, parameters[0].device))
-
-        return make_closure(evaluate, parameters, backward, settle)
+        return closure
 
     def wrap_loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `loss_fn` for a schedule of `torch.distributed.pipelining`. Call it on every rank.
@@ -300,7 +343,8 @@ class LossScaler(OtherNames):
         pipeline = self._stages.pipeline = self._stages.pipeline or Pipeline(self._windows, self._modules)
 
         def scaled(loss: Tensor) -> Tensor:
-            self._backward.note(loss)
+            check_loss(loss)
+            self._windows.first_loss.note(loss, self.policy, "LossScaler")
             return pipeline.scaled(loss) if self.policy.needs else loss
 
         return wrapped(loss_fn, scaled, pipeline)
@@ -328,15 +372,17 @@ class LossScaler(OtherNames):
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Returns the hook with which torch's `Join([model, scaler])` lets a rank without batches follow the others."""
-        from gradscale.torch.ranks.join import FollowingRank
+        from gradscale.torch.ranks.ddp import FollowingRank
 
         del kwargs
         return FollowingRank(self._follow)
 
     def _follow(self) -> None:
         """Follows a step of other ranks, without batches left."""
-        if self._agreement.follow(self._rule, self.join_device) and self.policy.needs:
-            self._memory.count()
+        if not self.policy.needs:  # every step is applied, and nothing is sent
+            self._rule.follow(Facts(Seen()), lambda state: None)
+        elif self._agreement.follow(self._rule, self.join_device, lambda state: None):
+            self._memory.steps += 1
 
     @property
     def join_device(self) -> torch.device:
@@ -354,7 +400,7 @@ class LossScaler(OtherNames):
         NaN where a number is not known, or has not reached the host yet. `headroom_bits` is how often the
         scale could double before the largest parameter gradient overflows FP16.
         """
-        return self._memory.metrics(self._rule.state)
+        return self._memory.metrics(self._rule.latest)
 
     def health(self) -> Health:
         """Returns how the run is doing: a condition, what to do, and the numbers behind it. Synchronizes.
@@ -366,8 +412,8 @@ class LossScaler(OtherNames):
         return self._memory.health(
             self._rule.state,
             scaling=bool(self.policy.needs),
-            in_bf16=self._backward.first_loss.in_bf16,
-            multiplies=multiplies(self.policy),
+            in_bf16=self._windows.first_loss.in_bf16,
+            multiplies=self._rule.multiplies,
         )
 
     def probe(
@@ -422,7 +468,7 @@ class LossScaler(OtherNames):
         been no probe, also if `step` raises: that is logged, and there are no more automatic probes.
 
         Without such a row of skipped steps nothing is run, and nothing synchronizes with the device. There, steps that
-        a fused optimizer skips are known up to 31 steps late, and the batch of that later step is probed. Each row of
+        a fused optimizer skips are known one step late, and the batch of that next step is probed. Each row of
         skipped steps is probed once, and all probes together take about 1% of the time at most, the first aside. Ranks
         that share the scale must all call it. Not inside of torch's `Join`, nor for stages of a pipeline, which have no
         loss.
@@ -476,7 +522,7 @@ class LossScaler(OtherNames):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the policy and its state as one JSON text: all it takes to continue bit-exactly. Synchronizes."""
-        saved = write_saved(self._rule.policy, self._rule.state, float(self._rule.amax_ratio))
+        saved = write_saved(self._rule.policy, self._rule.state, float(self._rule.catch_up().amax_ratio))
         return {KEY: write_text(saved)}
 
     def load_state_dict(self, mapping: Mapping[str, Any] | bytes, system: str | None = None) -> None:
@@ -490,24 +536,17 @@ class LossScaler(OtherNames):
                 of its file.
             system: whose dict it is, as in `gradscale.import_state`, where it is neither of the first two.
         """
-        saved = read_any(mapping, system)
+        if system is None and isinstance(mapping, Mapping) and "_growth_tracker" in mapping:
+            system = "torch"
+        if system is None:
+            saved = read_saved(mapping)  # type: ignore[arg-type]
+        else:
+            saved = Saved(*import_state(system, mapping))
+            check_state(saved.policy, saved.state)
         note_loaded_policy(self.policy, saved.policy)
         if not replaces_policy(self.policy, saved.policy):
             return
-        self._agreement.compared = self._agreement.compared and not self.policy.needs
         self._rule.load(as_policy(saved.policy), saved.state, saved.amax_ratio)
         self._memory.forget()
-        self._rounds.missed.forget()
         # Zeros, as `zero_grad(set_to_none=False)` leaves them, have no scale.
         self._windows.close(zeros=False)
-
-    def _note_step(self) -> None:
-        for call in tuple(self._after_step):
-            call()
-
-    def _kept(self, ended: Ended) -> StepResult:
-        """Returns the result of a step, and remembers it."""
-        self._note_step()
-        # Last: it may raise `ScaleStuck`, and the step is complete by then.
-        self._memory.keep(*ended)
-        return ended.result

@@ -1,13 +1,13 @@
-"""What was recorded at one step."""
+"""What was recorded at one step, in little memory."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import reduce
 from typing import Any, Literal, NamedTuple
 
-from gradscale.histogram.counts import ExponentHistogram
-from gradscale.watching.counted import Counted
+import numpy as np
+
+from gradscale.formats import FloatArray
+from gradscale.histogram.counts import EXPONENTS, ExponentHistogram
 
 Kind = Literal["weight", "input", "output", "output_grad", "weight_grad"]
 
@@ -18,6 +18,20 @@ MODEL = "(model)"
 
 Key = tuple[str, Kind]
 """Name of a module or a parameter, and what was recorded of it."""
+
+
+class Counts(NamedTuple):
+    """What was counted of tensors, in rows, in host memory.
+
+    Attributes:
+        bins: elements in each bin of `gradscale.histogram.EXPONENTS`.
+        outside: elements that are zero, inf and NaN.
+        amax: the largest magnitude; NaN where there is one.
+    """
+
+    bins: FloatArray
+    outside: FloatArray
+    amax: FloatArray
 
 
 class Tally(NamedTuple):
@@ -40,22 +54,42 @@ class Tally(NamedTuple):
     scale: float
 
 
-@dataclass(frozen=True, slots=True)
 class Sample:
-    """The tensors of one step.
+    """The tensors of one step: first which of them there are, then what was counted of them.
 
     Attributes:
         slots: which of the counted tensors belong to each key.
-        counted: what was counted of them.
+        dtypes: the type of each tensor, as its framework writes it.
+        scales: what each tensor was multiplied by in the backward pass.
     """
 
-    slots: Mapping[Key, Sequence[int]]
-    counted: Counted
+    def __init__(self) -> None:
+        self.slots: dict[Key, list[int]] = {}
+        self.dtypes: list[Any] = []
+        self.scales: list[float] = []
+
+    def add(self, key: Key, dtype: Any, scale: float = 1.0) -> int:
+        """Adds a tensor, and returns its position. Those of one key are one row."""
+        self.dtypes.append(dtype)
+        self.scales.append(scale)
+        self.slots.setdefault(key, []).append(len(self.dtypes) - 1)
+        return len(self.dtypes) - 1
+
+    def keep(self, counts: Counts) -> "Sample":
+        """Keeps what was counted of all tensors, unscaled: only the bins from the lowest to the highest in use."""
+        used = np.flatnonzero(counts.bins.any(axis=0))
+        self._first, end = (int(used[0]), int(used[-1]) + 1) if used.size else (0, 0)
+        self._counts = counts._replace(bins=counts.bins[:, self._first : end].copy())
+        return self
 
     def tallies(self) -> Iterator[Tally]:
         """Yields the numbers of each key. The type and the scale are those of the last of its tensors."""
         for (name, kind), slots in self.slots.items():
-            histogram = reduce(ExponentHistogram.__add__, map(self.counted.histogram, slots))
-            sizes = [self.counted.largest(slot) for slot in slots]
-            amax = math.nan if any(map(math.isnan, sizes)) else max(sizes)
-            yield Tally(name, kind, histogram, amax, self.counted.dtypes[slots[-1]], self.counted.scales[slots[-1]])
+            histogram = reduce(ExponentHistogram.__add__, map(self._histogram, slots))
+            amax = float(np.max(self._counts.amax[slots]))  # NaN if one is
+            yield Tally(name, kind, histogram, amax, self.dtypes[slots[-1]], self.scales[slots[-1]])
+
+    def _histogram(self, slot: int) -> ExponentHistogram:
+        bins, counts = self._counts.bins[slot], np.zeros(EXPONENTS.size, np.int64)
+        counts[self._first : self._first + len(bins)] = bins
+        return ExponentHistogram(counts, *self._counts.outside[slot])

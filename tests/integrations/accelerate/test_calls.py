@@ -8,11 +8,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
+from benchmarks.traffic import Traffic
 from tests.integrations.accelerate.run import Run, ours, torchs
 from torch import nn
 
 from gradscale import Dynamic
-from gradscale.bench.traffic import Traffic
 from gradscale.torch import GradScaler
 
 

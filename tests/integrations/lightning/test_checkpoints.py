@@ -76,4 +76,4 @@ def test_a_run_in_fp16_that_is_resumed_from_one_in_bf16_scales(tmp_path: Path) -
     fit(Regression(), plugin := MixedPrecision(), max_epochs=2, ckpt_path=tmp_path / "bf16.ckpt")
     assert plugin.scaler is not None
     assert plugin.scaler.get_scale() > 1.0
-    assert plugin.scaler._policy == Headroom()
+    assert plugin.scaler._rule.policy == Headroom()

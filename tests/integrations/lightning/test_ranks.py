@@ -1,6 +1,7 @@
 """Runs on two ranks: `Trainer` and `Fabric` with DDP and with FSDP2, clipped, with an overflow on one rank."""
 
 import os
+from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradscale.integrations.lightning import FabricMixedPrecision, MixedPrecision
-from gradscale.torch.local import local
+from gradscale.torch.gradients import local
 
 RANKS = 2
 
@@ -95,10 +96,31 @@ def batches() -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16)
 
 
-@pytest.mark.parametrize(("kind", "policy"), [("foreach", None), ("fused", "auto")])
-@pytest.mark.parametrize("module_of", [Whole, Sharded], ids=["DDP", "FSDP2"])
-def test_ranks_clip_skip_and_resume_together(module_of: type, kind: str, policy: str | None, tmp_path: Path) -> None:
-    first, second = run_ranks(RANKS, trained, module_of, kind, policy, tmp_path, folder=tmp_path / "ranks")
+RUNS = {
+    f"{kind}-{policy}-{name}": (module_of, kind, policy)
+    for name, module_of in (("DDP", Whole), ("FSDP2", Sharded))
+    for kind, policy in (("foreach", None), ("fused", "auto"))
+}
+
+
+def each(function: Callable[..., Any], runs: Mapping[str, tuple[Any, ...]], folder: Path) -> dict[str, Any]:
+    """Returns what a rank knows after each of several runs: importing Lightning takes longer than they do."""
+    found = {}
+    for name, arguments in runs.items():
+        (own := folder / name).mkdir(exist_ok=True)
+        found[name] = function(*arguments, own)
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_trainer(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("trainer")
+    return run_ranks(RANKS, each, trained, RUNS, folder, folder=folder / "ranks")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_ranks_clip_skip_and_resume_together(name: str, of_trainer: list[dict[str, Any]]) -> None:
+    first, second = (found[name] for found in of_trainer)
     assert first == second
     (_, metrics, rates, _), (_, resumed, _, _) = first
     assert metrics["gradscale/skipped"] >= 1
@@ -150,10 +172,20 @@ def fabric_trained(strategy: str, how: dict[str, Any], folder: Path) -> Any:
     return found
 
 
-@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}])
-@pytest.mark.parametrize("strategy", ["DDP", "FSDP2"])
-def test_ranks_of_a_fabric_clip_skip_and_resume_together(strategy: str, how: dict[str, Any], tmp_path: Path) -> None:
-    first, second = run_ranks(RANKS, fabric_trained, strategy, how, tmp_path, folder=tmp_path / "ranks")
+FABRIC_RUNS = {
+    f"{strategy}-{how}": (strategy, {how: True}) for strategy in ("DDP", "FSDP2") for how in ("foreach", "fused")
+}
+
+
+@pytest.fixture(scope="module")
+def of_fabric(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("fabric")
+    return run_ranks(RANKS, each, fabric_trained, FABRIC_RUNS, folder, folder=folder / "ranks")
+
+
+@pytest.mark.parametrize("name", FABRIC_RUNS)
+def test_ranks_of_a_fabric_clip_skip_and_resume_together(name: str, of_fabric: list[dict[str, Any]]) -> None:
+    first, second = (found[name] for found in of_fabric)
     assert first == second
     (_, saved, metrics), loaded, _ = first
     assert loaded == saved

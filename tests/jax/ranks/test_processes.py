@@ -20,7 +20,10 @@ from tests.jax.ranks.two_processes import RUNS, SAVED_AFTER, STEPS, report
 
 from gradscale.jax import Scaler
 
-pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="processes are tested from JAX 0.10 on")
+pytestmark = [
+    pytest.mark.slow,  # two processes that import and compile everything anew
+    pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="processes are tested from JAX 0.10 on"),
+]
 
 PROGRAM = Path(__file__).with_name("two_processes.py")
 ROOT = Path(__file__).parents[3]

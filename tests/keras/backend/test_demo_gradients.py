@@ -4,12 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples.demo.data import load_digits
+from examples.demo.with_keras import Network, differentiated, init_weights, make_taps, targets
+from examples.demo.with_numpy import init_params, run_pass, single
 
-from gradscale.demo.digits import load_digits
-from gradscale.demo.keras.gradients import differentiated
-from gradscale.demo.keras.model import Network, init_weights, make_taps, targets
-from gradscale.demo.numpy.model import init_params, run_pass
-from gradscale.demo.numpy.precision import single
 from gradscale.numpy.tree import named_arrays
 
 pytest.importorskip("sklearn")

@@ -10,7 +10,7 @@ from tests.keras.backend.helpers import network, numbers, tensors, variables
 from tests.other_names import check_answers
 
 from gradscale import Dynamic, Headroom, NoScaling, Policy, ScaleState, Static, preset
-from gradscale._nearest import did_you_mean
+from gradscale._text import did_you_mean
 from gradscale.keras import LossScaleOptimizer
 from gradscale.keras.compat import INNER_DEFAULTS
 from gradscale.keras.measure import BACKEND

@@ -53,23 +53,6 @@ def test_an_operator_may_be_listed_itself(listed: Any) -> None:
         assert torch.matmul(x(), x()).dtype == FP16
 
 
-def test_operators_of_torch_ops_count_with_and_without_their_overload() -> None:
-    with casts(half=[torch.ops.aten.relu], float=[torch.ops.aten.add.Tensor]):
-        assert torch.ops.aten.relu(x()).dtype == FP16
-        assert torch.ops.aten.relu.default(x()).dtype == FP16
-        assert torch.ops.aten.add(x(FP16), x(FP16)).dtype == FP32
-
-
-def test_a_custom_operator_is_cast_however_it_is_called() -> None:
-    @torch.library.custom_op("gradscale_tests::double", mutates_args=())
-    def double(x: Tensor) -> Tensor:
-        return x * 2
-
-    with casts(half=[torch.ops.gradscale_tests.double]):
-        assert double(x()).dtype == FP16
-        assert torch.ops.gradscale_tests.double(x()).dtype == FP16
-
-
 def test_what_is_listed_wins_over_autocast() -> None:
     with autocast(), casts(half=[functional.mse_loss], float=[functional.linear], promote=[torch.mm]):
         assert functional.mse_loss(x(), x()).dtype == FP16
@@ -139,14 +122,6 @@ def test_a_method_listed_under_float_runs_with_autocast_off() -> None:
     with autocast(), casts(float=[library.Layer.forward]):
         assert layer(x(FP16)).dtype == FP32
         assert layer.linear(x(FP16)).dtype == FP16
-
-
-def test_a_static_method_is_caught_and_stays_static() -> None:
-    with casts(half=[library.Layer.types_of]):
-        assert library.Layer.types_of(x()) == [FP16]
-        assert library.Layer().types_of(x()) == [FP16]
-    assert isinstance(vars(library.Layer)["types_of"], staticmethod)
-    assert library.Layer().types_of(x()) == [FP32]
 
 
 def test_torch_functions_inside_a_listed_python_function_are_cast_too() -> None:

@@ -9,7 +9,7 @@ from tests.torch.helpers import poison
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradscale.engine.saved_text import KEY
+from gradscale.engine.saved import KEY
 from gradscale.torch import GradScaler, StepResult
 
 Optimizer = torch.optim.Optimizer

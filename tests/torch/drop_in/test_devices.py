@@ -10,8 +10,7 @@ from torch import Tensor
 
 from gradscale import Headroom
 from gradscale.policies.contract import Seen
-from gradscale.torch import Culprit, GradScaler
-from gradscale.torch.step import host_copy
+from gradscale.torch import Culprit, GradScaler, host
 
 FIRST, SECOND = torch.empty(0).device, torch.device("cpu", 1)
 
@@ -44,7 +43,7 @@ def test_overflow_on_any_device_skips_the_step_and_lowers_the_scale_once(
     assert scaler.last.skipped() is skipped
     assert scaler.get_scale() == (4.0 if skipped else 8.0)
     if fused:
-        assert optimizer.state[owner]["step"].item() == (0 if skipped else 1)
+        assert optimizer.state[owner].get("step", 0) == (0 if skipped else 1)
 
 
 @pytest.mark.parametrize("flag", [2.0, torch.nan, -1.0])
@@ -88,12 +87,12 @@ def test_flags_are_noted_for_every_device_that_holds_gradients() -> None:
 @pytest.fixture
 def _as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the check take the CPU for an accelerator, whose outcome it may not look at."""
-    monkeypatch.setattr(host_copy, "in_host_memory", lambda _: False)
+    monkeypatch.setattr(host, "in_host_memory", lambda _: False)
 
 
 @pytest.mark.usefixtures("_as_on_an_accelerator")
-@pytest.mark.parametrize(("grad", "skipped"), [(1.0, False), (torch.inf, True), (torch.nan, True), (1e30, True)])
-def test_fused_step_on_an_accelerator_is_gated_by_the_norm(grad: float, skipped: bool) -> None:
+@pytest.mark.parametrize(("grad", "skipped"), [(1.0, False), (torch.inf, True), (torch.nan, True), (1e30, False)])
+def test_fused_step_on_an_accelerator_is_gated_by_the_largest_gradient(grad: float, skipped: bool) -> None:
     owner, other = parameter(), parameter()
     optimizer = torch.optim.SGD([("good", other), ("bad", owner)], lr=0.1, fused=True)
     scaler = ready(GradScaler("cpu", init_scale=8.0))
@@ -106,14 +105,15 @@ def test_fused_step_on_an_accelerator_is_gated_by_the_norm(grad: float, skipped:
 
 @pytest.mark.usefixtures("_as_on_an_accelerator")
 @pytest.mark.parametrize("fused", [False, True])
-def test_finite_gradient_whose_square_overflows_has_no_count(fused: bool) -> None:
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_finite_gradient_whose_square_overflows_is_clipped_by_no_norm(fused: bool, clip_norm: float | None) -> None:
     owner = parameter()
     optimizer = torch.optim.SGD([("large", owner)], lr=0.1, fused=fused)
     scaler = ready(GradScaler("cpu", init_scale=8.0))
     give((owner, 1e30))
-    scaler.step(optimizer)
-    # Without a fused kernel torch's own check decides, for which it is finite.
-    assert last_of(scaler).culprits() == ([Culprit("large", "inf", None)] if fused else [])
+    scaler.step(optimizer, clip_norm=clip_norm)
+    # Nothing can be clipped by an infinite norm: no element of it counts as one that is not finite.
+    assert last_of(scaler).culprits() == ([] if clip_norm is None else [Culprit("large", "inf", None)])
 
 
 @pytest.mark.usefixtures("_as_on_an_accelerator")
@@ -129,3 +129,78 @@ def test_policy_on_an_accelerator_is_shown_the_largest_gradient_and_no_norm() ->
         scaler.update()
         state = policy.next(state, Seen(amax=np.float32(0.25)), np)
         assert scaler.get_scale() == float(state.scale)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+def test_overflow_that_a_subclass_has_found_survives_a_bound_on_the_norm(early: bool, fused: bool) -> None:
+    owner = parameter()
+    optimizer = torch.optim.Adam([owner], lr=0.1, fused=fused)
+    scaler = ready(TwoDevices("cpu", init_scale=8.0))
+    scaler.second = 1.0
+    give((owner, 1.0))
+    if early:
+        scaler.unscale_and_clip_(optimizer, 1.0)
+    scaler.step(optimizer, clip_norm=1.0)
+    scaler.update()
+    assert owner.tolist() == [1.0] * 3
+    assert last_of(scaler).skipped()
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_flag_that_other_code_writes_to_skips_the_step_and_lowers_the_scale(fused: bool) -> None:
+    """As an all-reduce of the flags does, in the `unscale_` of a subclass."""
+    owner = parameter()
+    optimizer = torch.optim.Adam([owner], lr=0.1, fused=fused)
+    scaler = ready(GradScaler("cpu", init_scale=8.0))
+    give((owner, 1.0))
+    scaler.unscale_(optimizer)
+    scaler._found_inf_per_device(optimizer)[FIRST].fill_(1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert owner.tolist() == [1.0] * 3
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("fused", [False, True])
+def test_flag_that_other_code_clears_lets_the_step_be_made(fused: bool, kind: Any) -> None:
+    """As code that has repaired the gradients does."""
+    owner = parameter()
+    optimizer = torch.optim.SGD([owner], lr=1.0, fused=fused)
+    scaler = ready(kind("cpu", init_scale=8.0))
+    give((owner, torch.inf))
+    scaler.unscale_(optimizer)
+    give((owner, 1.0))
+    scaler._found_inf_per_device(optimizer)[FIRST].zero_()
+    scaler.step(optimizer)
+    scaler.update()
+    assert owner.tolist() == [0.0] * 3
+    assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.usefixtures("_as_on_an_accelerator")
+def test_losses_that_follow_a_step_on_an_accelerator_are_those_of_the_next() -> None:
+    """As in a loop of a discriminator and a generator, with one `update` for both."""
+    owners = [parameter(), parameter()]
+    optimizers = [torch.optim.SGD([owner], lr=1.0, fused=True) for owner in owners]
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    for owner, optimizer in zip(owners, optimizers, strict=True):
+        scaler.scale(owner.sum()).backward()
+        scaler.step(optimizer)
+    scaler.update()
+    assert [owner.tolist() for owner in owners] == [[0.0] * 3] * 2
+    assert scaler.get_scale() == 16.0
+
+
+@pytest.mark.usefixtures("_as_on_an_accelerator")
+def test_result_of_a_fused_step_whose_norm_overflows_after_unscale_is_skipped() -> None:
+    owner = parameter()
+    optimizer = torch.optim.SGD([owner], lr=0.1, fused=True)
+    scaler = ready(GradScaler("cpu", init_scale=8.0))
+    give((owner, 1e30))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer, clip_norm=1.0)
+    assert owner.tolist() == [1.0] * 3
+    assert last_of(scaler).skipped()

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from tests.torch.drop_in.helpers import parameter
 from tests.torch.helpers import loss_of, poison, small_model
 
 from gradscale import CheckOnly, Condition
@@ -46,3 +47,14 @@ def test_a_skip_of_a_policy_that_only_checks_is_not_one_of_calibration() -> None
     run(scaler, model, 1, bad=math.inf)
     run(scaler, model, 9)
     assert scaler.health().condition is Condition.OK
+
+
+def test_parameters_of_several_optimizers_that_all_have_gradients_are_not_unused() -> None:
+    owners = [parameter(), parameter()]
+    optimizers = [torch.optim.SGD([owner], lr=0.1) for owner in owners]
+    scaler = GradScaler(torch.get_default_device().type, init_scale=8.0)
+    scaler.scale(torch.stack([owner.sum() for owner in owners]).sum()).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert "no gradient" not in str(scaler.health())

@@ -73,17 +73,16 @@ def test_result_is_of_the_last_of_several_optimizers() -> None:
 
 
 def test_skip_of_a_fused_optimizer_is_reported() -> None:
-    """Trainers that watch whether `optimizer.step` was called cannot see it: a fused one is called every time."""
+    """Trainers that watch whether `optimizer.step` was called cannot see it on a device: a fused one is called."""
     owner = parameter()
     optimizer = torch.optim.AdamW([owner], fused=True)
     scaler = ready(GradScaler("cpu"))
     give((owner, INF))
     scaler.step(optimizer)
     assert last_of(scaler).skipped()
-    assert optimizer.state[owner]["step"].item() == 0
+    assert optimizer.state[owner].get("step", 0) == 0
 
 
-@pytest.mark.cpu_only("a device reads norms, and this one is inf")
 def test_gradient_that_only_overflows_once_divided_has_no_culprit_in_a_fused_step() -> None:
     """The kernel never made it infinite, so there is nothing to point at; the step is skipped all the same."""
     owner = parameter()

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from tests.torch.drop_in.helpers import TORCH, give, last_of, parameter, ready
 
 from gradscale import CheckOnly, Dynamic, Headroom, Histogram, LogMax, NoScaling, Static
-from gradscale.engine.measurement import Measurement
 from gradscale.peers import preset
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE
 from gradscale.policies.contract import Policy, Seen
 from gradscale.torch import GradScaler
-from gradscale.torch.drop_in.update import seen_by
-from gradscale.torch.step.decide import Rule
+from gradscale.torch.drop_in.updates import Merged, Noted
+from gradscale.torch.host import Facts
 
 FLAGS = st.lists(st.booleans(), min_size=1, max_size=40)
 
@@ -130,17 +129,18 @@ def test_histogram_is_shown_the_share_above_its_edge(fused: bool) -> None:
 
 
 def test_gradients_of_several_optimizers_are_seen_as_one() -> None:
-    def sizes(amax: float, share: float, elements: int) -> tuple[Measurement, int]:
-        peak = torch.tensor(amax)
-        return Measurement(None, peak, amax=peak, upper_share=torch.tensor(share)), elements
+    def noted(amax: float, share: float, elements: int, *, loss_counts: bool = True, **flags: bool) -> Noted:
+        given = {name: np.bool_(flag) for name, flag in flags.items()}
+        facts = Facts(Seen(amax=np.float32(amax), upper_share=np.float32(share), **given))
+        return Noted(None, facts, [facts], amax=True, elements=elements, loss_counts=loss_counts)
 
-    rule = Rule(Histogram(), device=torch.tensor(2.0).device)
-    both = [sizes(8.0, 0.0, 30), sizes(4.0, 1.0, 10)]
-    good, bad_loss = torch.tensor(True), torch.tensor(False)
-    seen, _ = seen_by(rule, both, torch.tensor(False), torch.tensor(2.0), good)
-    assert (seen.finite.item(), seen.amax.item(), seen.upper_share.item()) == (True, 4.0, 0.25)
-    bad, _ = seen_by(rule, [*both, sizes(torch.nan, 1.0, 1)], torch.tensor(True), torch.tensor(2.0), bad_loss)
-    assert (bad.finite.item(), bad.loss_finite.item(), bad.amax.item()) == (False, False, torch.inf)
+    both = [noted(4.0, 0.0, 30), noted(2.0, 1.0, 10)]
+    seen = Merged(noted=both).seen()
+    assert (seen.finite, seen.amax, seen.upper_share) == (True, 4.0, 0.25)
+    for loss_counts in (True, False):
+        bad = noted(torch.nan, 1.0, 1, finite=False, loss_finite=False, loss_counts=loss_counts)
+        seen = Merged(noted=[*both, bad]).seen()
+        assert (seen.finite, seen.loss_finite, seen.amax) == (False, not loss_counts, torch.inf)
 
 
 def test_policy_that_would_reach_zero_stops_at_the_floor() -> None:

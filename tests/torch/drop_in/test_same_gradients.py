@@ -182,7 +182,7 @@ def test_optimizer_that_was_skipped_stands_for_the_step(overflows: int) -> None:
     pair = Pair(OURS("cpu", init_scale=8.0))
     pair.backward(overflows)
     pair.step_each()
-    assert str(pair.scaler._steps._memory.last.status()) == "overflow"
+    assert str(pair.scaler._memory.last.status()) == "overflow"
 
 
 @pytest.mark.cpu_only("elsewhere the host does not know of it")
@@ -194,7 +194,7 @@ def test_skip_of_an_optimizer_that_is_stepped_without_the_scaler_stands_for_the_
     pair.scaler.step(pair.optimizers[1])
     pair.scaler.update()
     assert str(last_of(pair.scaler).status()) == "applied"
-    assert str(pair.scaler._steps._memory.last.status()) == "overflow"
+    assert str(pair.scaler._memory.last.status()) == "overflow"
 
 
 @pytest.mark.parametrize("kind", [OURS, TORCH])
@@ -209,6 +209,18 @@ def test_gradients_set_by_hand_for_the_same_optimizer_are_those_of_the_present_s
         scales.append(scaler.get_scale())
     assert scales == [4.0, 4.0, 2.0, 2.0]
     assert owner.tolist() == [-1.0] * 3
+
+
+@pytest.mark.parametrize("kind", [OURS, TORCH])
+def test_scale_set_after_a_load_is_that_of_all_gradients(kind: Any) -> None:
+    pair = Pair(kind("cpu", init_scale=8.0))
+    pair.backward()
+    pair.scaler.load_state_dict(pair.scaler.state_dict())
+    pair.scaler.update(16.0)
+    pair.scaler.step(pair.optimizers[0])
+    pair.scaler.update()
+    assert pair.values() == [0.5, 1.0]
+    assert pair.scaler.get_scale() == 16.0
 
 
 @pytest.mark.parametrize("kind", [OURS, TORCH])

@@ -13,7 +13,7 @@ from tests.engine.older_states import HEADROOM, LOG_MAX, REFUSED_POLICY, REFUSED
 from tests.torch.drop_in.helpers import OURS, TORCH, give, parameter, ready
 
 from gradscale import CheckOnly, Dynamic, Headroom, Histogram, Static
-from gradscale.engine import saved_text
+from gradscale.engine import saved as engine_saved
 from gradscale.peers import export_state, preset
 from gradscale.torch import GradScaler
 
@@ -268,7 +268,7 @@ def test_scale_can_be_made_without_a_loss_from_the_name_of_a_device() -> None:
 def test_a_state_of_another_format_is_not_loaded_and_logged(
     policy: Any, saved: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved_text, "_noted", set())
+    monkeypatch.setattr(engine_saved, "_noted", set())
     scaler = GradScaler("cpu", policy=policy)
     before = scaler.state_dict()
     scaler.load_state_dict(GradScaler("cpu", policy=saved).state_dict())
@@ -281,5 +281,5 @@ def test_a_file_of_an_older_rule_is_refused_and_changes_nothing() -> None:
     before = scaler.state_dict()
     for saved, refused in ((HEADROOM, REFUSED_POLICY), (LOG_MAX, REFUSED_STATE)):
         with pytest.raises(ValueError, match=refused):
-            scaler.load_state_dict({**before, saved_text.KEY: saved_text.write_text(saved)})
+            scaler.load_state_dict({**before, engine_saved.KEY: engine_saved.write_text(saved)})
     assert scaler.state_dict() == before

@@ -166,7 +166,7 @@ LARGE = {"small tensors": (3,), "large tensors": (300, 300)}
 
 
 @pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
-@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.cpu_only("a device reads norms"))])
+@pytest.mark.parametrize("fused", [False, True])
 def test_largest_finite_gradient_is_no_overflow(fused: bool, shape: tuple[int, ...]) -> None:
     owner = parameter(shape=shape)
     optimizer = torch.optim.SGD([owner], lr=1e-38, fused=fused)
@@ -425,3 +425,12 @@ def test_a_group_added_after_unscale_is_refused_while_it_has_scaled_gradients(fu
     late.grad = None
     scaler.step(optimizer)
     assert (p.tolist(), late.tolist()) == ([-1.0, -1.0], [0.0, 0.0])
+
+
+@pytest.mark.parametrize("kind", [OURS, TORCH])
+def test_fp16_gradients_may_be_checked_without_being_divided(kind: Any) -> None:
+    """As an optimizer whose `step` takes the scaler does, and divides them in its own kernel."""
+    owner = parameter(dtype=torch.float16)
+    scaler, optimizer = ready(kind("cpu", init_scale=8.0)), torch.optim.SGD([owner], lr=1.0)
+    give((owner, torch.inf))
+    assert [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()] == [1.0]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradscale.formats import Format
-from gradscale.torch.emulation.rounding import Rounding
+from gradscale.kernels.torch_rounding import Rounding
 
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -5,10 +5,10 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 import torch.nn.functional as F
+from examples.demo.with_torch import GPT
 from tests.torch.emulation.operations import LAYERS, PRODUCTS, SUMS, are_of, distance, steps_apart
 from torch import Tensor, nn
 
-from gradscale.demo.torch.gpt import GPT
 from gradscale.formats import BF16, FP8_E4M3, FP16, Format
 from gradscale.torch import emulate
 
@@ -96,7 +96,13 @@ def test_attention_written_in_python_is_rounded_at_each_of_its_products() -> Non
 
 def test_an_lstm_makes_the_gradients_that_autocast_makes() -> None:
     model, x = nn.LSTM(8, 16), torch.randn(5, 3, 8)  # FP16 has none on a CPU
-    found, expected = (gradients(model, context, x) for context in (emulate(BF16), autocast(BF16)))
+    found = gradients(model, emulate(BF16), x)
+    try:
+        expected = gradients(model, autocast(BF16), x)
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip("torch has no LSTM in BF16 for this CPU")
     assert max(distance(one, other) for one, other in zip(found, expected, strict=True)) < 10 * 2.0**-BF16.mantissa_bits
 
 

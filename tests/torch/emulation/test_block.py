@@ -215,11 +215,6 @@ def test_an_unknown_rounding_is_refused() -> None:
         emulate("fp16", rounding="up")  # type: ignore[arg-type]
 
 
-def test_a_seed_without_stochastic_rounding_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`seed` is for stochastic rounding; .* Received: seed=1, rounding='nearest'"):
-        emulate("fp16", seed=1)
-
-
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ValueError, match=r"There is no format of that name\. Received: 'fp7'"):
         emulate("fp16", "fp7")

@@ -172,3 +172,12 @@ def test_a_mask_of_minus_infinity_works_in_a_format_that_has_none() -> None:
     assert torch.equal(by_name, by_place)
     assert torch.equal(by_name, causal)
     assert are_of(causal, FP8_E4M3)
+
+
+def test_a_result_of_one_block_is_low_precision_in_the_next_of_that_format_alone() -> None:
+    with emulate(FP16):
+        y = product()
+    with emulate(FP16):
+        assert are_of(y * 0.3, FP16)
+    with emulate(BF16):
+        assert not are_of(y * 0.3, BF16)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradscale.formats import BF16, FORMATS, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format
-from gradscale.torch.emulation.rounding import Rounding, UniformNumbers, round_copy, round_grads
+from gradscale.kernels.torch_rounding import Rounding, UniformNumbers, round_copy, round_grads
 
 pytestmark = pytest.mark.cpu_only("emulated formats are compared with numpy and the CPU")
 

@@ -13,8 +13,7 @@ from tests.torch.fuzz.reference import LOOSE, Reference
 from tests.torch.fuzz.subject import Subject
 from torch import Tensor
 
-from gradscale.engine.saved import read_saved
-from gradscale.engine.saved_text import opened
+from gradscale.engine.saved import opened, read_saved
 from gradscale.torch import MasterWeights
 
 LOOSE_SCALE = 4 * LOOSE

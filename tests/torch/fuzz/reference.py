@@ -19,7 +19,7 @@ from tests.torch.fuzz.window import Window
 from torch import Tensor
 
 from gradscale.engine.result import Status
-from gradscale.torch.accumulation.closure import RETRIES
+from gradscale.torch.scaler import RETRIES
 
 LOOSE = 2.0**-18
 """Relative difference where a factor was rounded: a clip that binds, or a scale that is no power of two. The factor is
@@ -54,6 +54,7 @@ class Reference:
         self.window: Window | None = None
         self.loose: dict[str, float] = {}
         self._only_scaled = False
+        self._owned: set[str] = set()
         self._decision = Decision(setup, self.optimizers, self.rule)
         self._buffers_before: dict[str, Tensor] | None = None
 
@@ -80,12 +81,16 @@ class Reference:
             self._accumulate(self._made(operation.batch, 1.0), 1.0)
             return None
         window = self._opened()
+        self.gradients.begin_pass()
         if window.unscaled & self.gradients.keys():
             return Refused()
+        first, earlier = not window.began, self._any_but_zeros()
         window.begin()
         window.loss_finite &= loss_finite
-        fresh = self._attempts(operation.batch, window, operation.retries if loss_finite else 0)
+        retries = operation.retries if loss_finite and first and not earlier else 0
+        fresh = self._attempts(operation.batch, window, retries, self._owned)
         self._accumulate(fresh, window.scale)
+        window.left = self._any_known()
         return None
 
     @_run.register
@@ -94,12 +99,14 @@ class Reference:
         if not self.rule.scales:
             return tuple(each.values for each in self._made(operation.batch, 1.0).values())
         window = self._opened()
+        self.gradients.begin_pass()
         window.began = True
         found = self._made(operation.batch, window.scale)
         for name, gradient in found.items():
             # Divided in float32 if it was narrower.
             dtype = self.optimizers.gradient_dtype(name)
             gradient.values = rounded(gradient.values, 1.0, torch.float32 if dtype.itemsize < 4 else dtype)
+        window.left = self._any_known()
         window.overflowed |= window.loss_finite and loss_finite and not _finite(found.values())
         return tuple(each.values for each in found.values())
 
@@ -118,16 +125,28 @@ class Reference:
             if self.model.get_parameter(name).requires_grad
         }
 
-    def _attempts(self, batch: ops.Batch, window: Window, retries: int) -> dict[str, Gradient]:
-        """Returns the gradients of the last attempt, at the scale that the window then has."""
+    def _any_but_zeros(self, names: Iterable[str] | None = None) -> bool:
+        """Returns whether a parameter, by default any, holds a gradient that is not all zeros."""
+        held = map(self.gradients.get, (each.name for each in self.setup.parameters) if names is None else names)
+        return any(bool((gradient.values != 0).any()) for gradient in held if gradient is not None)
+
+    def _attempts(self, batch: ops.Batch, window: Window, retries: int, owned: set[str]) -> dict[str, Gradient]:
+        """Returns the gradients of the last attempt, at the scale that the window then has.
+
+        Gradients of `owned` parameters count, of all while that is empty.
+        """
         before = self.rule.state
+
+        def finite() -> bool:
+            return _finite(gradient for name, gradient in fresh.items() if not owned or name in owned)
+
         fresh = self._made(batch, window.scale)
         for _ in range(retries):
-            if _finite(fresh.values()) or not self.rule.lowered(window.scale):
+            if finite() or not self.rule.lowered(window.scale):
                 break
             window.scale, window.retries = self.rule.scale, window.retries + 1
             fresh = self._made(batch, window.scale)
-        if not _finite(fresh.values()):
+        if not finite():
             # No scale helped: the step that follows backs off once, and the attempts leave the rule as it was.
             self.rule.state = before
         return fresh
@@ -140,9 +159,14 @@ class Reference:
             }
         )
 
+    def _any_known(self) -> bool:
+        """Returns whether a parameter that the scaler knows holds a gradient."""
+        known = [each.name for each in self.setup.parameters] if self.setup.has_model else self._owned
+        return any(self.gradients.get(name) is not None for name in known)
+
     def _opened(self) -> Window:
         """Returns the window of a backward pass that begins."""
-        if self.window is None or self.window.abandoned:
+        if self.window is None or (self.window.left and not self._any_known()):
             self.window = Window(self.rule.scale)
             self.gradients.defined -= self.gradients.stale
         return self.window
@@ -162,8 +186,11 @@ class Reference:
         in_place = indices if some_divided or operation.clip_value else self.optimizers.sharing(indices, self.gradients)
         if self.optimizers.keep_half_gradients(in_place, self.gradients):
             return Refused()
+        self._owned |= set(names)
         outcome = self._decision.of(operation, window, held)
         applied = outcome.status is Status.APPLIED
+        if applied and self.gradients.taken_for_new & held.keys():
+            raise Undefined("The scale of a gradient from before the last step, which an edit has hidden.")
         if applied:
             self._apply(operation, held, outcome.norm)
         self._settle_buffers(applied=applied)
@@ -174,7 +201,12 @@ class Reference:
         """Returns the window whose gradients can be used; None where that is refused."""
         if self.window is None or not self.window.began:
             return None
-        if self.gradients.stale & set(names):
+        if stale := self.gradients.stale & set(names):
+            if not self.setup.has_model and not stale <= self._owned:
+                raise Undefined(
+                    "A scaler without a model does not know the gradients of optimizers it has not stepped."
+                )
+            self._owned |= set(names)
             self._close()
             return None
         return self.window
@@ -249,8 +281,9 @@ class Reference:
         loss = self._forward(batch)
         loss_finite = bool(loss.isfinite())
         window = self.window = Window(self.rule.scale, began=True, loss_finite=loss_finite)
-        retries = RETRIES if self.rule.scales and loss_finite else 0
-        self._accumulate(self._attempts(batch, window, retries), window.scale)
+        retries = RETRIES if self.rule.scales and loss_finite and not self._any_but_zeros() else 0
+        self._accumulate(self._attempts(batch, window, retries, set(names)), window.scale)
+        self._owned |= set(names)
         held = self.gradients.each_once(names)
         outcome = self._decision.of(ops.Step((index,), norm=True), window, held)
         if not self.rule.scales and held:
@@ -277,8 +310,6 @@ class Reference:
             self.gradients.clear(name, set_to_none=operation.set_to_none)
         if self.window is not None:
             self.window.unscaled -= set(names)
-            if self.window.began and not self.gradients.touched:
-                self.window.abandon(all_none=not self.gradients)
         return None
 
     @_run.register
@@ -305,6 +336,7 @@ class Reference:
     def _(self, operation: ops.Multiply) -> Result:
         if (gradient := self.gradients.get(operation.parameter)) is not None:
             gradient.values = times(gradient.values, operation.factor)
+            self.gradients.write(operation.parameter)
         return None
 
     @_run.register
@@ -314,12 +346,14 @@ class Reference:
             scaled = self.window is not None and operation.parameter not in self.window.unscaled
             bound = operation.bound / (self.window.scale if self.window is not None and scaled else 1.0)
             gradient.values = clamped(gradient.values.nan_to_num(0.0, torch.inf, -torch.inf), bound)
+            self.gradients.write(operation.parameter)
         return None
 
     @_run.register
     def _(self, operation: ops.Poke) -> Result:
-        if (gradient := self.gradients.get(operation.parameter)) is not None:
+        if (gradient := self.gradients.get(operation.parameter)) is not None and gradient.values.numel():
             gradient.poison(operation.index, operation.value)
+            self.gradients.write(operation.parameter)
         return None
 
     @_run.register
@@ -384,6 +418,8 @@ class Reference:
         if operation.how in ("deepcopy", "pickle") and self._only_scaled:
             raise Undefined("A loss was scaled and not differentiated: the scaler may refuse to be copied.")
         self.window = None
+        if operation.how != "in place":
+            self._owned = set()  # a new scaler, or a copy, has stepped no optimizer
         if operation.how == "fresh scaler" and self.gradients.touched and not self.setup.has_model:
             raise Undefined("A scaler without a model cannot know gradients from before it was made.")
         if operation.how in ("in place", "fresh scaler"):

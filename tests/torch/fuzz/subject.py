@@ -19,8 +19,7 @@ from tests.torch.fuzz.policies import POLICIES
 from tests.torch.fuzz.setup import Setup
 from torch import Tensor, nn
 
-from gradscale.torch import LossScaler, StepResult
-from gradscale.torch.step import host_copy
+from gradscale.torch import LossScaler, StepResult, host
 
 
 class Subject:
@@ -63,7 +62,7 @@ class Subject:
         if not self.setup.on_device:
             yield
             return
-        with mock.patch.object(host_copy, "in_host_memory", return_value=False):
+        with mock.patch.object(host, "in_host_memory", return_value=False):
             yield
 
     @singledispatchmethod

@@ -346,6 +346,8 @@ def compare(seed: int) -> int:
         if expected[0] == UNSCALED_TOO_EARLY:
             assert found[0][1] is AssertionError
             return number
+        if expected[0][0] == "raised" and "modified by an inplace operation" in expected[0][2]:
+            return number  # torch writes to the scale that the graph of a loss has saved
         if operation is load and expected[0][0] == "raised":
             assert found[0] == expected[0]
             return number  # torch has loaded part of it

@@ -14,10 +14,10 @@ from tests.torch.fuzz.reference import Reference
 from tests.torch.fuzz.run import failure, report, shortened
 from tests.torch.versions import ADAGRAD_TAKES_GROUPS
 
-from gradscale.torch import LossScaler
-from gradscale.torch.accumulation import buffers, retry, window
-from gradscale.torch.masters.storage import Full
-from gradscale.torch.step import apply, decide, measure
+from gradscale.kernels.torch_storage import Full
+from gradscale.torch import LossScaler, host
+from gradscale.torch.step import apply, measure
+from gradscale.torch.window import buffers, retry, window
 
 pytestmark = pytest.mark.not_simulated("sparse tensors, and thousands of steps")
 
@@ -51,9 +51,9 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "no overflow is seen": (measure, "multiply_and_check", lambda gradients, *rest: {}),
     "stale gradients are not refused": (window, "refuse_stale", _ignored),
     "buffers are not restored": (buffers.BufferGuard, "settle", _ignored),
-    "a retry keeps the scale": (decide.Rule, "lowered", lambda self: self.state),
-    "earlier gradients are lost by a retry": (retry.Stash, "merge", retry.Stash._put_hooks_back),
-    "the rule forgets what it saw": (decide.Rule, "commit", _ignored),
+    "a retry keeps the scale": (host.Rule, "lowered", lambda self, state: state),
+    "gradients of a failed attempt are kept": (retry.Stash, "clear", _ignored),
+    "the rule forgets what it saw": (host, "rule_on_host", lambda policy: lambda state, seen: state),
     "masters are not rounded into the weights": (Full, "write", _ignored),
     "loading does nothing": (LossScaler, "load_state_dict", _ignored),
     "momentum starts uninitialized": (apply, "_create_momentum", _ignored),

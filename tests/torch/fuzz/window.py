@@ -15,7 +15,7 @@ class Window:
         loss_finite: whether every loss was finite.
         overflowed: whether gradients outside of the step overflowed.
         retries: how often a backward pass was run again.
-        abandoned: whether all gradients were cleared, so that the next backward pass opens another window.
+        left: whether its last backward pass has left a gradient of a parameter that the scaler knows.
         unscaled: the parameters whose gradients `unscaled` has divided.
         as_made: these gradients before any edit.
     """
@@ -25,17 +25,10 @@ class Window:
     loss_finite: bool = True
     overflowed: bool = False
     retries: int = 0
-    abandoned: bool = False
+    left: bool = False
     unscaled: set[str] = field(default_factory=set)
     as_made: dict[str, Gradient] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Begins a backward pass: nothing is unscaled any more."""
         self.unscaled, self.as_made, self.began = set(), {}, True
-
-    def abandon(self, *, all_none: bool) -> None:
-        """Forgets the batch: with its gradients, everything that was known of it is gone.
-
-        Where zeros are left, and not `all_none`, the window goes on at its scale.
-        """
-        self.loss_finite, self.overflowed, self.abandoned = True, False, all_none

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from gradscale.torch.masters.storage import Stochastic as Noise
+from gradscale.kernels.torch_storage import Stochastic as Noise
 
 CPU = torch.device("cpu")
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from gradscale import Dynamic, NoScaling, Static
 from gradscale.torch import GradScaler, LossScaler, MasterWeights
 from gradscale.torch.masters import Storage
+from gradscale.torch.step.apply import StepPlan, decide
 from gradscale.torch.step.measure import measure_sizes
 
 SCALE = 1024.0
@@ -99,6 +100,27 @@ def test_training_goes_on_after_a_skip_as_if_there_had_been_none(storage: Storag
     optimizer, plain = wrapped(model, storage, inner), wrapped(twin, storage, inner)
     step = SCALERS[scaler]()
     for number in range(4):
+        give(twin, number)
+        plain.step()
+        step(model, optimizer, number, INF)
+        step(model, optimizer, number, None)
+    assert same(everything(model, optimizer), everything(twin, plain))
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("storage", STORAGES)
+def test_training_goes_on_after_a_skip_where_only_some_groups_are_fused(storage: Storage) -> None:
+    """A kernel skips the first group, and the host reads the skip for the second."""
+
+    def made() -> tuple[nn.Module, MasterWeights]:
+        model = half_model()
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "fused": False}]
+        seed = 3 if storage == "stochastic" else None
+        return model, MasterWeights(torch.optim.AdamW(groups, lr=1e-2, fused=True), storage, seed=seed)
+
+    (model, optimizer), (twin, plain) = made(), made()
+    step = by_loss_scaler()
+    for number in range(3):
         give(twin, number)
         plain.step()
         step(model, optimizer, number, INF)
@@ -224,11 +246,11 @@ def loss_of_half(model: nn.Module) -> Tensor:
 def test_fp16_gradients_are_read_once_where_their_division_cannot_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        asked.append(kwargs["half"])
-        return measure_sizes(*args, **kwargs)
+    def watched(plan: StepPlan, *arguments: Any) -> Any:
+        asked.append(plan.half)
+        return decide(plan, *arguments)
 
-    monkeypatch.setattr("gradscale.torch.step.measure.measure_sizes", watched)
+    monkeypatch.setattr("gradscale.torch.step.run.decide", watched)
     model = half_model()
     for optimizer, scale in ((wrapped(model), 0.5), (INNER["adagrad fused"](model.parameters()), 2.0)):
         optimizer.zero_grad()

@@ -5,16 +5,15 @@ import torch
 from tests.torch.masters.helpers import HALF_DTYPES, STORAGES
 from torch import Tensor
 
-from gradscale.torch.masters import Storage, bytes_per_parameter
-from gradscale.torch.masters.storage import (
+from gradscale.kernels.torch_storage import (
     Kahan,
     MasterStorage,
     Remainder,
-    StepBuffer,
     Stochastic,
     make_storage,
     refined,
 )
+from gradscale.torch.masters import Storage, bytes_per_parameter
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -60,7 +59,7 @@ def there_and_back(storage: MasterStorage, value: Tensor, dtype: torch.dtype) ->
     weight = value.to(dtype)
     stored = storage.store(weight)
     storage.write([value], [weight], [stored], [weight])
-    return weight, stored, storage.read([weight], [stored], StepBuffer())[0].clone()
+    return weight, stored, storage.read([weight], [stored])[0].clone()
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
@@ -138,7 +137,7 @@ def test_all_65536_weights_stay_as_they_are(name: Storage, dtype: torch.dtype) -
     storage, weight = make_storage(name), all_patterns(dtype)
     stored = storage.store(weight)
     before = weight.clone()
-    value = storage.read([weight], [stored], StepBuffer())[0]
+    value = storage.read([weight], [stored])[0]
     expected = before.float()
     assert equal_or_both_nan(value, expected)
     storage.write([value], [weight], [stored], [weight])
@@ -220,20 +219,9 @@ def test_the_bytes_reported_are_those_of_the_tensors(name: Storage, grad_fp32: b
     assert bytes_per_parameter(name, grad_fp32=grad_fp32) == tensors / 100
 
 
-def test_a_step_buffer_is_on_the_device_of_the_other_tensors() -> None:
-    given = [torch.zeros(2), torch.zeros(3, device="meta"), torch.zeros(4)]
-    made = StepBuffer().like(given)
-    assert [tensor.device for tensor in made] == [tensor.device for tensor in given]
-    assert [tensor.storage_offset() for tensor in made] == [0, 0, 2]
-
-
-def test_a_step_buffer_has_the_memory_layout_of_the_other_tensors() -> None:
+def test_values_have_the_memory_layout_of_the_weights() -> None:
     plain, channels_last = torch.zeros(3, 5), torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    gaps, scalar, empty = torch.zeros(4, 6)[:, ::2], torch.zeros(()), torch.zeros(0, 2)
-    given = [plain, channels_last, gaps, scalar, empty]
-    made = StepBuffer().like(given)
-    for number, tensor in enumerate(made):
-        tensor.fill_(number)
-    assert [tensor.shape for tensor in made] == [tensor.shape for tensor in given]
-    assert made[1].stride() == channels_last.stride()
-    assert [tensor.unique().tolist() for tensor in made[:4]] == [[0.0], [1.0], [2.0], [3.0]]
+    given = [each.half() for each in (plain, channels_last, torch.zeros(()), torch.zeros(0, 2))]
+    storage = make_storage("kahan")
+    made = storage.read(given, [storage.store(each) for each in given])
+    assert [tensor.stride() for tensor in made] == [tensor.stride() for tensor in given]

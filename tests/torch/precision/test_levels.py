@@ -43,6 +43,7 @@ MIXED = {
 }
 
 
+@pytest.mark.not_simulated("every level trains above, and every storage in masters/test_step.py")
 @pytest.mark.parametrize("name", MIXED)
 def test_mixed_precision_learns_what_float32_learns(name: str) -> None:
     exact = [losses(O0, seed)[1] for seed in SEEDS]

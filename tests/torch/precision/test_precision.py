@@ -81,23 +81,9 @@ REFUSED: list[tuple[Precision, dict[str, Any], str]] = [
         r"by `autocast` or by `half_weights`. Received: compute=torch.float16 with neither",
     ),
     (O1, {"autocast": False}, r"by `autocast` or by `half_weights`"),
-    (
-        O1,
-        {"master_weights": "fp32"},
-        r"these weights stay float32. Received: master_weights='fp32', half_weights=False",
-    ),
-    (O0, {"master_weights": "kahan"}, r"these weights stay float32"),
-    (O2, {"master_weights": "fp64"}, r"`master_weights` must be None or one of 'fp32', .* Received: .*'fp64'"),
-    (O1, {"keep_norm_fp32": False}, r"these weights stay float32. Received: half_weights=False. .*start from `O3`"),
-    (O2, {"keep_norm_fp32": None}, r"`keep_norm_fp32` must be True or False. Received: keep_norm_fp32=None"),
-    (O2, {"half_weights": 1}, r"`half_weights` must be True or False. Received: half_weights=1"),
     (O2, {"keep_fp32": "head"}, r"must be a tuple .* Received: keep_fp32='head'. .*`keep_fp32=\('head',\)`"),
-    (O2, {"keep_fp32": (int,)}, r"types of modules. Received: <class 'int'>"),
-    (O2, {"keep_fp32": (nn.Linear(1, 1),)}, r"types of modules. Received: Linear"),
     (O1, {"policy": "fast"}, r"`policy` must be a policy, .* Received: policy='fast'"),
     (O1, {"policy": Dynamic}, r"`policy` must be a policy"),
-    (O1, {"output": torch.int8}, r"`output` must be a floating-point dtype, or None .* Received: output=torch.int8"),
-    (O1, {"output": "float32"}, r"`output` must be a floating-point dtype"),
 ]
 
 

@@ -204,15 +204,6 @@ def test_what_shares_a_weight_with_a_kept_module_is_kept_too() -> None:
     assert model(torch.arange(10)).dtype is FLOAT
 
 
-def test_shared_weights_are_followed_from_module_to_module() -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    model[1].weight = model[0].weight
-    model[2].bias = model[1].bias
-    model, _, _ = prepared(replace(O2, keep_fp32=("0",)), model)
-    assert dtypes(model) == {"0": {FLOAT}, "1": {FLOAT}, "2": {FLOAT}, "3": {HALF}}
-    assert model(torch.randn(2, 4)).isfinite().all()
-
-
 def test_weights_shared_by_two_models_stay_float32_in_both() -> None:
     one, other = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     other[1].weight = one[0].weight

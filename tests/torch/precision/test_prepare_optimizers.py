@@ -89,3 +89,21 @@ def test_gradients_that_are_there_become_half_with_their_weights() -> None:
     prepared(O2, model)
     assert model.conv.weight.grad is not None
     assert model.conv.weight.grad.dtype is HALF
+
+
+class Closed(torch.optim.SGD):
+    """An optimizer that takes no groups after it was built."""
+
+    built = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.built:
+            raise RuntimeError("no more groups")
+        super().add_param_group(param_group)
+
+
+def test_an_optimizer_that_takes_no_more_groups_is_not_asked_to() -> None:
+    model = Net()
+    optimizer = Closed(model.parameters())
+    optimizer.built = True
+    prepare(model, optimizer, "O2")

@@ -11,7 +11,7 @@ from tests.torch.helpers import small_model, weights
 from tests.torch.precision.refusals import refused
 from tests.torch.process_group import end_process_group
 from tests.torch.versions import needs_sharding_on_cpu
-from torch import Tensor, nn
+from torch import nn
 
 from gradscale.torch import O2, MasterWeights, prepare
 
@@ -80,11 +80,6 @@ def test_a_model_that_is_prepared_can_be_sharded_and_its_optimizer_built_then() 
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_traced_model() -> None:
-    model = torch.fx.symbolic_trace(small_model())
-    refused(RuntimeError, "must come before torch.fx", model, SGD(model.parameters()))
-
-
 def test_a_model_with_a_wrapped_part() -> None:
     model = nn.Sequential(nn.DataParallel(nn.Linear(2, 2)))
     refused(
@@ -136,18 +131,6 @@ def test_a_frozen_part_in_another_half_type() -> None:
     refused(ValueError, r"Received: '0.weight' in torch.bfloat16", model, SGD(model[2].parameters()), "O1")
 
 
-def test_weights_that_are_not_there() -> None:
-    with torch.device("meta"):
-        model = small_model()
-    refused(ValueError, r"materialized weights. Received: '0.weight' without values", model, SGD(model.parameters()))
-
-
-def test_a_lazy_model_that_has_not_run() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
-    with pytest.raises(ValueError, match=r"Received: '1.weight' without values. .*run a lazy module once"):
-        prepare(model, SGD(model[0].parameters()))
-
-
 def test_an_optimizer_of_another_model() -> None:
     model, other = small_model(0), small_model(1)
     message = r"must belong to the models given. Received: SGD with param_groups\[0\].params\[0\], .*, which do not"
@@ -166,17 +149,10 @@ def test_the_second_of_two_optimizers_that_does_not_belong() -> None:
     refused(ValueError, "must belong to the models given", model, optimizers, "O2", other)
 
 
-def test_a_parameter_in_two_optimizers() -> None:
-    model = small_model()
-    optimizers = [SGD(model.parameters()), SGD(model[2].parameters())]
-    refused(ValueError, r"must belong to one optimizer. Received: 2.weight, 2.bias in two", model, optimizers)
-
-
 def test_an_optimizer_with_masters_already() -> None:
     model = small_model()
     optimizer = MasterWeights(SGD(model.parameters()))
-    with pytest.raises(RuntimeError, match=r"Received: a `MasterWeights`. Pass its inner optimizer"):
-        prepare(model, optimizer, "O1")
+    refused(TypeError, "keeps masters already", model, optimizer)
 
 
 def test_an_optimizer_that_masters_cannot_wrap() -> None:
@@ -203,15 +179,9 @@ def test_what_is_no_optimizer(optimizer: Any) -> None:
 
 def test_what_is_no_model() -> None:
     model = small_model()
-    for wrong in (None, [], 3, [3]):
-        with pytest.raises(TypeError, match=r"takes at least one model|must be a module"):
+    for wrong in (3, [3]):
+        with pytest.raises(TypeError, match="must be a module"):
             prepare(wrong, SGD(model.parameters()))  # type: ignore[call-overload]
-
-
-def test_a_model_twice_or_inside_another() -> None:
-    model = small_model()
-    for models in ([model, model], [model, model[0]]):
-        refused(ValueError, r"takes each model once, and none that is a part", models, SGD(model.parameters()))
 
 
 def test_a_pattern_that_matches_nothing() -> None:
@@ -233,26 +203,10 @@ def test_a_pattern_matches_in_one_of_several_models() -> None:
     assert models[0][2].get_parameter("weight").dtype is torch.float32
 
 
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(4, 2)
-        self.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.embed(tokens) @ self.weight.T
-
-
-def test_a_kept_module_that_shares_a_weight_with_the_model_itself() -> None:
-    model = Shared()
-    precision = replace(O2, keep_fp32=("embed",))
-    refused(
-        ValueError,
-        r"shares a weight with the model itself.* Received: Shared",
-        model,
-        SGD(model.parameters()),
-        precision,
-    )
+def test_an_unknown_storage_of_masters() -> None:
+    model = small_model()
+    precision = replace(O2, master_weights="fp64")  # type: ignore[arg-type]
+    refused(ValueError, r"`storage` must be .* Received: .*'fp64'", model, SGD(model.parameters()), precision)
 
 
 def test_an_unknown_level() -> None:
@@ -264,10 +218,7 @@ def test_swapped_arguments_are_to_be_swapped() -> None:
     swapped: Any = prepare
     model = nn.Sequential(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters())
-    for first, second in ((optimizer, model), ([optimizer], [model])):
-        with pytest.raises(TypeError, match=r"model first, then its optimizer\. Received: .* Swap them: `prepare"):
-            swapped(first, second)
-    with pytest.raises(TypeError, match=r"Received: SGD, str\. Call it as `prepare\(model, optimizer, 'O1'\)`\.$"):
-        swapped(optimizer, "O1")
-    with pytest.raises(TypeError, match=r"Received: Sequential, Sequential\. Call it as `prepare"):
+    with pytest.raises(TypeError, match=r"model first, then its optimizer\. Received: SGD, .* Swap them: `prepare"):
+        swapped(optimizer, model)
+    with pytest.raises(TypeError, match=r"must be a torch optimizer of the model's parameters"):
         swapped(model, model)

@@ -68,10 +68,13 @@ def test_an_eps_of_an_optimizer_that_is_not_torchs_is_its_own_affair() -> None:
     prepare(model, FloatAdam(model.parameters()), "O3")
 
 
+@pytest.mark.filterwarnings("ignore:These parameters are FP16")
 @pytest.mark.cpu_only("a fault of the CPU's fused kernel")
 @pytest.mark.parametrize("level", ["O3", "O3-bf16"])
 def test_a_fused_sgd_that_does_not_update_16_bit_parameters(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_sgd, "_is_broken", lambda: True)
     model = small_model()
-    optimizer = SGD(model.parameters(), fused=True)
-    refused(RuntimeError, r"Received: SGD with fused=True.* Build it with `fused=False`", model, optimizer, level)
+    model, optimizer, scaler = prepare(model, SGD(model.parameters(), fused=True), level)
+    scaler.backward(model(torch.randn(3, 4)).square().mean())
+    with pytest.raises(RuntimeError, match=r"Received: SGD with fused=True.* Build it with `fused=False`"):
+        scaler.step(optimizer)

@@ -165,6 +165,20 @@ def test_infinities_that_do_not_reach_the_loss_are_not_named() -> None:
     assert LossScaler(model, Static(1.0)).probe(step).verdict is Verdict.FINITE
 
 
+def test_a_tensor_that_is_written_in_parts_has_the_origin_of_the_part_that_is_not_finite() -> None:
+    model = nn.Linear(4, 2)
+
+    def step() -> Tensor:
+        y, both = model(rows()), torch.zeros(2, 8, 2)
+        both[0] = y / torch.zeros(2)
+        both[1] = y
+        return both.sum()
+
+    report = LossScaler(model).probe(step)
+    assert report.operation is not None
+    assert (report.verdict, report.operation.name) == (Verdict.UNDEFINED, "div")
+
+
 def test_a_square_root_at_zero_is_undefined_at_any_scale() -> None:
     model = nn.Linear(4, 2)
     zero(model)
@@ -228,6 +242,31 @@ def test_everything_is_as_before_afterwards(scale: float) -> None:
     assert not any(part._forward_hooks for part in model.modules())
 
 
+def test_a_buffer_that_the_step_replaces_is_put_back() -> None:
+    class Averaged(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 2)
+            self.register_buffer("average", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.average = self.average * 0.9 + y.detach().mean(0)
+            return y
+
+    model = Averaged()
+    held = model.average
+    probe(lambda: model(rows()).sum(), model)
+    assert model.average is held
+    assert torch.equal(held, torch.zeros(2))
+
+
+def test_a_buffer_that_is_expanded_is_left_alone() -> None:
+    model = nn.Linear(4, 2)
+    model.register_buffer("mask", torch.ones(1, 2).expand(3, 2))
+    assert probe(lambda: model(rows()).sum(), model).verdict is Verdict.FINITE
+    assert torch.equal(model.get_buffer("mask"), torch.ones(3, 2))
+
+
 def test_everything_is_as_before_if_the_step_raises() -> None:
     model = Stateful()
     state = copy.deepcopy(model.state_dict())
@@ -286,6 +325,27 @@ def test_a_compiled_model_is_probed_uncompiled() -> None:
     compiled: Any = torch.compile(model, backend="eager")
     report = LossScaler(compiled).probe(fp16_step(compiled))
     assert report.tensor == "parts.1.fc1.weight"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # of the compiler itself
+def test_a_scripted_module_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 2)))
+    with torch.no_grad():
+        model[1].bias[0] = math.nan  # type: ignore[index]
+    report = LossScaler(model).probe(lambda: model(rows()).sum())
+    assert report.operation is not None
+    assert (report.tensor, report.operation.module) == ("1.bias", "1")
+
+
+def test_the_module_of_an_operation_is_the_one_whose_method_runs() -> None:
+    class Doubled(nn.Linear):
+        def doubled(self, x: Tensor) -> Tensor:
+            return self.forward(x) / 0.0
+
+    model = nn.Sequential(Doubled(4, 4))
+    operation = LossScaler(model).probe(lambda: model[0].doubled(rows()).sum()).operation  # type: ignore[operator]
+    assert operation is not None
+    assert (operation.name, operation.module, operation.module_type) == ("div", "0", "Doubled")
 
 
 def test_several_models_have_their_index_before_the_path() -> None:

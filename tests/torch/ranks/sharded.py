@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from tests.torch.process_group import end_process_group
+from tests.torch.ranks.launch import run_ranks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -105,17 +104,11 @@ def _text(leaf: Any) -> str:
 
 def found_on_ranks(folder: Path, cases: Cases, kinds: tuple[str, ...] = KINDS) -> list[dict[tuple[str, str], Any]]:
     """Returns what every case returns for every kind, or the text of its error, for each of two ranks."""
-    mp.spawn(_work, (str(folder), cases, kinds), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+    return run_ranks(2, _outcomes, cases, kinds, folder=folder)
 
 
-def _work(rank: int, folder: str, cases: Cases, kinds: tuple[str, ...]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    found = {(name, kind): _outcome(case, kind) for kind in kinds for name, case in cases.items()}
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.barrier()
-    end_process_group()
+def _outcomes(cases: Cases, kinds: tuple[str, ...]) -> dict[tuple[str, str], Any]:
+    return {(name, kind): _outcome(case, kind) for kind in kinds for name, case in cases.items()}
 
 
 def _outcome(case: Callable[[str], Any], kind: str) -> Any:

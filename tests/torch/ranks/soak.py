@@ -1,7 +1,7 @@
 """A training run with faults, on one process or spread over ranks, and a report of all that must agree."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -221,3 +221,8 @@ def train(run: Run, layout_name: str | None) -> Report:
             report.weights = {name: tensors[0] for name, tensors in state.items()}
     report.state = scaler.state()
     return report
+
+
+def train_each(runs: Sequence[Run], layout_name: str) -> list[Report]:
+    """Returns the reports of several runs in a layout, one after the other."""
+    return [train(run, layout_name) for run in runs]

@@ -15,7 +15,7 @@ from tests.torch.ranks.launch import run_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from gradscale import Dynamic, Headroom, Histogram, NoScaling, Policy
-from gradscale.engine import saved_text
+from gradscale.engine import saved as engine_saved
 from gradscale.torch import GradScaler, LossScaler, MasterWeights
 
 dcp: Any = torch.distributed.checkpoint  # whose names are not in its `__all__`
@@ -146,7 +146,7 @@ def test_a_scaler_is_one_value_of_the_checkpoint(tmp_path: Path) -> None:
 
 @pytest.fixture
 def nothing_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_text, "_noted", set())
+    monkeypatch.setattr(engine_saved, "_noted", set())
 
 
 @pytest.mark.usefixtures("nothing_noted")
@@ -166,7 +166,7 @@ def test_a_policy_that_is_replaced_is_logged_once(
     built.load_state_dict(before)
     built.load_state_dict(saved.state_dict())
     assert [(record.name, record.levelno) for record in caplog.records][:1] == [
-        ("gradscale.engine.saved_text", logging.WARNING)
+        ("gradscale.engine.saved", logging.WARNING)
     ]
     assert [text in message for message in caplog.messages].count(True) == 1
 

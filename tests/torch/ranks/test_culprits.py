@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.torch.ranks.launch import run_ranks
 
 from gradscale.torch import Culprit
-from gradscale.torch.ranks.culprits import MOST_CULPRITS, culprits_of_all
+from gradscale.torch.ranks.round import MOST_CULPRITS, Rounds
 
 pytestmark = pytest.mark.cpu_only("gloo, which has no other device")
 
@@ -24,14 +24,14 @@ HELD: dict[str, list[list[Culprit]]] = {
 
 
 def gathered() -> dict[str, Any]:
-    return {name: culprits_of_all(held[dist.get_rank()], torch.device("cpu"), None) for name, held in HELD.items()}
+    return {name: Rounds().culprits(held[dist.get_rank()], torch.device("cpu")) for name, held in HELD.items()}
 
 
 def gathered_in_a_group() -> list[Culprit]:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return []
-    return culprits_of_all([Culprit(str(dist.get_rank()), "inf", 1)], torch.device("cpu"), group)
+    return Rounds(group=group).culprits([Culprit(str(dist.get_rank()), "inf", 1)], torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

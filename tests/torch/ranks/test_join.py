@@ -69,7 +69,7 @@ def test_ranks_without_batches_follow_the_others_and_a_join_without_the_scaler_i
 
 
 def test_the_scaler_may_not_come_first() -> None:
-    from gradscale.torch.ranks.join import check_joins
+    from gradscale.torch.ranks.ddp import check_joins
 
     class Config:
         enable = True

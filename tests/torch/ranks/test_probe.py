@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradscale import Static
 from gradscale.torch import LossScaler
-from gradscale.torch.local import local
+from gradscale.torch.gradients import local
 
 
 def spread(name: str, model: nn.Module) -> Any:
@@ -24,8 +24,8 @@ def spread(name: str, model: nn.Module) -> Any:
     return fully_shard(model)
 
 
-def probed(name: str, fault: str) -> tuple[str, str | None, int | None]:
-    """Returns verdict, tensor and halvings of a probe on this rank. Rank 1 has the fault."""
+def probed(name: str, fault: str) -> tuple[str, str | None, int | None, str | None]:
+    """Returns verdict, tensor, halvings and operation of a probe on this rank. Rank 1 has the fault."""
     torch.manual_seed(0)
     model = spread(name, nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
     x = torch.ones(4, 4)
@@ -44,7 +44,7 @@ def probed(name: str, fault: str) -> tuple[str, str | None, int | None]:
     report = LossScaler(model, Static(2.0**100)).probe(step, scale=high)
     for _ in range(2):  # and the ranks still train together
         model(x).sum().backward()
-    return report.verdict.value, report.tensor, report.halvings
+    return report.verdict.value, report.tensor, report.halvings, report.operation and report.operation.name
 
 
 @pytest.mark.parametrize("name", ["DDP", "FSDP2"])
@@ -52,6 +52,7 @@ def test_a_scale_that_is_too_high_is_found_by_all_ranks(name: str, tmp_path: Pat
     first, second = run_ranks(2, probed, name, "scale", folder=tmp_path)
     assert first == second
     assert first[0] == "scale_too_high"
+    assert first[3] == "mul", "not what reads the gradients after the ranks have reduced them"
 
 
 @pytest.mark.parametrize("name", ["DDP", "FSDP2"])

@@ -75,11 +75,13 @@ def test_a_clean_step_has_one_round_and_under_ddp_none(number: int, reports: dic
     name, agree, *_ = CASES[number]
     quiet = name.startswith("DDP") and agree == "auto"
     for steps in (report[number] for report in reports[LAYOUTS[name].ranks]):
-        assert [status for status, *_ in steps] == ["applied", "applied", "nonfinite_loss", "overflow", "applied"]
+        # Under DDP a loss that is not finite on one rank, and whose gradients are, is applied, as with torch.
+        bad_loss = "applied" if quiet else "nonfinite_loss"
+        assert [status for status, *_ in steps] == ["applied", "applied", bad_loss, "overflow", "applied"]
         assert steps[FIRST][1] == ["all_reduce"], "the first step compares the scales"
-        for step in (CLEAN, LAST):
+        for step in (CLEAN, LAST, *[BAD_LOSS] * quiet):
             assert steps[step][1] == ([] if quiet else ["all_reduce"])
-        for step in (BAD_LOSS, BAD_BACKWARD):
+        for step in (BAD_BACKWARD, *[BAD_LOSS] * (not quiet)):
             names = ["broadcast", "all_reduce", "all_reduce"] if steps[step][3] else []
             assert steps[step][1] == ["all_reduce", "all_reduce", *names], "whose loss it was, and which parameters"
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradscale import Dynamic, Headroom, LogMax, Policy
 from gradscale.engine.measurement import AMAX_EVERY
-from gradscale.engine.saved_text import opened
+from gradscale.engine.saved import opened
 from gradscale.torch import LossScaler, StepResult
 
 pytestmark = pytest.mark.usefixtures("either_way")

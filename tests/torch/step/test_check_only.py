@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.traffic import Traffic
 from tests.torch.drop_in.helpers import grad_of
 from tests.torch.helpers import (
     INF,
@@ -20,7 +21,6 @@ from tests.torch.helpers import (
 from torch import Tensor, nn
 
 from gradscale import CheckOnly
-from gradscale.bench.traffic import Traffic
 from gradscale.torch import GradScaler, LossScaler, MasterWeights
 
 pytestmark = pytest.mark.usefixtures("either_way")

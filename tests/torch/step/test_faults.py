@@ -51,6 +51,9 @@ SETUPS: dict[str, tuple[Callable[[], nn.Sequential], Callable[[Any], torch.optim
     "mlp in FP16, AdamW": (mlp, lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True), True),
 }
 
+SLOW = {"cnn, SGD with momentum", "mlp in FP16, AdamW"}
+"""Each model is in the others too, and so is each kind of optimizer."""
+
 
 class Faults:
     """Decides, from a seed, which steps are hit, where, and by what."""
@@ -119,7 +122,7 @@ def final_loss(model: nn.Sequential) -> float:
         return nn.functional.cross_entropy(model.eval()(images), labels).item()
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SETUPS])
 def test_nothing_bad_gets_in_and_the_loss_is_within_noise_of_a_clean_run(name: str) -> None:
     model, optimizer, faults = train(name, PROBABILITY)
     clean, _, no_faults = train(name, 0.0)

@@ -1,27 +1,24 @@
-"""Only a step with an optimizer that has no fused kernel synchronizes with the device: it reads one flag."""
+"""A step with fused optimizers reads nothing but the host copy of the step before, which `test_waits.py` counts."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.torch.accumulation.test_retry import narrow
+from benchmarks.traffic import Traffic
 from tests.torch.helpers import INF, OPTIMIZERS, loss_of, poison, small_model
 from tests.torch.versions import needs_gated_adagrad
+from tests.torch.window.test_retry import narrow
 from torch import Tensor, nn
 
 from gradscale import Dynamic, NoScaling, Policy, Static
-from gradscale.bench.traffic import Traffic
-from gradscale.engine.metrics import METRICS
+from gradscale.kernels.triton import operator
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
 from gradscale.policies.log_max import LogMax
-from gradscale.torch import LossScaler
-from gradscale.torch.ranks.rounds import Rounds
-from gradscale.torch.step import host_copy
+from gradscale.torch import LossScaler, host
+from gradscale.torch.step import on_device
 
 pytestmark = [pytest.mark.usefixtures("on_a_device"), pytest.mark.cpu_only("test_waits.py counts reads on a device")]
 
@@ -35,8 +32,8 @@ ESCAPES = ("tolist", "numpy", "cpu", "__array__")
 
 @contextmanager
 def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Counts every read except those of host copies."""
-    with monkeypatch.context() as patched, Traffic() as traffic:
+    """Counts every read except those of host copies, and of the operator that runs the rule."""
+    with Traffic() as traffic, monkeypatch.context() as patched:
         for name in ESCAPES:
             original = getattr(Tensor, name)
 
@@ -47,18 +44,19 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
                 return found
 
             patched.setattr(Tensor, name, counted)
-        patched.setattr(host_copy.HostCopy, "read", _read_uncounted(traffic.host_reads))
+        patched.setattr(host.HostCopy, "read", _uncounted(host.HostCopy.read, traffic.host_reads))
+        # On the CPU it is the rule of the host, and stands for a kernel here.
+        for module in (on_device, operator):
+            patched.setattr(module, "advance", _uncounted(module.advance, traffic.host_reads))
         yield traffic.host_reads
 
 
-def _read_uncounted(reads: list[str]) -> Any:
-    read = host_copy.HostCopy.read
-
-    def uncounted(self: host_copy.HostCopy) -> list[float]:
+def _uncounted(function: Any, reads: list[str]) -> Any:
+    def uncounted(*arguments: Any) -> Any:
         before = len(reads)
-        numbers = read(self)
+        found = function(*arguments)
         del reads[before:]
-        return numbers
+        return found
 
     return uncounted
 
@@ -112,25 +110,6 @@ def test_a_step_with_a_fused_optimizer_reads_nothing(
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_no_policy_reads_anything(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
     assert counts(monkeypatch, "adamw fused", policy) == [0, 0, 0, 0]
-
-
-# Adam's own loop reads its step counters, so what is its own is not counted here.
-@pytest.mark.parametrize("name", ["sgd foreach"])
-@pytest.mark.parametrize("arguments", [{}, {"clip_norm": 1.0}, {"clip_value": 1.0}], ids=str)
-def test_a_step_with_any_other_optimizer_reads_once(
-    monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, float]
-) -> None:
-    assert counts(monkeypatch, name, Dynamic(), **arguments) == [1, 1, 1, 1]
-
-
-def test_several_optimizers_that_are_not_fused_read_once_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    models = [small_model(0), small_model(1)]
-    optimizers = [torch.optim.SGD(model.parameters(), foreach=True) for model in models]
-    scaler = LossScaler(models, Dynamic())
-    scaler.backward(loss_of(models[0]) + loss_of(models[1]))
-    with counting(monkeypatch) as reads:
-        scaler.step(*optimizers)
-    assert len(reads) == 1
 
 
 def test_without_scaling_nothing_is_read_for_any_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,122 +169,3 @@ def test_micro_batches_and_a_batch_given_up_read_nothing(monkeypatch: pytest.Mon
             scaler.step(optimizer)
         assert reads == []
         optimizer.zero_grad(set_to_none=set_to_none)
-
-
-class NoFaults:
-    """What ranks have found at a step where nothing is wrong."""
-
-    def __init__(self, *values: Tensor) -> None:
-        self._count = len(values)
-
-    def read(self) -> list[float]:
-        return [0.0] * self._count
-
-
-class NeverThere:
-    """A host copy from a device that is always busy."""
-
-    arrived = False
-
-    def __init__(self, *values: Tensor) -> None:
-        assert len({value.device for value in values}) == 1
-
-    def read(self) -> list[float]:
-        raise AssertionError("synchronized with the device")
-
-
-class Folding(torch.optim.SGD):
-    """A fused optimizer for a device that has none."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure: Any = None) -> None:
-        del closure
-
-
-def unknown(metrics: dict[str, float]) -> bool:
-    """Returns whether all names are there, and no number has reached the host yet."""
-    return tuple(metrics) == METRICS and all(map(math.isnan, metrics.values()))
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-def test_a_whole_loop_runs_on_a_device_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
-    for module in ("remember", "result"):
-        monkeypatch.setattr(f"gradscale.torch.step.{module}.HostCopy", NeverThere)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to("meta")
-    optimizer = Folding(model.parameters())
-    scaler = LossScaler(model, policy)
-    scaler.protect_buffers()
-    guard = scaler.guard(lambda: None, on_skip="advance")
-    for clip_norm in (None, 1.0):
-        x = torch.ones(3, 4, device="meta", requires_grad=True)
-        (grad,) = scaler.grad(model(x).sum(), x, create_graph=True)
-        assert grad is not None
-        scaler.backward(model(x).sum() + grad.sum())
-        assert unknown(scaler.metrics())
-        with scaler.unscaled(optimizer):
-            pass
-        result = scaler.step(optimizer, clip_norm=clip_norm, clip_value=1.0)
-        assert result.applied.device.type == "meta"
-        assert result.poll() is None
-        assert unknown(scaler.metrics())
-        assert guard.step()
-        optimizer.zero_grad()
-
-
-@contextmanager
-def uploading(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Collects the numbers that are made into tensors on a device: such a copy synchronizes, and a fill does not."""
-    sent: list[Any] = []
-    with monkeypatch.context() as patched:
-        for name in ("tensor", "as_tensor"):
-            original = getattr(torch, name)
-
-            def watched(data: Any, *args: Any, original: Any = original, **kwargs: Any) -> Tensor:
-                made = original(data, *args, **kwargs)
-                if not isinstance(data, Tensor) and made.device.type != "cpu":
-                    sent.append(data)
-                return made
-
-            patched.setattr(torch, name, watched)
-        yield sent
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-def test_a_loop_copies_nothing_to_the_device(monkeypatch: pytest.MonkeyPatch, policy: Policy, ranks: int) -> None:
-    monkeypatch.setattr("gradscale.torch.step.remember.HostCopy", NeverThere)
-    monkeypatch.setattr(Rounds, "ranks", ranks)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: ranks)
-    monkeypatch.setattr("gradscale.torch.ranks.faults.HostCopy", NoFaults)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: SimpleNamespace(wait=lambda: None))
-    model = small_model().to("meta")
-    optimizer = Folding(model.parameters())
-    scaler = LossScaler(model, policy, device="meta")
-    for norm in (False, True):
-        scaler.backward(model(torch.ones(3, 4, device="meta")).sum())
-        with uploading(monkeypatch) as sent:
-            scaler.step(optimizer, norm=norm)
-            scaler.metrics()
-        assert sent == []
-        optimizer.zero_grad()
-
-
-def test_metrics_are_sent_for_again_only_when_they_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[NeverThere] = []
-
-    class Slow(NeverThere):
-        def __init__(self, *values: Tensor) -> None:
-            self.values = values
-            sent.append(self)
-
-        def read(self) -> list[float]:
-            return [value.item() for value in self.values]
-
-    monkeypatch.setattr("gradscale.torch.step.remember.HostCopy", Slow)
-    scaler = LossScaler(policy=Dynamic(init_scale=8.0))
-    assert all(unknown(scaler.metrics()) for _ in range(9))
-    assert len(sent) == 1
-    sent[0].arrived = True
-    assert scaler.metrics()["scale"] == 8.0
-    assert len(sent) == 2

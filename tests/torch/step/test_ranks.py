@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tests.torch.accumulation.test_retry import narrow
 from tests.torch.helpers import INF, NAN, poison
 from tests.torch.process_group import end_process_group
+from tests.torch.window.test_retry import narrow
 from torch import nn
 
 from gradscale import Dynamic, Policy

@@ -3,15 +3,15 @@
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from tests.torch.helpers import INF, NAN, give, loss_of, poison, small_model
 from torch import nn
 
-from gradscale import Dynamic, NoScaling, Static, Status
-from gradscale.torch import Culprit, LossScaler, StepResult
-from gradscale.torch.step import host_copy
-from gradscale.torch.step.host_copy import HostCopy
+from gradscale import Dynamic, NoScaling, Seen, Static, Status
+from gradscale.torch import Culprit, LossScaler, StepResult, host
+from gradscale.torch.host import Facts, HostCopy
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -141,7 +141,7 @@ def test_counts_outlive_the_gradients_where_the_host_knew_in_the_step_that_it_is
         model.zero_grad(set_to_none=False)
     else:
         loss_of(model).backward()
-    known = not fused or host_copy.in_host_memory(next(model.parameters()).device)
+    known = not fused or host.in_host_memory(next(model.parameters()).device)
     assert result.culprits() == [Culprit("2.weight", "inf", 1 if known else None)]
 
 
@@ -214,9 +214,7 @@ class OnAccelerator(torch.Tensor):
 @pytest.fixture
 def copy(monkeypatch: pytest.MonkeyPatch) -> HostCopy:
     monkeypatch.setattr(torch, "Event", Arrival)
-    stack = torch.stack
-    monkeypatch.setattr(torch, "stack", lambda values: stack(values).as_subclass(OnAccelerator))
-    return HostCopy(torch.tensor(2.0), torch.tensor(True))
+    return HostCopy(torch.tensor([2.0, 1.0]).as_subclass(OnAccelerator))
 
 
 def test_a_host_copy_from_an_accelerator_says_when_it_has_arrived(copy: HostCopy) -> None:
@@ -237,13 +235,12 @@ def test_reading_a_host_copy_synchronizes(copy: HostCopy) -> None:
     assert event.synchronized
 
 
-def test_polling_never_synchronizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polling_never_synchronizes(copy: HostCopy) -> None:
     _, result = stepped()
-    result._flags = HostCopy(result.applied, result.loss_finite)
-    event = Arrival(torch.device("meta"))
-    monkeypatch.setattr(result._flags, "_arrival", event)
+    result.known, result.facts = None, Facts(copy=copy, read=lambda numbers: Seen(finite=np.bool_(numbers[1])))
     assert result.poll() is None
-    assert not event.synchronized
+    event = copy._arrival
+    assert isinstance(event, Arrival)
     event.arrived = True
     assert result.poll() is True
 

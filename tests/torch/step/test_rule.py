@@ -1,4 +1,4 @@
-"""The rule on torch's tensors against the same rule on numpy's, step by step and bit-exact."""
+"""The rule in host memory: it follows facts that are known, and catches up with those that arrive later."""
 
 from typing import Any
 
@@ -7,18 +7,17 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.peers.rows import assert_scales, assert_scales_within_error, correctly_rounded, rows
+from torch import Tensor
 
 from gradscale import Dynamic, NoScaling, Policy, Seen, Static, preset
-from gradscale.engine.host import decide_on_host
-from gradscale.policies.contract import backed_off
+from gradscale.engine.host import scalar, vector
+from gradscale.policies.contract import ScaleState, advanced, backed_off
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
 from gradscale.policies.log_max import LogMax
-from gradscale.record import place
-from gradscale.torch.step.decide import Rule
+from gradscale.torch.host import Facts, Rule
 
-pytestmark = [pytest.mark.usefixtures("either_way"), pytest.mark.cpu_only("the rule alone, on numbers of the CPU")]
+pytestmark = pytest.mark.cpu_only("the rule alone, in host memory")
 
 POLICIES: dict[str, Policy] = {
     "Dynamic": Dynamic(growth_interval=3),
@@ -34,7 +33,6 @@ POLICIES: dict[str, Policy] = {
     "Static": Static(100.0),
     "NoScaling": NoScaling(),
     "torch": preset("torch", growth_interval=2),
-    "torch, odd factors": preset("torch", growth_factor=1.7, backoff_factor=0.3, growth_interval=2),
     "deepspeed": preset("deepspeed", scale_window=2, delayed_shift=2),
     "megatron": preset("megatron", growth_interval=2, hysteresis=2),
     "popart": preset("popart"),
@@ -47,75 +45,105 @@ EVENTS = st.tuples(
 )
 
 
-def seen_by(event: tuple[str, float, float], scalar: Any) -> Seen:
+def seen_by(event: tuple[str, float, float]) -> Seen:
     kind, amax, share = event
     return Seen(
-        finite=scalar(kind in ("clean", "bad loss"), "bool"),
-        loss_finite=scalar(kind not in ("bad loss", "both"), "bool"),
-        amax=scalar(amax, "float32"),
-        norm=scalar(amax, "float32"),
-        upper_share=scalar(share, "float32"),
+        finite=np.bool_(kind in ("clean", "bad loss")),
+        loss_finite=np.bool_(kind not in ("bad loss", "both")),
+        amax=np.float32(amax),
+        norm=np.float32(amax),
+        upper_share=np.float32(share),
     )
-
-
-def in_numpy(value: Any, dtype: str) -> Any:
-    return np.dtype(dtype).type(value)
-
-
-def in_torch(value: Any, dtype: str) -> Any:
-    return torch.tensor(value, dtype=getattr(torch, dtype))
 
 
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(events=st.lists(EVENTS, min_size=1, max_size=30))
 @example(events=[("inf", 0.0, 0.0)] * 3 + [("bad loss", 0.0, 0.0)])  # the scale is 2**-54 by then, and stays the same
-def test_states_and_gates_are_the_same_to_the_last_bit(name: str, events: list[tuple[str, float, float]]) -> None:
+def test_states_are_those_of_the_policy_on_arrays_to_the_last_bit(
+    name: str, events: list[tuple[str, float, float]]
+) -> None:
     policy = POLICIES[name]
-    rule, state = Rule(policy, device=torch.device("cpu")), policy.start()
+    rule, state = Rule(policy), policy.start()
     for event in events:
-        found = rule.decide(rule.leaves(seen_by(event, in_torch)), rule.scale, 1.0)
-        expected = decide_on_host(policy, state, seen_by(event, in_numpy), 1.0)
-        rule.state, state = found.state, expected.state
-        assert rule.state.to_dict() == state.to_dict()
-        assert bool(found.applied) == bool(expected.applied)
-        assert float(found.factor) == float(np.float32(expected.factor))
-
-
-ROWS = rows("peer_scale_sequences.json")
-
-
-def scales_on_torch(row: dict[str, Any]) -> list[float]:
-    """Returns the scales of a recorded run of another system, as its preset has them on torch."""
-    rule = Rule(preset(row["system"], row["class"], **row["config"]), device=torch.device("cpu"))
-    scales: list[float] = []
-    amaxes = row.get("amax") or [0.0] * len(row["found_inf"])
-    for found_inf, amax in zip(row["found_inf"], amaxes, strict=True):
-        event = ("inf" if found_inf else "clean", amax, float(found_inf))
-        # The rule itself: a run keeps its scale where gradients can be divided by it.
+        rule.follow(Facts(seen_by(event)), lambda state: None)
         with np.errstate(all="ignore"):
-            rule.state = rule.policy.next(rule.state, rule.leaves(seen_by(event, in_torch)), rule.xp)
-        scales.append(float(rule.state.scale))
-    return scales
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
-def test_a_preset_gives_the_scales_of_its_peer_on_torch(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    correctly_rounded(monkeypatch, torch)
-    assert_scales(row, scales_on_torch(row))
-
-
-@pytest.mark.parametrize("row", [row for row in ROWS if row["class"] == "LogMaxScaler"], ids=lambda row: row["id"])
-def test_log_max_gives_the_scales_of_its_peer_within_the_error_of_the_functions_of_torch(row: dict[str, Any]) -> None:
-    assert_scales_within_error(row, preset(row["system"], row["class"], **row["config"]), scales_on_torch(row))
+            state = scalar(advanced(policy, vector(state), vector(seen_by(event)), np))  # type: ignore[arg-type]
+        assert rule.state.to_dict() == state.to_dict()
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("Static", "NoScaling")])
 def test_a_forced_backoff_is_the_same_to_the_last_bit(name: str) -> None:
     policy = POLICIES[name]
-    # Vectors of one element: numpy 1 makes float64 of a float32 scalar times a Python number.
-    rule, state = Rule(policy, device=torch.device("cpu")), place(policy.start(), np.atleast_1d)
+    rule, state = Rule(policy), policy.start()
     for _ in range(4):
         rule.state = rule.lowered(rule.state)
-        state = backed_off(policy, state, Seen(finite=np.zeros(1, bool)), np)  # type: ignore[arg-type]
-        assert rule.state.to_dict() == place(state, lambda value: value[0]).to_dict()
+        overflow = Seen(finite=np.zeros(1, bool))
+        state = scalar(backed_off(policy, vector(state), overflow, np))  # type: ignore[arg-type]
+        assert rule.state.to_dict() == state.to_dict()
+
+
+class Slow:
+    """A host copy that arrives when the test says so, as on an accelerator that is busy."""
+
+    def __init__(self, vector: Tensor) -> None:
+        self.arrived, self._vector = False, vector
+
+    def read(self) -> list[float]:
+        return self._vector.tolist()  # type: ignore[return-value]
+
+
+def later(flag: float) -> Facts:
+    """Returns facts of a clean step (0), or of an overflow (1), that have not arrived."""
+    copy: Any = Slow(torch.tensor([flag]))
+    return Facts(copy=copy, read=lambda numbers: Seen(finite=np.bool_(not numbers[0])))
+
+
+def test_facts_that_are_on_their_way_are_followed_when_the_state_is_asked_for() -> None:
+    rule, states = Rule(Dynamic(init_scale=8.0)), list[ScaleState]()
+    rule.follow(later(1.0), states.append)
+    assert (rule.latest.scale, states) == (8.0, [])
+    assert rule.state.scale == 4.0
+    assert [state.scale for state in states] == [4.0]
+    assert rule.state.scale == 4.0
+    assert len(states) == 1
+
+
+def test_facts_that_have_arrived_are_in_the_latest_state() -> None:
+    rule, facts = Rule(Dynamic(init_scale=8.0)), later(1.0)
+    rule.follow(facts, lambda state: None)
+    assert facts.copy is not None
+    facts.copy.arrived = True  # type: ignore[misc]
+    assert rule.latest.scale == 4.0
+
+
+def test_going_back_forgets_a_step_that_was_not_followed_yet() -> None:
+    rule, states = Rule(Dynamic(init_scale=8.0)), list[ScaleState]()
+    start = rule.catch_up()
+    rule.follow(later(1.0), states.append)
+    rule.go_back(start)
+    rule.follow(later(0.0), states.append)
+    assert (rule.state.scale, rule.state.applied, rule.catch_up().steps, len(states)) == (8.0, 1, 1, 1)
+
+
+def test_an_interrupt_while_facts_are_read_loses_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, facts = Rule(Dynamic(init_scale=8.0)), later(1.0)
+    rule.follow(facts, lambda state: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(Slow, "read", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rule.catch_up()
+    assert rule.state.scale == 4.0
+
+
+def _interrupted(_: Slow) -> list[float]:
+    raise KeyboardInterrupt
+
+
+def test_the_scale_is_one_tensor_while_it_does_not_change() -> None:
+    rule = Rule(Dynamic(init_scale=8.0, growth_interval=2), device=torch.device("cpu"))
+    first = rule.scale
+    rule.follow(Facts(Seen()), lambda state: None)
+    assert rule.scale is first
+    rule.follow(Facts(Seen()), lambda state: None)
+    assert (rule.scale.item(), first.item()) == (16.0, 8.0)

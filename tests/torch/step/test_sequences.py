@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.torch.accumulation.test_retry import narrow
 from tests.torch.helpers import INF, NAN, poison
+from tests.torch.window.test_retry import narrow
 from torch import Tensor, nn
 
 from gradscale import Dynamic

@@ -321,10 +321,10 @@ def test_on_a_device_the_step_since_which_the_loss_is_not_finite_is_exact() -> N
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scaler = LossScaler(model, max_consecutive_skips=3)
-    for step in range(1, 32):
+    for step in range(1, 26):  # a step later than on the CPU
         scaler.backward(loss_of(model) * (NAN if step >= 23 else 1.0))
         scaler.step(optimizer)
         optimizer.zero_grad()
     scaler.backward(loss_of(model) * NAN)
-    with pytest.raises(ScaleStuck, match=r"^10 steps in a row were skipped, and the loss is .* since step 23\."):
+    with pytest.raises(ScaleStuck, match=r"^3 steps in a row were skipped, and the loss is .* since step 23\."):
         scaler.step(optimizer)

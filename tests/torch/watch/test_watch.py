@@ -219,7 +219,7 @@ def test_closing_removes_every_hook_and_the_link_to_the_scaler() -> None:
         pass
     assert hooks_on(model) == 0
     train(model, scaler, 1)
-    assert scaler._after_step == []
+    assert scaler._memory.after_step == []
 
 
 def test_rows_become_flat_dicts_and_a_table() -> None:
@@ -276,4 +276,5 @@ def test_copies_of_the_model_and_the_scaler_are_not_watched() -> None:
     train(other_model, other, 2)
     assert watched.step_index == 0
     pickle.loads(pickle.dumps(model))(batch())
+    assert watched._recorder is not None
     assert list(watched._recorder.detach().tallies()) == []

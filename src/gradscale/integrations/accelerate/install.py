@@ -4,10 +4,10 @@ import torch
 from accelerate import Accelerator, DistributedType
 
 from gradscale.engine.decide import check_retries
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
+from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.integrations.accelerate.accelerator import ScaledAccelerator
 from gradscale.integrations.accelerate.settings import settings_of
-from gradscale.integrations.mixing import mix_in
+from gradscale.integrations.patching import mix_in
 from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.policies.static import CheckOnly

@@ -9,7 +9,7 @@ from lightning.fabric.plugins.precision import MixedPrecision as LightningMixedP
 from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor, nn
 
-from gradscale.engine.decide import check_retries
+from gradscale.engine.decide import check_clip, check_retries
 from gradscale.integrations.lightning.fabric_checkpoints import CarriesScaler, carry_scalers
 from gradscale.integrations.lightning.scaler import (
     AUTO,
@@ -19,10 +19,9 @@ from gradscale.integrations.lightning.scaler import (
     policy_and_precision,
     scaler_of,
 )
-from gradscale.integrations.logged import logged
+from gradscale.integrations.logging import logged
 from gradscale.policies.contract import Policy
 from gradscale.torch import GradScaler
-from gradscale.torch.drop_in.clip import Clip
 
 Optimizer = torch.optim.Optimizer
 
@@ -75,8 +74,10 @@ class FabricMixedPrecision(LightningMixedPrecision, CarriesScaler):
         self._retries = retries
         # Fabric does not tell its plugins where the model is.
         self._devices = _devices() if device is None else (device,)
-        clip = Clip(clip_norm, clip_value)  # checks them
-        self._clip = {name: bound for name, bound in (("clip_norm", clip.norm), ("clip_value", clip.value)) if bound}
+        bounds = {"clip_norm": clip_norm, "clip_value": clip_value}
+        for name, bound in bounds.items():
+            check_clip(name, bound)
+        self._clip = {name: bound for name, bound in bounds.items() if bound is not None}
         if self._clip and self.scaler is not None and not isinstance(self.scaler, GradScaler):
             raise TypeError(
                 "`clip_norm` and `clip_value` need a `gradscale.torch.GradScaler`, which clips in its step. "

@@ -107,4 +107,4 @@ def is_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     if not scaler.is_enabled():
         return True
     state: dict[str, Any] | None = scaler._per_optimizer_states.get(id(optimizer))
-    return state is not None and state["stage"] is OptState.UNSCALED and not state.get("replaced")
+    return state is not None and state["stage"] is OptState.UNSCALED and state.get("groups") != 0

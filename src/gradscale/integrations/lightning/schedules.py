@@ -43,7 +43,7 @@ class HeldSchedules:
     """The schedules that advance with every step, and how often each of them must still be held.
 
     A schedule is in host memory. Where only the device knows whether a step was skipped, it is held when that has
-    arrived, a few steps later, so that nothing synchronizes.
+    arrived, one step later at most, and nothing synchronizes for it.
     """
 
     def __init__(self, configs: Iterable[LRSchedulerConfig]) -> None:

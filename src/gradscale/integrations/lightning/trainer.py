@@ -12,20 +12,15 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from gradscale.integrations.lightning.fabric import FabricMixedPrecision
 from gradscale.integrations.lightning.fabric_checkpoints import CarriesScaler
-from gradscale.integrations.lightning.norms import norm_after_step
-from gradscale.integrations.lightning.overrides import (
-    AFTER_BACKWARD,
-    BEFORE_BACKWARD,
-    BEFORE_STEP,
-    calls,
+from gradscale.integrations.lightning.hooks import (
     clips_itself,
-    has_hook,
-    is_profiled,
-    overrides,
+    looks_before_step,
+    norm_after_step,
     replaces_clipping,
 )
 from gradscale.integrations.lightning.scaler import (
@@ -37,7 +32,7 @@ from gradscale.integrations.lightning.scaler import (
     scaler_of,
 )
 from gradscale.integrations.lightning.schedules import HeldSchedules, OnSkip, check_on_skip
-from gradscale.integrations.logged import GRAD_NORM, PREFIX, logged
+from gradscale.integrations.logging import GRAD_NORM, PREFIX, logged
 from gradscale.policies.contract import Policy
 from gradscale.torch import GradScaler, StepResult
 from gradscale.torch.wrappers import own_module
@@ -124,7 +119,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         module, scaler = own_module(model), self._own
         if isinstance(module, LightningModule):
             self._in_trainer = True
-            self._clip_replaced = replaces_clipping(self, MixedPrecision)  # once for a run: it takes microseconds
+            self._clip_replaced = replaces_clipping(self, MixedPrecision)
             if not self._device_given:
                 self._use(module.trainer.strategy.root_device.type)
             self._schedules.detach()
@@ -167,7 +162,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
             return tensor
         if self._own is None:
             return super().pre_backward(tensor, module)
-        return Precision.pre_backward(self, tensor, module) if calls(module, BEFORE_BACKWARD) else tensor
+        return Precision.pre_backward(self, tensor, module)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Scales the loss and runs the backward pass, by the module's own `backward` if it has one."""
@@ -177,7 +172,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         optimizer, *others = args
         if (scaler := self._own) is None:
             super().backward(tensor, model, optimizer, *others, **kwargs)
-        elif others or overrides(model, "backward", LightningModule):
+        elif others or is_overridden("backward", model, LightningModule):
             self._check_no_retries()
             super().backward(scaler.scale(tensor), model, optimizer, *others, **kwargs)
         else:
@@ -193,9 +188,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Calls the hooks after the backward pass."""
-        if not self._in_trainer:
-            return tensor
-        return super().post_backward(tensor, module) if calls(module, AFTER_BACKWARD) else tensor.detach()
+        return super().post_backward(tensor, module) if self._in_trainer else tensor
 
     def optimizer_step(self, optimizer: Optimizable, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Runs the closure, clips and steps the optimizer on unscaled gradients, or skips the step."""
@@ -219,22 +212,17 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         # In automatic optimization `training_step` may return None: there was no backward pass.
         steps = returned is not None or not model.automatic_optimization
         clips = self._clip_replaced or clips_itself(model)
-        looks = clips or has_hook(model, BEFORE_STEP)
-        if steps and looks:
+        if steps and (clips or looks_before_step(model)):
             self._unscale(optimizer)
         # Without a step nothing is clipped: gradients that were unscaled would have to be stepped on.
-        self._clip, self._clips_in_step, bound = {}, not (steps and clips), model.trainer.gradient_clip_val
+        self._clip, self._clips_in_step = {}, not (steps and clips)
         try:
-            if looks or is_profiled(model):
-                self._after_closure(model, optimizer)
-            elif bound is not None:
-                self._clip_gradients(model, optimizer, bound, model.trainer.gradient_clip_algorithm)
+            self._after_closure(model, optimizer)
         finally:
             self._clips_in_step = False
         if not steps:
             return returned
-        clip = self._clip
-        output = scaler.step(optimizer, **clip, **kwargs)  # type: ignore[arg-type]
+        output = scaler.step(optimizer, **self._clip, **kwargs)  # type: ignore[arg-type]
         scaler.update()
         self._schedules.add(scaler.last)
         if self._logs:
@@ -278,7 +266,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
 
     def _log(self, model: LightningModule, scaler: GradScaler, optimizer: Optimizable) -> None:
         """Logs the scaler's metrics as `self.log` does, if it is time to. Does not synchronize with the device."""
-        # Not at every step: a call of `self.log` costs as much as a small optimizer's step.
+        # Not at every step: where nothing has measured the norm, it takes one more read of the gradients.
         if scaler.last is not None and _is_due(model.trainer, scaler.last):
             metrics: dict[str, Any] = logged(scaler.metrics())
             if GRAD_NORM not in metrics and scaler.last.poll() is not False:
@@ -299,10 +287,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
 
 
 def _is_due(trainer: Trainer, result: StepResult) -> bool:
-    """Returns whether metrics are logged: after a skip, at the end of an epoch, and when what shows them is due."""
+    """Returns whether metrics are logged: after a skip, at the end of an epoch, and when the loggers are due."""
     if trainer.barebones:
         return False  # it refuses to log
-    if trainer.is_last_batch or result.poll() is False:
-        return True
-    # In this order: whether it is time for it takes longer to find out than whether anything shows it.
-    return bool(trainer.loggers or trainer.progress_bar_callback) and trainer._logger_connector.should_update_logs
+    return trainer.is_last_batch or result.poll() is False or trainer._logger_connector.should_update_logs

@@ -2,7 +2,7 @@
 
 from transformers import Trainer
 
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
+from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, OnStuck
 from gradscale.integrations.transformers.trainer import ScaledTrainer
 from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy

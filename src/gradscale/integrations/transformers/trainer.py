@@ -6,7 +6,7 @@ from transformers import Trainer
 
 from gradscale.integrations.accelerate import install
 from gradscale.integrations.accelerate.accelerator import ScaledAccelerator
-from gradscale.integrations.mixing import mix_in
+from gradscale.integrations.patching import mix_in
 from gradscale.torch import GradScaler
 
 

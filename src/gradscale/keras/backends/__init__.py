@@ -1,19 +1,16 @@
 """What the optimizer needs of a Keras backend: kernels and control flow."""
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import keras
 
-from gradscale.engine.measurement import Measurement
-from gradscale.engine.plan import Plan
-from gradscale.formats import FloatArray
-from gradscale.policies.arithmetic import Namespace
-from gradscale.policies.contract import Seen
+from gradscale.keras._installed import BACKENDS
 from gradscale.record import Array
+from gradscale.watching.sample import Counts
 
 T = TypeVar("T")
 
@@ -23,136 +20,94 @@ Update = Callable[[Array], None]
 Assign = Callable[[Any, Any], None]
 """Gives a variable a value."""
 
-BACKENDS = ("tensorflow", "jax", "torch")
 
-
-@dataclass(frozen=True, slots=True)
-class StepPlan(Plan):
-    """What a step reads of the gradients, with what only Keras knows.
+class Backend(ABC):
+    """What differs between Keras's backends. As it is here: eagerly, with no replicas.
 
     Attributes:
-        kinds: whether each gradient holds a NaN or only infinities.
-        scale: the scale that made the gradients.
-        overwrites: positions of gradients that are the next value of their variable, as with the scales of FP8 layers.
-            They do not depend on the scale of the loss.
-        half: positions of gradients whose variables are stored in FP16, which the inner optimizer casts them to.
+        XP: namespace of the leaves, in which the rule is computed.
+        ARRAYS: namespace of what `agree` returns: `where`, `isfinite` and `max`.
     """
-
-    kinds: bool = False
-    scale: Any = 1.0
-    overwrites: tuple[int, ...] = ()
-    half: tuple[int, ...] = ()
-
-    def to_unscale(self, values: Sequence[T]) -> list[T]:
-        """Returns the values of the gradients that the step unscales."""
-        return [value for position, value in enumerate(values) if position not in self.overwrites]
-
-
-class Observation(NamedTuple):
-    """What was measured before the decision, in arrays of the backend's `XP`.
-
-    Attributes:
-        measurement: what was found in the gradients that the step unscales. Its `sizes` are of all gradients, and a
-            tensor of the backend.
-        loss_finite: whether the loss was finite.
-        overwrites: not finite where a gradient that overwrites its variable is not; None where there is none.
-    """
-
-    measurement: Measurement
-    loss_finite: Array
-    overwrites: Array | None
-
-    def seen(self, scale: Array, xp: Namespace) -> Seen:
-        """Returns the facts that the decision is made from, unscaled."""
-        overflowed = None if self.overwrites is None else xp.logical_not(xp.isfinite(self.overwrites))
-        return self.measurement.seen(scale, self.loss_finite, xp, overflowed)
-
-
-class Counts(NamedTuple):
-    """What was counted of arrays, in rows, in host memory.
-
-    Attributes:
-        bins: elements in each bin of `gradscale.histogram.EXPONENTS`.
-        outside: elements that are zero, inf and NaN.
-        amax: the largest magnitude; NaN where there is one.
-    """
-
-    bins: FloatArray
-    outside: FloatArray
-    amax: FloatArray
-
-
-class Backend(Protocol):
-    """What differs between Keras's backends."""
 
     XP: Any
-    """Namespace of the leaves."""
+    ARRAYS: Any
 
-    def measure(self, grads: Sequence[Any], loss_finite: Any, plan: StepPlan) -> Observation:
-        """Returns what this replica finds in its gradients, of which there is at least one.
+    @abstractmethod
+    def sizes(self, values: Sequence[Any], *, peaks: bool, kinds: bool) -> Any:
+        """Returns a number for each array, not finite where one of its numbers is not, as a float32 vector.
 
-        `loss_finite` is whether its loss was finite; None if that is not known.
+        With `peaks` it is the largest magnitude, and with `kinds` NaN above inf; else any finite number will do.
         """
-        ...
 
-    def agree(self, observation: Observation) -> Observation:
-        """Returns the observation of all replicas together."""
-        ...
+    @abstractmethod
+    def norm(self, values: Sequence[Any]) -> Any:
+        """Returns the norm of all arrays together, in float32."""
 
-    def multiplied(self, grads: Sequence[Any], factor: Array) -> list[Any]:
-        """Returns gradients multiplied by a leaf, in float32 or wider."""
-        ...
+    @abstractmethod
+    def share_above(self, values: Sequence[Any], edge: float) -> Any:
+        """Returns the share of all numbers whose magnitude is above `edge`; inf and NaN are."""
 
+    @abstractmethod
     def values(self, grad: Any) -> Any:
         """Returns the numbers of a gradient, dense or sparse."""
-        ...
 
+    @abstractmethod
     def counts(self, arrays: Sequence[Any]) -> Counts:
         """Returns arrays, of which there is at least one, by the powers of two of their numbers. Synchronizes."""
-        ...
+
+    @abstractmethod
+    def leaves(self, value: Any, dtype: str) -> list[Array]:
+        """Returns the elements of a variable's value as leaves of a type."""
+
+    @abstractmethod
+    def vector(self, leaves: Sequence[Array], dtype: str) -> Any:
+        """Returns leaves as a vector that a variable can be assigned."""
+
+    @abstractmethod
+    def place(self, value: Any) -> str:
+        """Returns why a value cannot be read without synchronizing, as in `<on cuda:0>`; nothing where it can."""
+
+    def agree(self, numbers: Any) -> Any:
+        """Returns the largest of each number over all replicas, NaN above all, where the rule runs."""
+        return numbers
+
+    def multiplied(self, grads: Sequence[Any], factor: Array) -> list[Any]:
+        """Returns gradients, dense or sparse, multiplied by a leaf, in float32 or wider."""
+        return [keras.ops.multiply(grad, factor) for grad in grads]
 
     def no_grad(self) -> AbstractContextManager[Any]:
         """Returns a context in which nothing is kept for a backward pass."""
-        ...
-
-    def leaves(self, value: Any, dtype: str) -> list[Array]:
-        """Returns the elements of a variable's value as leaves of a type."""
-        ...
-
-    def vector(self, leaves: Sequence[Array], dtype: str) -> Any:
-        """Returns leaves as a vector that a variable can be assigned."""
-        ...
+        return nullcontext()
 
     def gate(self, applied: Array, update: Callable[[], None], variables: Sequence[Any], assign: Assign) -> None:
         """Runs `update`, which changes `variables`, if `applied` holds."""
-        ...
+        del variables, assign
+        if applied:
+            update()
 
     def merge_call(
         self,
-        finish: Callable[[Observation | None, Update], T],
-        observation: Observation | None,
+        finish: Callable[[Any, Update], T],
+        numbers: Any,
         update: Callable[[Any, Any, Array], None],
         grads: Sequence[Any],
         variables: Sequence[Any],
     ) -> T:
-        """Returns `finish(observation, update)`, which is run once for all replicas; `update` is run on each."""
-        ...
-
-    def place(self, value: Any) -> str:
-        """Returns why a value cannot be read without synchronizing, as in `<on cuda:0>`; nothing where it can."""
-        ...
+        """Returns `finish(numbers, update)`, which is run once for all replicas; `update` is run on each."""
+        return finish(numbers, lambda factor: update(grads, variables, factor))
 
     def owner(self, value: Any) -> Any:
         """Returns what compiles the function that a tensor is part of; None for a tensor that has a value."""
-        ...
+        del value
 
     def is_constant(self, value: Any) -> bool:
         """Returns whether a variable's value would be a constant of the function that is being compiled."""
-        ...
+        del value
+        return False
 
 
 def current() -> Backend:
-    """Returns the module of the backend that Keras uses.
+    """Returns the backend that Keras uses.
 
     Raises:
         RuntimeError: Keras uses a backend that cannot train.
@@ -163,20 +118,4 @@ def current() -> Backend:
             f"Loss scaling needs a Keras backend that trains: {', '.join(BACKENDS)}. Received: {name!r}. "
             "Set KERAS_BACKEND before Keras is imported."
         )
-    return cast(Backend, importlib.import_module(f"gradscale.keras.backends.{name}"))
-
-
-def only_observation(observation: Observation) -> Observation:
-    """Returns the observation: `agree` where there are no replicas."""
-    return observation
-
-
-def single_call(
-    finish: Callable[[Observation | None, Update], T],
-    observation: Observation | None,
-    update: Callable[[Any, Any, Array], None],
-    grads: Sequence[Any],
-    variables: Sequence[Any],
-) -> T:
-    """Returns `finish(observation, update)`: `merge_call` where there are no replicas."""
-    return finish(observation, lambda factor: update(grads, variables, factor))
+    return importlib.import_module(f"gradscale.keras.backends.{name}").BACKEND

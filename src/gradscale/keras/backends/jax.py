@@ -1,7 +1,6 @@
 """Keras on JAX: everything is a pure function inside, so that a step can be compiled."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -12,119 +11,77 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
 
-from gradscale.engine.measurement import Measurement
 from gradscale.formats import FP32
-from gradscale.keras.backends import Assign, Counts, Observation, StepPlan, only_observation, single_call
+from gradscale.keras.backends import Assign, Backend
 from gradscale.keras.remember import STATIC, TENSORS, StepResult
 from gradscale.kernels import jax_text
 from gradscale.kernels.jax import peak, real_parts, share_above, square
 from gradscale.kernels.jax_exponents import counts_and_peaks
-
-XP = jnp
-
-place = jax_text.place
-
-# An array that `keras.distribution` shards over devices is one array here: there are no replicas.
-agree, merge_call = only_observation, single_call
+from gradscale.watching.sample import Counts
 
 jax.tree_util.register_dataclass(StepResult, data_fields=TENSORS, meta_fields=STATIC)
 
 
-def measure(grads: Sequence[Any], loss_finite: Any, plan: StepPlan) -> Observation:
-    """Returns what is found in the gradients. Compiled, it reads each once for each number of the plan."""
-    arrays = [values(grad) for grad in grads]
-    sizes = _sizes(arrays, plan)
-    scaled = plan.to_unscale(arrays)
-    own = jnp.array(plan.overwrites, jnp.int32)
-    to_unscale = sizes.at[own].set(0.0) if plan.overwrites else sizes
-    measurement = Measurement(
-        sizes=sizes,
-        total=jnp.max(jnp.where(jnp.isfinite(to_unscale), to_unscale, jnp.inf)),  # a maximum alone may lose a NaN
-        amax=jnp.max(to_unscale, initial=0.0) if plan.amax else None,
-        norm=jnp.sqrt(_sum([square(gradient) for gradient in scaled])) if plan.norm else None,
-        upper_share=None if plan.edge is None else share_above(scaled, plan.edge),
-        half_amax=jnp.max(_stacked(_peak_or_inf, [arrays[place] for place in plan.half])) if plan.half else None,
-    )
-    known = jnp.bool_(True) if loss_finite is None else loss_finite
-    return Observation(measurement, known, jnp.sum(sizes[own]) if plan.overwrites else None)
+class Jax(Backend):
+    """Eagerly and compiled. An array that `keras.distribution` shards over devices is one: there are no replicas."""
 
+    XP = ARRAYS = jnp
 
-def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
-    """Returns gradients, dense or sparse, multiplied by the factor, in float32 or wider."""
-    return [keras.ops.multiply(grad, factor) for grad in grads]
+    def sizes(self, values: Sequence[Array], *, peaks: bool, kinds: bool) -> Array:
+        """Returns the largest magnitude of each array, not finite where a number is not: one read of each."""
+        del peaks
+        # XLA reads gradients that were cast from FP16 as FP16, unless their bits are compared, as kinds need.
+        return jnp.stack([_single((peak if kinds else _peak_or_inf)(value)) for value in values])
 
+    def norm(self, values: Sequence[Array]) -> Array:
+        return jnp.sqrt(jnp.sum(jnp.stack([jnp.float32(0), *map(square, values)])).astype(jnp.float32))
 
-def values(grad: Any) -> Array:
-    """Returns the numbers of a gradient, dense or sparse."""
-    return jnp.asarray(grad.data if isinstance(grad, JAXSparse) else grad)
+    def share_above(self, values: Sequence[Array], edge: float) -> Array:
+        return share_above(values, edge)
 
+    def values(self, grad: Any) -> Array:
+        return jnp.asarray(grad.data if isinstance(grad, JAXSparse) else grad)
 
-def counts(arrays: Sequence[Any]) -> Counts:
-    """Returns arrays by the powers of two of their numbers. Compiled for all of them together."""
-    bins, outside, peaks = map(np.asarray, counts_and_peaks(tuple(map(jnp.asarray, arrays))))
-    return Counts(bins.astype(np.int64), outside.astype(np.int64), peaks)
+    def counts(self, arrays: Sequence[Any]) -> Counts:
+        """Returns arrays by the powers of two of their numbers. Compiled for all of them together."""
+        bins, outside, peaks = map(np.asarray, counts_and_peaks(tuple(map(jnp.asarray, arrays))))
+        return Counts(bins.astype(np.int64), outside.astype(np.int64), peaks)
 
+    def leaves(self, value: Any, dtype: str) -> list[Array]:
+        return list(jnp.ravel(jnp.asarray(value, dtype)))
 
-no_grad = nullcontext
+    def vector(self, leaves: Sequence[Array], dtype: str) -> Array:
+        return jnp.stack([jnp.asarray(leaf, dtype) for leaf in leaves])
 
+    def gate(self, applied: Array, update: Callable[[], None], variables: Sequence[Any], assign: Assign) -> None:
+        """Runs `update` if `applied` holds: inside a `cond` where the step is compiled; otherwise `applied` is read."""
+        if not isinstance(applied, Tracer):
+            return super().gate(applied, update, variables, assign)
+        # One `cond` around the whole update. The rule stays outside: every array that goes through a `cond` costs time.
+        before = [variable.value for variable in variables]
 
-def leaves(value: Any, dtype: str) -> list[Array]:
-    """Returns the elements of a variable's value as arrays without dimensions."""
-    return list(jnp.ravel(jnp.asarray(value, dtype)))
+        # Keras assigns variables; a branch must return arrays. The scope turns one into the other.
+        def after() -> list[Any]:
+            with keras.StatelessScope(state_mapping=list(zip(variables, before, strict=True))) as scope:
+                update()
+            return [scope.get_current_value(variable) for variable in variables]
 
+        for variable, value in zip(variables, lax.cond(applied, after, lambda: before), strict=True):
+            assign(variable, value)
 
-def vector(leaves: Sequence[Array], dtype: str) -> Array:
-    """Returns leaves as a vector."""
-    return jnp.stack([jnp.asarray(leaf, dtype) for leaf in leaves])
+    def place(self, value: Any) -> str:
+        return jax_text.place(value)
 
+    def owner(self, value: Any) -> Any:
+        """Returns the trace of a value; None if it is an array.
 
-def gate(applied: Array, update: Callable[[], None], variables: Sequence[Any], assign: Assign) -> None:
-    """Runs `update` if `applied` holds: inside a `cond` where the step is compiled; otherwise `applied` is read."""
-    if not isinstance(applied, Tracer):
-        if applied:
-            update()
-        return
-    # One `cond` around the whole update. The rule stays outside, as every array that goes through a `cond` costs time.
-    before = [variable.value for variable in variables]
+        A flag that is computed inside `jax.grad` is one of the trace around it: it has no derivative.
+        """
+        return value._trace if isinstance(value, Tracer) else None
 
-    # Keras assigns variables; a branch must return arrays. The scope turns one into the other.
-    def after() -> list[Any]:
-        with keras.StatelessScope(state_mapping=list(zip(variables, before, strict=True))) as scope:
-            update()
-        return [scope.get_current_value(variable) for variable in variables]
-
-    for variable, value in zip(variables, lax.cond(applied, after, lambda: before), strict=True):
-        assign(variable, value)
-
-
-def owner(value: Any) -> Any:
-    """Returns the trace of a value; None if it is an array.
-
-    A flag that is computed inside `jax.grad` is one of the trace around it: it has no derivative.
-    """
-    return value._trace if isinstance(value, Tracer) else None
-
-
-def is_constant(value: Any) -> bool:
-    """Returns whether a value would be a constant of the function that is being compiled: not one of its arguments."""
-    compiling = isinstance(jnp.zeros(()), Tracer)  # under a trace, JAX stages even an operation without arguments
-    return compiling and not isinstance(value, Tracer)
-
-
-def _sizes(values: Sequence[Array], plan: StepPlan) -> Array:
-    """Returns a number for each gradient, not finite where it is not: the largest magnitude if the plan has it."""
-    # XLA reads gradients that were cast from FP16 as FP16, unless their bits are compared, as kinds need.
-    if plan.kinds:
-        return _stacked(peak, values)
-    if plan.amax:
-        return _stacked(_peak_or_inf, values)
-    # A finite gradient can overflow when it is divided by a scale below 1. Only then are its magnitudes needed.
-    flags = _stacked(_inf_unless_finite, values)
-    return flags + lax.cond(jnp.asarray(plan.scale) < 1, lambda: _stacked(peak, values), lambda: jnp.zeros_like(flags))
-
-
-def _stacked(size: Callable[[Array], Array], values: Sequence[Array]) -> Array:
-    return jnp.stack([_single(size(value)) for value in values])
+    def is_constant(self, value: Any) -> bool:
+        compiling = isinstance(jnp.zeros(()), Tracer)  # under a trace, JAX stages even an operation without arguments
+        return compiling and not isinstance(value, Tracer)
 
 
 def _single(size: Array) -> Array:
@@ -141,9 +98,4 @@ def _peak_or_inf(value: Array) -> Array:
     return jnp.max(jnp.stack([jnp.max(part, initial=0.0) for part in known]))
 
 
-def _inf_unless_finite(value: Array) -> Array:
-    return jnp.where(jnp.all(jnp.isfinite(value)), jnp.float32(0), jnp.inf)
-
-
-def _sum(squares: Sequence[Array]) -> Array:
-    return jnp.sum(jnp.stack([jnp.float32(0), *squares])).astype(jnp.float32)
+BACKEND = Jax()

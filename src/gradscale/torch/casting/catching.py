@@ -1,19 +1,15 @@
-"""Finds the calls of a function: torch reports those of its own functions to modes, and Python functions are replaced.
-
-Both look for the rule that holds for the function in the thread that calls it.
-"""
+"""Catches calls of functions: torch reports those of its own to modes, and Python functions are replaced."""
 
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from functools import cache, partial, reduce, wraps
+from collections.abc import Callable
+from functools import cache, reduce, wraps
 from itertools import chain
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import get_overridable_functions
 
 Function = Callable[..., Any]
@@ -36,15 +32,7 @@ A rule returns the result of a call, given the function and its arguments. None 
 
 
 def torch_aliases(function: Function) -> frozenset[Function]:
-    """Returns the function and all its aliases in torch; nothing where torch does not report its calls.
-
-    `torch.softmax`, `torch.nn.functional.softmax`, `torch.special.softmax` and `Tensor.softmax` are one function, and
-    so are `torch.matmul` and `@`. An operator of `torch.ops` is one function with its overloads.
-    """
-    if isinstance(function, OpOverload):
-        function = function.overloadpacket
-    if isinstance(function, OpOverloadPacket):
-        return frozenset([function, *(getattr(function, name) for name in function.overloads())])
+    """Returns the function with its aliases in torch, operators included; nothing where torch does not report calls."""
     aliases = functions_by_name().get(plain_name(function), frozenset())
     return aliases if function in aliases else frozenset()
 
@@ -72,68 +60,9 @@ def plain_name(function: Any) -> str:
 
 
 class Patch:
-    """Replaces a function wherever owners hold it, while any context uses the patch. All threads call the replacement.
+    """Replaces a Python function in its class, or in all modules that hold it, while any thread needs its calls."""
 
-    Args:
-        function: the function.
-        replacement: what is called instead.
-        owners: returns the modules or classes to look in.
-    """
-
-    def __init__(self, function: Function, replacement: Function, owners: Callable[[], Iterable[Any]]) -> None:
-        self.function, self.replacement, self._owners = function, replacement, owners
-        self._places: list[tuple[Any, str, bool]] = []
-        self._modules_searched = self._users = 0
-
-    def install(self) -> None:
-        """Replaces the function, for one more user."""
-        with _LOCK:
-            self._users += 1
-            self._put(self.replacement)
-
-    def remove(self) -> None:
-        """Puts the function back if this was the last user."""
-        with _LOCK:
-            self._users -= 1
-            if not self._users:
-                self._put(self.function)
-
-    def _put(self, function: Function) -> None:
-        for owner, name, is_static in self.places():
-            setattr(owner, name, staticmethod(function) if is_static else function)
-
-    def places(self) -> list[tuple[Any, str, bool]]:
-        """Returns the owner and the name of each place that holds the function, and whether it is a static method.
-
-        To look in all modules takes milliseconds. It is done again only if modules have been imported since.
-        """
-        if self._modules_searched != (modules := len(sys.modules)):
-            self._places = [
-                (owner, name, type(held) is staticmethod)
-                for owner in self._owners()
-                for name, held in list(getattr(owner, "__dict__", {}).items())
-                # `type`, since modules hold objects that warn when `isinstance` looks at them.
-                for plain in [held.__func__ if type(held) is staticmethod else held]
-                if plain is self.function or plain is self.replacement
-            ]
-            self._modules_searched = modules
-        return self._places
-
-
-_LOCK = threading.Lock()
-_PATCHES: dict[Function, Patch] = {}
-
-
-def patch_for(function: FunctionType) -> Patch:
-    """Returns the patch of a function or replacement. One for all contexts: two would each restore the other's.
-
-    A method is looked for in its class, any other function in all modules: `from library import function` makes one
-    more place. In a thread without a rule for the function the replacement calls the original.
-    """
-    with _LOCK:
-        if function in _PATCHES:
-            return _PATCHES[function]
-
+    def __init__(self, function: FunctionType) -> None:
         @wraps(function)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             rule = RULES.items[-1].get(function)
@@ -141,37 +70,27 @@ def patch_for(function: FunctionType) -> Patch:
 
         *path, _ = function.__qualname__.split(".")
         owner = reduce(lambda found, part: getattr(found, part, None), path, sys.modules.get(function.__module__))
-        patch = Patch(function, replacement, lambda: [owner] if path else list(sys.modules.values()))
-        _PATCHES.update({function: patch, replacement: patch})
-        return patch
+        owners = [owner] if path else list(sys.modules.values())
+        held = [(owner, *item) for owner in owners for item in list(getattr(owner, "__dict__", {}).items())]
+        self.places = [(owner, name) for owner, name, value in held if value is function]
+        self.function, self.replacement, self._users = function, replacement, 0
+
+    @staticmethod
+    def of(function: FunctionType) -> "Patch":
+        """Returns the patch of a function or replacement. One for all contexts: two would each restore the other's."""
+        with _LOCK:
+            if function not in _PATCHES:
+                patch = Patch(function)
+                _PATCHES.update({function: patch, patch.replacement: patch})
+            return _PATCHES[function]
+
+    def add_users(self, count: int) -> None:
+        """Replaces the function for so many more users, or fewer, and puts it back if none is left."""
+        with _LOCK:
+            self._users += count
+            for owner, name in self.places:
+                setattr(owner, name, self.replacement if self._users else self.function)
 
 
-SCRIPT_HANDLERS: list[Callable[[Any, Function], Function]] = []
-"""Return what to call in place of a script's call, given both. They look for contexts of the thread that calls."""
-
-
-def _script_patch(kind: Any) -> Patch:
-    call = vars(kind)["__call__"]
-
-    @wraps(call)
-    def caught(script: Any, *args: Any, **kwargs: Any) -> Any:
-        run: Function = partial(call, script)
-        for handler in SCRIPT_HANDLERS:
-            run = handler(script, run)
-        return run(*args, **kwargs)
-
-    return Patch(call, caught, lambda: [kind])
-
-
-SCRIPTS = [_script_patch(kind) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)]
-"""The calls of TorchScript, whose operations torch does not report to modes."""
-
-
-def operations(script: Any) -> set[str]:
-    """Returns the names of all operations of a script, those in branches, loops and functions that it calls too."""
-    blocks, found = [script.inlined_graph], set[str]()
-    for block in blocks:
-        for node in block.nodes():
-            found.add(node.kind().removeprefix("aten::"))
-            blocks += node.blocks()
-    return found
+_LOCK = threading.Lock()
+_PATCHES: dict[Function, Patch] = {}

@@ -1,1 +1,1 @@
-"""`GradScaler` and `ShardedGradScaler`, drop-ins for torch's own."""
+"""The drop-in for torch's scaler: a facade over the stages of `gradscale.torch.step`."""

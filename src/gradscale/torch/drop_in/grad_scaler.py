@@ -2,58 +2,52 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._compile import _disable_dynamo
-from torch.amp.grad_scaler import OptState
+from torch._compile import _disable_dynamo  # which makes a graph break where `torch.compile` traces a loop
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from gradscale.engine.health import Health
-from gradscale.engine.other_arguments import explains_arguments
-from gradscale.engine.other_names import OtherNames
-from gradscale.engine.saved_text import replaces_policy
-from gradscale.engine.stuck import MAX_CONSECUTIVE_SKIPS, OnStuck
-from gradscale.engine.texts import policy_text
+from gradscale._text import scaler_text
+from gradscale.engine.decide import check_clip
+from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, Health, OnStuck, callers_level
+from gradscale.engine.hints import OtherNames, explains_arguments
+from gradscale.engine.saved import replaces_policy
+from gradscale.kernels.torch import CPU
+from gradscale.peers import torch_rule
 from gradscale.peers.specs import as_policy
-from gradscale.policies.contract import Policy
+from gradscale.peers.torch_rule import TorchRule
+from gradscale.policies.contract import Policy, ScaleState, Seen
 from gradscale.policies.dynamic import Dynamic
-from gradscale.policies.static import multiplies
-from gradscale.torch.accumulation.retry import check_backward
+from gradscale.record import settings_text
 from gradscale.torch.bf16 import FirstLoss
-from gradscale.torch.drop_in import checked, refusals, retry, saved, settings, stepped, unscale, ways
-from gradscale.torch.drop_in.clip import Clip, clip_norm_of_unscaled, step_unscaled
-from gradscale.torch.drop_in.close import close_steps, discard_steps
-from gradscale.torch.drop_in.ranks import Ranks
-from gradscale.torch.drop_in.retry import Leaves
-from gradscale.torch.drop_in.same_gradients import Updated, divisor_of
-from gradscale.torch.drop_in.scale_bound import ScaleBound
-from gradscale.torch.drop_in.scaled import rescaled, scaled
-from gradscale.torch.drop_in.steps import Steps
+from gradscale.torch.drop_in import refusals, settings
+from gradscale.torch.drop_in.updates import VIEWS, DropInWindow, Merged, Noted, View, noted_in, view_of
 from gradscale.torch.fused_sgd import fault_of_fused_sgd
-from gradscale.torch.ranks.log import note_loaded_policy
+from gradscale.torch.gradients import collect, count_elements, parameters_of
+from gradscale.torch.host import Facts, Rule, filled, shown, to_device
+from gradscale.torch.ranks.groups import note_loaded_policy
+from gradscale.torch.ranks.round import Rounds
 from gradscale.torch.step import apply
-from gradscale.torch.step.decide import Rule
-from gradscale.torch.step.measure import multiply_and_check
-from gradscale.torch.step.result import StepResult
+from gradscale.torch.step.agree import agreed_by, send_round
+from gradscale.torch.step.apply import Gate, StepPlan, plan_step
+from gradscale.torch.step.measure import measure, measure_sizes, merged_flag, multiply_and_check, seen_here
+from gradscale.torch.step.result import Memory, StepResult, Traces
+from gradscale.torch.window.retry import backward_with_retries, check_backward
 
 Optimizer = torch.optim.Optimizer
 
-NO_CLIP = Clip()
-
-TORCHS_RULE = Dynamic()
-"""The policy that torch's kernel runs, with the defaults of its settings."""
-
-
-@_disable_dynamo
-def _uncompiled(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns what a method returns, which runs as outside of a compiled function: there it is a graph break."""
-    # When it is traced, `step` finds no gradients. Not as a decorator of the methods: each call would pay for the
-    # switch, which takes longer than much that they do.
-    return method(*args, **kwargs)
+STUCK_AT = 1.0
+"""Scale at or below which a lower one is not expected to help: the gradients do not fit into FP16 unscaled."""
 
 
 class GradScaler(torch.amp.GradScaler, OtherNames):
@@ -125,65 +119,154 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         extra = {"min_scale": min_scale, "max_scale": max_scale, "hysteresis": hysteresis}
         if policy is not None:
             policy = as_policy(policy)
-            settings.refuse_second_rule(numbers | extra)
+            torch_rule.refuse_second_rule(numbers | extra)
         # Without the numbers: torch's own checks, which differ between its versions, are among those below.
+        self._views = {name: View() for name in VIEWS}
         super().__init__(device, enabled=enabled and (policy is None or bool(policy.needs)))
-        self.last: StepResult | None = None
-        self._bounds = settings.Bounds()
-        self._rule: Rule | None = None
-        self._bound = ScaleBound()
-        self._divided: list[Optimizer] = []
-        self._leaves = Leaves()
-        self._updated: Updated | None = None
-        self._ranks = Ranks(group)
-        self._warned_of_fused_sgd = False
+        self._rounds, self._always_agrees = Rounds(group=group), group is not None
+        self._memory = Memory(max_consecutive_skips, on_stuck)
         self._first_loss = FirstLoss()
+        self._clips: dict[str, Any] = {}  # the last bounds, which were checked
+        self._warned_of_fused_sgd = False
+        rule: Policy = TorchRule(init_scale=1.0)
         if self._enabled:
-            given = settings.from_numbers(numbers, **extra) if policy is None else settings.of_policy(policy)
+            rule = torch_rule.rule_of(numbers, **extra) if policy is None else policy
+            known = rule if isinstance(rule, Dynamic | TorchRule) else TorchRule(init_scale=float(rule.start().scale))
             for name in numbers:
-                setattr(self, f"_{name}", getattr(given, name))
-            self._bounds = given.bounds
-            self._rule = None if given.policy is None else Rule(given.policy)
-        self._steps = Steps(max_consecutive_skips, on_stuck, self.get_scale())
+                setattr(self, f"_{name}", getattr(known, name))
+            self._init_growth_tracker = int(rule.start().clean_steps)
+        self._rule = Rule(rule)
+        self.last: StepResult | None = None
+        self._window: DropInWindow | None = None
 
     def __repr__(self) -> str:
         """Returns scale, counts and the status of the last step as text. Never synchronizes."""
         if not self._enabled:
             return f"{type(self).__name__}(enabled=False)"
-        about = settings.text_of(self) if self._rule is None else [policy_text(self._rule.policy)]
-        return self._steps.text(
-            type(self).__name__, about, self._init_scale if self._scale is None else self._scale, self.last
-        )
+        policy, defaults = self._rule.policy, torch_rule.FACTORS
+        about = [settings_text(policy)]
+        if isinstance(policy, TorchRule):  # what is not torch's default
+            changed = [name for name, value in defaults.items() if getattr(policy, name) != value]
+            about = [f"{name}={torch_rule.shown(getattr(policy, name))}" for name in changed]
+        return scaler_text(type(self).__name__, about, self._rule.latest, self.last, shown)
+
+    # torch's two tensors: a view of the rule's state.
+    _scale: Any = view_of("scale")
+    _growth_tracker: Any = view_of("clean_steps")
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._rule.device = dev
+        scale, tracker = np.float32(self._init_scale), np.int32(self._init_growth_tracker)
+        self._set_state(replace(self._rule.state, scale=scale, clean_steps=tracker))
+        for view, number in zip(self._views.values(), (float(scale), float(tracker)), strict=True):
+            view.number, view.version = number, view.tensor._version  # type: ignore[union-attr]  # not to be read
+
+    def _state(self, method: str | None = None) -> ScaleState:
+        """Returns the state of the rule, with what other code has written to torch's tensors.
+
+        Raises torch's error in a `method` that needs the two, if no loss was ever scaled or other code has removed one.
+        """
+        if method is not None and any(view.tensor is None for view in self._views.values()):
+            self._check_scale_growth_tracker(method)
+        state = found = self._rule.catch_up().state
+        for name, view in self._views.items():
+            if view.tensor is not None and (view.number is None or view.version != view.tensor._version):
+                number, known = view.tensor.item(), view.number
+                view.number, view.version = number, view.tensor._version
+                if number != known:
+                    found = replace(found, **{name: VIEWS[name](number)})
+        if found is not state:
+            lowest, highest = torch_rule.bounds_of(self._rule.policy)
+            self._set_state(replace(found, scale=np.float32(min(max(float(found.scale), lowest), highest))))
+        return self._rule.catch_up().state
+
+    def _set_state(self, state: ScaleState) -> None:
+        """Sets the state to one that no step has led to, from which the present window goes on."""
+        self._rule.state = state
+        if (window := self._window) is not None:
+            window.start = self._rule.catch_up()
+            if not window.updated:  # as in torch, what others set divides
+                window.scale, window.divisor = self._rule.scale_of(state), np.float32(state.scale)
+
+    def _open(self, device: torch.device = CPU) -> DropInWindow:
+        """Returns the window of the gradients that are made now: a new one after an `update`."""
+        if self._views["scale"].tensor is None:
+            self._lazy_init_scale_growth_tracker(device)
+        if self._window is None or self._window.updated:
+            self._state()  # which takes over what others have written to it
+            self._window = DropInWindow(self._rule)
+        return self._window
+
+    def _window_of(self, optimizer: Optimizer, method: str) -> DropInWindow:
+        """Returns the window in which the gradients of `optimizer` were made, or raises if none was ever opened.
+
+        After an `update` without a loss since then they are those from before it, unless the optimizer was stepped on
+        them: then they are new, and taken to be made with the present scale.
+        """
+        if self._views["scale"].tensor is None and (self._always_agrees or not self._rule.multiplies):
+            # A rank that never has a loss, such as the first stage of a pipeline; or a loop whose losses need no scale.
+            self._lazy_init_scale_growth_tracker(next(parameters_of([optimizer])).device)
+        self._state(method)
+        window = self._window
+        if window is None or not window.updated:
+            return self._open()
+        if (known := window.noted.get(id(optimizer))) is not None:
+            if known["stage"] is OptState.STEPPED:
+                return self._open()
+            self._per_optimizer_states[id(optimizer)] = known
+        return window
 
     def scale(self, outputs: Any) -> Any:
         """Returns `outputs` times the scale: a tensor, or an iterable of tensors and further iterables.
 
-        An FP16 tensor is returned in float32, where the product cannot overflow. Does not synchronize with the device.
+        An FP16 tensor is returned in float32, where the product cannot overflow. Does not synchronize with the device,
+        but for the outcome of the last step with fused optimizers, which the device has known for long.
         """
         if not self._enabled:
             return outputs
-        self._updated = None
-        self._leaves.complete = False
-        return scaled(outputs, self._scale_for, self._followed, multiplies=self._multiplies)
+        if isinstance(outputs, Tensor):
+            window = self._open(outputs.device)
+            product = window.product(outputs)
+            # Neither the loss nor a hook on it may leave a transformation.
+            if product.requires_grad and not (torch.compiler.is_compiling() or is_functorch_wrapped_tensor(product)):
+                if not self._first_loss.seen:
+                    self._first_loss.note(outputs, self._rule.policy, "GradScaler")
+                product.register_hook(partial(self._on_backward, window.scale, outputs.detach()))
+            return product
+        if not isinstance(outputs, Iterable) or isinstance(outputs, str):
+            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+        return (
+            type(outputs)(map(self.scale, outputs)) if isinstance(outputs, list | tuple) else map(self.scale, outputs)
+        )
 
-    @property
-    def _policy(self) -> Policy:
-        return TORCHS_RULE if self._rule is None else self._rule.policy
+    def _on_backward(self, made_with: Tensor, loss: Tensor, grad: Tensor) -> Tensor | None:
+        """Notes a loss whose backward pass begins, and returns its gradient for the scale it will be divided by."""
+        # Known only now: its loss may have been scaled long before, and the scale have changed since.
+        window = self._begin_backward(grad.device)
+        window.note_loss(loss)
+        return None if window.scale is made_with else window.rescaled(grad, made_with)
 
-    @property
-    def _multiplies(self) -> bool:
-        """Whether losses and gradients are multiplied at all: not by a scale that is always 1."""
-        return self._rule is None or multiplies(self._rule.policy)
+    def _begin_backward(self, device: torch.device) -> DropInWindow:
+        """Returns the window of a backward pass that begins: parameters that optimizers share may be divided again."""
+        window = self._open(device)
+        window.passes += 1
+        for optimizer in window.divided:
+            state = self._per_optimizer_states[id(optimizer)]
+            if state["stage"] is OptState.UNSCALED and "noted" in state and not refusals.with_gradients(optimizer):
+                state["noted"].groups = 0  # unscaled, and cleared without a step
+        window.divided.clear()
+        return window
 
+    @_disable_dynamo
     def backward(self, loss: Tensor, retries: int = 0, **kwargs: Any) -> None:
         """Scales `loss` and runs its backward pass: `scale(loss).backward()`, which can be run again if it overflows.
 
         An addition to torch's methods, with the meaning that it has in `gradscale.torch.LossScaler`. With `retries`, an
-        overflow lowers the scale and runs the backward pass, and only that, again: the batch is not lost, and
-        gradients of earlier micro-batches are kept and multiplied to the new scale. `update` goes on from the lowered
-        scale. That costs a host read per attempt, a walk through the graph, activations that are held until the pass
-        has ended, and a second set of gradients if there are earlier ones. There is no retry for a loss that is not
-        finite, under `Static`, or at the lowest scale.
+        overflow lowers the scale and runs the backward pass, and only that, again: the batch is not lost. `update` goes
+        on from the lowered scale. That costs a host read per attempt, a walk through the graph, and activations that
+        are held until the pass has ended. There is no retry after another backward pass since the last `update`, while
+        parameters hold gradients, for a loss that is not finite, under `Static`, or at the lowest scale.
 
         Args:
             loss: a scalar loss, not scaled.
@@ -192,136 +275,167 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
 
         Raises:
             RuntimeError: `retries` is given, and the backward pass cannot be run again: `torch.distributed` is
-                initialized, an optimizer was unscaled or stepped since the last `update`, a loss was scaled by `scale`
-                since then, or the graph has reentrant checkpoints.
+                initialized, an optimizer was unscaled or stepped since the last `update`, or the graph has reentrant
+                checkpoints.
         """
-        if torch.compiler.is_dynamo_compiling():
-            return _uncompiled(GradScaler.backward, self, loss, retries, **kwargs)
         check_backward(retries, kwargs)
-        if not self._enabled:
-            loss.backward(**kwargs)
-        elif retries:
-            self._retry(loss, retries, kwargs)
+        if not (self._enabled and retries):
+            self.scale(loss).backward(**kwargs)
+            return
+        refusals.refuse_retries(loss, self._per_optimizer_states, self._rounds.group)
+        self._first_loss.note(loss, self._rule.policy, "GradScaler")
+        window = self._begin_backward(loss.device)
+        owned = list(parameters_of(self._memory.measured))
+        backward_with_retries(loss, window, self._rule, retries, Tensor.tolist, (), owned, kwargs)  # type: ignore[arg-type]
+
+    def _checked(
+        self, optimizer: Optimizer, window: DropInWindow, *, edited: bool = False, **asked: Any
+    ) -> tuple[StepPlan, Noted, Gate]:
+        """Plans, measures, agrees and decides for the gradients of one optimizer, and notes what was seen for `update`.
+
+        Finite gradients are applied whatever the loss was, as in torch. Those that are divided already, and perhaps
+        `edited`, are measured once more only for a norm to clip by. The rest is asked for in the plan.
+        """
+        state, gradients = (
+            self._per_optimizer_states[id(optimizer)],
+            collect([optimizer], coalesce=asked.get("clip_norm") is not None),
+        )
+        scale, divisor = window.scale, window.divisor
+        if edited or not self._rule.multiplies:
+            scale, divisor = torch.ones_like(scale), np.float32(1.0)
         else:
-            self._leaves.complete = False
-            product = scaled(loss, self._scale_for, self._noted, multiplies=self._multiplies)
-            self._begin_backward()
-            product.backward(**kwargs)
+            if window.divided:
+                refusals.refuse_divided(optimizer, window.divided)
+            by_scaler = asked.get("divide", True) and not (
+                asked.get("fold", True) and apply.handled_by(optimizer) == "attributes"
+            )
+            if by_scaler and not self._unscales_half and any(grad.dtype is torch.float16 for grad in gradients.values):
+                raise refusals.half_gradients(optimizer)
+        plan = plan_step(self._rule, gradients, scale, divisor, window.start.steps, edited=edited, **asked)
+        noted, device = noted_in(state), scale.device
+        facts = Facts(Seen(), attempted=False) if noted is None else noted.facts
+        if not edited or (noted is not None and plan.norm):
+            measured, loss_counts = plan, True
+            if (own := getattr(optimizer, "grad_scale", None)) is not None and plan.folding:
+                # The user's own divisor, which the kernel multiplies in: a gradient must be finite after both.
+                both, scale = np.float32(float(plan.divisor) * float(own)), plan.scale * own.reshape(())
+                measured = replace(plan, divisor=both, scale=scale, grows=True, half=True, waits=True)
+            if dist.is_available() and dist.is_initialized():
+                facts, loss_counts = self._seen_by_ranks(optimizer, measured, window)
+            else:
+                facts = seen_here(measured, window, gates_on_loss=False)
+            if noted is None:
+                elements = count_elements(gradients.values) if plan.edge is not None else 0.0
+                read = {"norm": plan.norm, "amax": plan.finds_amax, "elements": elements}
+                noted = Noted(optimizer, facts, loss_counts=loss_counts, **read)
+            if not edited:
+                window.divided.append(optimizer)
+            noted.checks.append(facts)
+            if plan.norm and noted.normed is None:
+                noted.normed = facts
+            if facts.attempted:
+                before = state["found_inf_per_device"]
+                flag = filled(float(not facts.seen().finite), device) if facts.found_inf is None else facts.found_inf()
+                flag = merged_flag([flag, *before.values()], device) if before else flag
+                devices = {device, *before, *(value.device for value in gradients.values)}
+                noted.flags, noted.version = {each: to_device(flag, each) for each in devices}, None
+                state |= {"found_inf_per_device": noted.flags, "noted": noted}
+                noted_in(state)
+        noted = noted or Noted(optimizer, facts)
+        checks, flags, applied = noted.checks, list(state["found_inf_per_device"].values()), None
+        if plan.waits or all(each.found is not None for each in checks):
+            applied = all(each.seen().finite for each in checks)
+        gate, earlier = apply.decide(plan, facts, applied, lambda: merged_flag(flags, device)), noted.result
+        shown = replace(plan, norm=noted.normed is not None, finds_amax=noted.amax)
+        noted.result = result = StepResult(
+            self._rule, shown, window, noted.facts, gate, measured=noted.normed, sizes=facts.sizes
+        )
+        result.skips = lambda: not all(each.seen().finite for each in checks)
+        if earlier is not None and earlier.traces is not None:
+            result.sizes, result.traces = earlier.sizes, earlier.traces
+        if gate.applied is False and result.sizes is None:
+            # Counted now, before the user clips: `clip_grad_norm_` with a norm of NaN makes every element NaN, and
+            # every parameter would count as non-finite.
+            result.sizes = measure_sizes(gradients.values, device).sizes
+            result.traces = Traces(gradients, result.sizes)
+        return plan, noted, gate
 
-    def _retry(self, loss: Tensor, retries: int, kwargs: dict[str, Any]) -> None:
-        """Runs the backward pass of `loss`, again at a lower scale while it overflows; raises if it cannot be."""
-        if reason := retry.obstacle(loss, self._leaves, self._per_optimizer_states, self._ranks.group):
-            raise RuntimeError(f"`retries` cannot run this backward pass again: {reason}")
-        self._begin_backward()
-        self._note_types(loss)
-        self._steps.retries += retry.retried(self, loss, self._leaves.add(loss), retries, kwargs)
-        self._steps.losses.add(loss)
+    def _seen_by_ranks(self, optimizer: Optimizer, plan: StepPlan, window: DropInWindow) -> tuple[Facts, bool]:
+        """Returns what was seen of the gradients of one optimizer, and whether every loss that made them is known."""
+        # By the parameters: a rank may have none of the gradients.
+        sharded = any(hasattr(kind, "to_local") for kind in set(map(type, parameters_of([optimizer]))))
+        shares = self._rounds.ranks > 1 and (self._always_agrees or sharded)
+        if shares:
+            self._rounds.begin()
+        self._rounds.check_shards([optimizer])
+        if not shares:
+            return seen_here(plan, window, gates_on_loss=False), self._rounds.ranks == 1
+        measurement = measure(plan, None if plan.edge is None else self._rounds.weights(plan.gradients))
+        seen = send_round(self._rounds, plan, window, measurement).seen(plan.scale)
+        # Also on a rank without gradients, which would count as one that was not checked.
+        return agreed_by(seen, measurement.sizes, True, plan, gates_on_loss=False), True
 
-    def _scale_for(self, device: torch.device) -> Tensor:
-        """Returns the scale, which the first loss puts on its `device`."""
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(device)
-        return self._check_scale_growth_tracker("scale")[0]
-
-    def _followed(self, product: Tensor, loss: Tensor, made_with: Tensor) -> Tensor:
-        """Returns `product`, with its loss noted and a hook on its backward pass."""
-        if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(product):
-            # Neither the loss nor a hook on it may leave the transformation.
-            self._divided.clear()
-        elif self._noted(product, loss).requires_grad:
-            version = self._scale._version  # type: ignore[union-attr]
-            product.register_hook(partial(self._on_backward, made_with, version))
-        return product
-
-    def _noted(self, product: Tensor, loss: Tensor, *_: Tensor) -> Tensor:
-        """Returns `product`, with its loss noted if it has a backward pass."""
-        if product.requires_grad:
-            self._steps.losses.add(loss)
-            self._note_types(loss)
-        return product
-
-    def _note_types(self, loss: Tensor) -> None:
-        if not self._first_loss.seen:
-            self._first_loss.note(loss, self._policy, "GradScaler")
-
-    def _begin_backward(self) -> None:
-        """Notes that there will be new gradients: parameters that optimizers share may be divided once more."""
-        if self._divided:
-            for state in refusals.replaced(self._divided, self._per_optimizer_states):
-                state["replaced"] = True
-            self._divided.clear()
-        self._updated = None
-
-    def _on_backward(self, made_with: Tensor, version: int, grad: Tensor) -> Tensor | None:
-        # Known only when the backward pass begins: its loss may have been scaled long before.
-        self._begin_backward()
-        scale = self._scale
-        return None if scale is None or scale._version == version else rescaled(grad, made_with, scale)
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(dev)
-        self._settle()
-
-    def _settle(self) -> None:
-        """Brings the bound and the rule to the device and the value of the scale."""
-        scale, _ = self._check_scale_growth_tracker("scale")
-        self._bound.set(scale, float(self._init_scale))
-        if self._rule is not None:
-            self._rule.settle(scale.device)
-
+    @_disable_dynamo
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, once, and notes whether they were finite and still are.
 
-        One read and one write of the gradients; one read more while the scale is below 1. Does not synchronize.
+        One read and one write of the gradients. While the scale is below 1, one read more, and it synchronizes with the
+        device.
         """
-        if torch.compiler.is_dynamo_compiling():
-            return _uncompiled(GradScaler.unscale_, self, optimizer)
         if self._enabled:
-            checked.divide(self, optimizer, self._to_unscale(optimizer), allow_fp16=self._unscales_half)
+            window = self._window_of(optimizer, "unscale_")
+            self._unscale(optimizer, window, allow_fp16=self._unscales_half)
 
+    @_disable_dynamo
     def unscale_and_clip_(self, optimizer: Optimizer, clip_norm: float | None) -> Tensor:
         """Divides the optimizer's gradients by the scale, clips them, and returns their norm before that, unscaled.
 
         An addition to torch's methods, for gradients that are looked at before the step: `unscale_` and
         `clip_grad_norm_` by one factor, in two reads and one write. The norm is inf if a gradient is not finite, and
-        then none is changed. Does not synchronize. If nobody looks at the gradients,
+        then none is changed. Synchronizes only while the scale is below 1. If nobody looks at the gradients,
         `step(optimizer, clip_norm=...)` takes a pass less with a fused optimizer.
 
         Args:
             optimizer: the optimizer.
             clip_norm: bound on the norm of its gradients together, unscaled; None for the norm alone.
         """
-        if torch.compiler.is_dynamo_compiling():
-            return _uncompiled(GradScaler.unscale_and_clip_, self, optimizer, clip_norm)
-        clip = Clip(math.inf if clip_norm is None else clip_norm)
+        check_clip("clip_norm", clip_norm)
+        clip = math.inf if clip_norm is None else clip_norm
         if not self._enabled:
-            return clip_norm_of_unscaled(optimizer, clip, self._ranks)
-        return ways.unscaled(self, optimizer, self._to_unscale(optimizer), clip)
+            return torch.nn.utils.clip_grad_norm_(list(parameters_of([optimizer])), clip)
+        window = self._window_of(optimizer, "unscale_")
+        norm = self._unscale(optimizer, window, allow_fp16=self._unscales_half, clip_norm=clip).grad_norm
+        return filled(0.0, window.scale.device) if norm is None else norm
 
-    def _to_unscale(self, optimizer: Optimizer) -> Tensor:
-        """Returns the scale that made the gradients of `optimizer`, or raises if they have been divided by it."""
-        scale = divisor_of(self, optimizer, "unscale_")
-        refusals.refuse_second_unscale(self._per_optimizer_states[id(optimizer)]["stage"])
-        return scale
+    def _unscale(
+        self, optimizer: Optimizer, window: DropInWindow, *, allow_fp16: bool, clip_norm: float | None = None
+    ) -> StepResult:
+        """Divides the gradients by the scale that made them, by the method of a subclass or library if there is one."""
+        state, otherwise = self._per_optimizer_states[id(optimizer)], self._unscales_otherwise
+        if state["stage"] is not OptState.READY:
+            raise refusals.second_unscale(state["stage"])
+        asked: dict[str, Any] = {"divide": False} if otherwise else {"clip_norm": clip_norm}
+        plan, noted, gate = self._checked(optimizer, window, fold=False, **asked)
+        if otherwise:  # which may reduce the flags over ranks, too
+            inverse, zero = window.scale.reciprocal(), torch.zeros_like(window.scale)
+            found, own = self._unscale_grads_(optimizer, inverse, zero, allow_fp16), state["found_inf_per_device"]
+            merged = {device: merged_flag([flag, *own.values()], device) for device, flag in found.items()}
+            state["found_inf_per_device"] = own | merged
+            if clip_norm is not None:
+                plan, noted, gate = self._checked(optimizer, window, edited=True, fold=False, clip_norm=clip_norm)
+        if clip_norm is not None:
+            apply.edit(plan, gate)
+        elif not (otherwise or plan.divides or plan.keeps):
+            apply.multiply(plan.gradients.values, filled(1.0 / float(plan.divisor), window.scale.device))
+        state["stage"], noted.groups = OptState.UNSCALED, len(optimizer.param_groups)
+        return noted.result
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        return self._divide(optimizer, unscale.gradients_of(optimizer), inv_scale, found_inf, allow_fp16)
-
-    def _divide(
-        self,
-        optimizer: Optimizer,
-        gradients: list[Tensor],
-        inv_scale: Tensor,
-        found_inf: Tensor | None,
-        allow_fp16: bool,
-    ) -> dict[torch.device, Tensor]:
-        """Multiplies the gradients of `optimizer`, and returns per device whether one was not finite."""
-        if not self._multiplies:
-            return unscale.check_only(gradients, inv_scale)
-        if not allow_fp16:
-            refusals.refuse_half(optimizer, gradients)
+        gradients = collect([optimizer], coalesce=False).values
+        if not allow_fp16 and self._rule.multiplies and any(grad.dtype is torch.float16 for grad in gradients):
+            raise refusals.half_gradients(optimizer)
         return multiply_and_check(gradients, inv_scale, found_inf)
 
     @property
@@ -331,11 +445,13 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         return getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        scale = divisor_of(self, optimizer, "_check_inf_per_device")
+        window = self._window_of(optimizer, "_check_inf_per_device")
         if self._unscales_otherwise:
             return super()._check_inf_per_device(optimizer)
-        return checked.check(self, optimizer, scale)
+        self._checked(optimizer, window, divide=False)
+        return self._found_inf_per_device(optimizer)
 
+    @_disable_dynamo
     def step(
         self,
         optimizer: Optimizer,
@@ -346,8 +462,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
     ) -> Any:
         """Returns what `optimizer.step(*args, **kwargs)` returns with unscaled gradients; None if the step is skipped.
 
-        Unscales the gradients first if `unscale_` was not called. Synchronizes with the device, once, unless the
-        optimizer is fused. `last` is the result.
+        Unscales the gradients first if `unscale_` was not called. Synchronizes with the device unless the optimizer is
+        fused and the scale at least 1. `last` is the result.
 
         Args:
             optimizer: the optimizer.
@@ -358,79 +474,144 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             clip_value: bound on the magnitude of every element, unscaled. A pass of its own.
             kwargs: for its `step`; so are the two bounds if that has arguments of these names.
         """
-        if torch.compiler.is_dynamo_compiling():
-            bounds = {"clip_norm": clip_norm, "clip_value": clip_value}
-            return _uncompiled(GradScaler.step, self, optimizer, *args, **bounds, **kwargs)
-        clip = NO_CLIP
-        if clip_norm is not None or clip_value is not None:
-            clip = Clip.for_step(optimizer, {"clip_norm": clip_norm, "clip_value": clip_value}, kwargs)
+        clips: dict[str, Any] = {"clip_norm": clip_norm, "clip_value": clip_value}
+        for name, bound in list(clips.items()):
+            if bound is None or apply.has_argument(type(optimizer), name):
+                del clips[name]
+                kwargs |= {} if bound is None else {name: bound}  # the optimizer's own, as in torch
+        if clips != self._clips:
+            for name, bound in clips.items():
+                check_clip(name, bound)
+            self._clips = clips
+        if (args or kwargs) and (self._enabled or clips):
+            refusals.refuse_arguments(optimizer, kwargs, *args)
         if not self._enabled:
-            return step_unscaled(optimizer, clip, self._ranks, *args, **kwargs)
-        if args or kwargs:
-            refusals.refuse_closure(*args, **kwargs)
-            refusals.refuse_clip(optimizer, kwargs)
-        scale = divisor_of(self, optimizer, "step")
-        state = self._per_optimizer_states[id(optimizer)]
-        refusals.refuse_second_step(state["stage"])
-        if state["stage"] is OptState.UNSCALED and state["found_inf_per_device"]:
-            refusals.refuse_replaced(optimizer, state)
-            refusals.refuse_added_groups(optimizer, state.get("groups"))
-        if isinstance(optimizer, torch.optim.SGD):
-            self._warn_of_fused_sgd(optimizer)
-        self._steps.begin(optimizer, scale.device)
-        if apply.takes_scaler(optimizer):
-            refusals.refuse_clip_by(optimizer, clip.asked)
+            if "clip_norm" in clips:
+                torch.nn.utils.clip_grad_norm_(list(parameters_of([optimizer])), clips["clip_norm"])
+            if "clip_value" in clips:
+                torch.nn.utils.clip_grad_value_(list(parameters_of([optimizer])), clips["clip_value"])
+            return optimizer.step(*args, **kwargs)
+        window, state = self._window_of(optimizer, "step"), self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        groups = state["noted"].groups if "noted" in state else None
+        if groups is not None and groups != len(optimizer.param_groups):
+            refusals.refuse_scaled(optimizer, groups)
+        # Not an error: torch's scaler runs it.
+        if isinstance(optimizer, torch.optim.SGD) and not self._warned_of_fused_sgd:
+            if (fault := fault_of_fused_sgd(optimizer)) is not None:
+                self._warned_of_fused_sgd = True
+                warnings.warn(fault, stacklevel=callers_level())
+        if optimizer not in self._memory.measured:
+            self._memory.begin([optimizer], window.scale.device)
+        handled = apply.handled_by(optimizer)
+        if handled == "argument":
+            if clips:
+                raise refusals.clip_of(optimizer)
             self.last = None
-            returned = stepped.step_with_scaler(optimizer, self, *args, **kwargs)
-        elif clip.asked:
-            returned = ways.clipped(self, optimizer, scale, clip, *args, **kwargs)
-        elif apply.folds(optimizer):
-            returned = ways.folded(self, optimizer, scale, *args, **kwargs)
-        else:
-            returned = ways.gated(self, optimizer, scale, *args, **kwargs)
+            warnings.warn(refusals.PASSES_ITSELF, FutureWarning, stacklevel=callers_level())
+            returned = optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-overload]
+            self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+            return returned
+        if state["stage"] is OptState.READY and self._unscales_otherwise:
+            self._unscale(optimizer, window, allow_fp16=self._unscales_half or handled == "attributes")
+        divided = state["stage"] is OptState.UNSCALED
+        plan, noted, gate = self._checked(optimizer, window, edited=divided, **clips)
+        folds = bool(plan.folding)
+        if not noted.facts.attempted and (plan.gradients.grads or not folds):
+            state["stage"] = OptState.UNSCALED  # as in torch, whose step has unscaled before it raises
+            raise refusals.unchecked_gradients(optimizer)
+        if folds and gate.applied is False:  # called as by torch's scaler, whose kernel then makes its state
+            gate = Gate(None, filled(1.0, plan.scale.device), None, None if plan.keeps else plan.scale)
+        if plan.edits:
+            apply.edit(plan, gate)
+        # Divided from here on, if they are: a step that is repeated because the optimizer raises must not do it again.
+        if plan.divides or (plan.edits and gate.factor is not None):
+            state["stage"], noted.groups = OptState.UNSCALED, len(optimizer.param_groups)
+        returned = apply.apply(plan, gate, *args, **kwargs)
+        if noted.result.known is None:  # counted as the step leaves them, if somebody asks
+            noted.result.sizes = None if divided else noted.result.sizes
+            noted.result.traces = Traces(plan.gradients)
         # Last: if the optimizer raises, the step may be repeated.
-        state["stage"] = OptState.STEPPED
+        self.last, state["stage"] = noted.result, OptState.STEPPED
         return returned
 
-    def _warn_of_fused_sgd(self, optimizer: Optimizer) -> None:
-        # Not an error: torch's scaler runs it.
-        if not self._warned_of_fused_sgd and (fault := fault_of_fused_sgd(optimizer)) is not None:
-            self._warned_of_fused_sgd = True
-            warnings.warn(fault, stacklevel=3)
-
-    def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        scale = divisor_of(self, optimizer, "step")
-        step = stepped.step_gated(optimizer, optimizer_state, scale, *args, **kwargs)
-        return self._remembered(optimizer, scale, step)
-
-    def _remembered(self, optimizer: Optimizer, scale: Tensor, step: stepped.Stepped) -> Any:
-        """Returns what the optimizer's `step` returned, and sets `last`."""
-        self.last = self._steps.add(optimizer, self._per_optimizer_states[id(optimizer)], scale, step)
-        return step.returned
-
+    @_disable_dynamo
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale after the steps of all optimizers, or sets it to `new_scale`.
 
         Another `update` merges with the one before it if neither `scale` nor a backward pass was called between them,
         as in a loop that calls `step` and `update` for each optimizer: the scale backs off or grows once.
-        Does not synchronize with the device, except to check a `new_scale` that is a tensor there.
+        Does not synchronize with the device, except with a `new_scale`, and where it follows another `update` for the
+        same gradients.
 
         Raises:
             ScaleStuck: the run is stuck, and `on_stuck` is `"raise"`. The scale has been updated then.
         """
-        if torch.compiler.is_dynamo_compiling():
-            return _uncompiled(GradScaler.update, self, new_scale)
         if not self._enabled:
             return
-        scale, tracker = self._check_scale_growth_tracker("update")
-        number = None if new_scale is None else settings.checked_scale(new_scale, self._device, self._bounds)
-        close_steps(self, scale, tracker, number)
+        before = self._state("update")  # with what others have written
+        number = None if new_scale is None else settings.number_of(new_scale, self._device, self._rule.policy)
+        checked = any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
+        if number is None and not checked:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        # Without a window, as after a load, no gradients are known that would belong to the scale from before.
+        had_gradients = checked or self._window is not None
+        window = self._window or self._open()
+        window.noted |= self._per_optimizer_states
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        window.divided.clear()
+        if checked and window.updated:  # from the start of the window: a second update for its gradients decides anew
+            self._rule.go_back(window.start)
+        window.updated = had_gradients
+        results = self._close(window) if checked else []
+        if number is not None:
+            counts = {name: getattr(self._rule.state, name) for name in ("applied", "skipped", "consecutive_skips")}
+            self._set_state(replace(before, scale=np.float32(number), **counts))
+            for result in results:
+                result.after = self._rule.state
+            # Another update for the same gradients goes on from here.
+            window.noted = {
+                key: {"stage": state["stage"], "found_inf_per_device": {}} for key, state in window.noted.items()
+            }
+
+    def _close(self, window: DropInWindow) -> list[StepResult]:
+        """Follows the facts of all optimizers of a window, remembers their step, and returns their results."""
+        noted = [each for state in window.noted.values() if (each := noted_in(state)) is not None]
+        results = [each.result for each in noted if each.result is not None]  # none of what other code has checked
+        skipped = [result for result in results if result.known is False]  # where the host knows
+        shown, has_amax = (skipped or results or [None])[-1], self._rule.reads.amax
+        facts = Merged(noted=noted, ratio=window.start.amax_ratio)
+        if all(check.found is not None for each in noted for check in each.checks):
+            facts.seen()
+
+        def note(state: ScaleState) -> None:
+            seen, stuck = facts.seen(), False
+            if not seen.finite:
+                floor = max(STUCK_AT, torch_rule.bounds_of(self._rule.policy)[0])
+                stuck = state.stuck or window.divisor <= floor
+            normed = [each.normed.seen().norm for each in noted if each.normed is not None]
+            of_all = Facts(replace(seen, norm=np.float32(math.hypot(*normed))))
+            if shown is not None:
+                has_norm = len(normed) == len(noted)
+                self._memory.note(shown, of_all, has_norm, has_amax, replace(state, stuck=np.bool_(stuck)))
+            for result in results:
+                result.after = state
+
+        # Their ratio is new where both were read of all gradients.
+        measured = all(each.amax and each.norm for each in noted)
+        self._rule.follow(facts, note, estimates_amax=has_amax and measured)
+        # Last: it may raise, and the update is complete by then.
+        if shown is not None:
+            optimizers = [each.optimizer for each in noted if each.optimizer is not None]
+            self._memory.keep(shown, optimizers, sum(result.gradient_count for result in results))
+        return results
 
     def _discard(self) -> None:
         """Forgets what was noted since the last `update`: that step is never made, as after an error."""
         if self._enabled:
-            self._updated = Updated()
-            discard_steps(self)
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+            self._window = None
 
     def metrics(self) -> dict[str, float]:
         """Returns scale, counts, skip rate and headroom, as `LossScaler.metrics`. Never synchronizes.
@@ -438,18 +619,21 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         A step is an `update`. Counts start at 0 when a state of torch's is loaded, which has none. `grad_norm` is NaN
         without `clip_norm`, and `headroom_bits` unless the policy reads the largest gradient.
         """
-        return self._steps.metrics()
+        return self._memory.metrics(self._rule.latest)
 
     def health(self) -> Health:
         """Returns how the run is doing, as `LossScaler.health`. Synchronizes with the device.
 
         Whether gradients underflow is known only with a policy that reads the largest one, and BF16 is not recognized.
         """
-        return self._steps.health(self.is_enabled(), self._multiplies)
+        state = self._rule.state
+        return self._memory.health(state, scaling=self.is_enabled(), in_bf16=False, multiplies=self._rule.multiplies)
 
-    def _numbers(self) -> tuple[float, float, int]:
-        """Returns the numbers of torch's rule that its kernel takes."""
-        return self._growth_factor, self._backoff_factor, int(self._growth_interval)
+    def get_scale(self) -> float:
+        """Returns the scale; 1 if the scaler is disabled. Synchronizes where the outcome of a step is not known yet."""
+        if not self._enabled:
+            return 1.0
+        return float(self._init_scale) if self._views["scale"].tensor is None else float(self._state().scale)
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Sets the factor by which the scale is multiplied when it grows."""
@@ -466,9 +650,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
     def _change(self, name: str, value: Any) -> None:
         """Sets one number of the rule, or raises if it is invalid or the policy has no such number."""
         if self._enabled:
-            settings.check_number_of_rule(name, value)
-            if self._rule is not None:
-                self._rule.policy = settings.changed(self._rule.policy, name, value)
+            self._rule.catch_up()
+            self._rule.replace(torch_rule.changed(self._rule.policy, name, value))
         setattr(self, f"_{name}", value)
 
     def state_dict(self) -> dict[str, Any]:
@@ -478,7 +661,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """
         numbers = super().state_dict()
         if self._enabled:
-            numbers |= saved.write_extra(self._rule, self._bounds, numbers["scale"], numbers["_growth_tracker"])
+            self._state()
+            numbers |= settings.write_extra(self._rule)
         return numbers
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -489,20 +673,24 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """
         if self._enabled and state_dict:
             # All of it is read and checked before anything is set.
-            present = None if self._rule is None else self._rule.policy
-            found = saved.read_scaler(state_dict, present, self._bounds)
-            note_loaded_policy(present, found.policy)
-            if not replaces_policy(present, found.policy):
+            numbers, found = settings.read_scaler(state_dict, self._rule.policy)
+            present, loaded = (None if isinstance(p, TorchRule) else p for p in (self._rule.policy, found.policy))
+            note_loaded_policy(present, loaded)
+            if not replaces_policy(present, loaded):
                 return
-            self._updated = Updated()
-            state_dict, self._bounds, self._rule = found.numbers, found.bounds, found.rule
-            self._steps.restart(found.counters())
+            state_dict = numbers
+            self._rule.load(*found)
+            self._memory.forget()
+            self.last = self._window = None
         super().load_state_dict(state_dict)
-        if self._enabled and self._scale is not None:
-            self._settle()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | saved.contents_of_copy(self._rule, self._steps)
+        # Results and windows refer to tensors of the original. torch's `__getstate__` raises unless its states are
+        # empty: they are new ones here, so that a shallow copy does not share them.
+        contents = super().__getstate__()
+        copies = {name: copy(contents[name]) for name in ("_rule", "_memory")}
+        fresh = {"last": None, "_window": None, "_views": {name: View() for name in VIEWS}}
+        return contents | copies | fresh | {"_per_optimizer_states": defaultdict(_refresh_per_optimizer_state)}
 
 
 _UNSCALE_GRADS = GradScaler._unscale_grads_

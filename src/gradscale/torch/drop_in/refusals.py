@@ -5,51 +5,46 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from gradscale._shown import short
-from gradscale.engine.other_arguments import OTHER_ARGUMENTS
-from gradscale.engine.other_names import ANSWERS
+from gradscale._text import short
+from gradscale.engine.hints import ANSWERS, OTHER_ARGUMENTS
 from gradscale.torch.checks import some
-from gradscale.torch.drop_in.unscale import gradients_of
-from gradscale.torch.step.gradients import Names, parameters_of
+from gradscale.torch.gradients import Names, parameters_of
+from gradscale.torch.window.autograd import has_hidden_leaves
 
 Optimizer = torch.optim.Optimizer
 
-CLIPS = frozenset(OTHER_ARGUMENTS)
-"""Other scalers' names for `clip_norm` and `clip_value`."""
-
+PASSES_ITSELF = (
+    "GradScaler is going to stop passing itself as a keyword argument to the passed "
+    "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+    "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly."
+)
+"""torch's own warning."""
 
 LEFT_OUT = "Where a step is left out after `unscale_`, call `update()` in its place."
 """What to do for a loop that looks at unscaled gradients, and does not step on them."""
 
 
-def refuse_second_unscale(stage: OptState) -> None:
-    """Raises torch's error for an optimizer whose gradients are divided already, or that was stepped."""
-    if stage is OptState.UNSCALED:
-        error = RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        error.add_note(LEFT_OUT)
-        raise error
+def second_unscale(stage: OptState) -> RuntimeError:
+    """Returns torch's error for an optimizer whose gradients are divided already, or that was stepped."""
     if stage is OptState.STEPPED:
-        raise RuntimeError("unscale_() is being called after step().")
+        return RuntimeError("unscale_() is being called after step().")
+    error = RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+    error.add_note(LEFT_OUT)
+    return error
 
 
-def refuse_second_step(stage: OptState) -> None:
-    """Raises torch's error for an optimizer that was stepped already."""
-    if stage is OptState.STEPPED:
-        raise RuntimeError("step() has already been called since the last update().")
+def refuse_arguments(optimizer: Optimizer, given: Mapping[str, Any], *args: Any) -> None:
+    """Raises for arguments of `step` with a closure, or with another scaler's name for `clip_norm` or `clip_value`.
 
-
-def refuse_closure(*args: Any, **kwargs: Any) -> None:
-    """Raises torch's error if a closure is among the arguments of `step`."""
-    if "closure" in kwargs or (args and callable(args[0])):
+    Not for a name that the optimizer's own `step` takes.
+    """
+    if "closure" in given or (args and callable(args[0])):
         raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-
-
-def refuse_clip(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
-    """Raises if `step` is asked to clip by another scaler's name for it, unless the optimizer's own `step` takes it."""
-    if not (asked := [name for name in given if name in CLIPS]):
+    if not (asked := [name for name in given if name in OTHER_ARGUMENTS]):
         return
     takes = inspect.signature(optimizer.step).parameters
     if asked[0] not in takes and not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values()):
@@ -59,20 +54,17 @@ def refuse_clip(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_clip_by(optimizer: Optimizer, asked: bool) -> None:
-    """Raises if `step` is asked to clip for an optimizer that unscales the gradients itself."""
-    if asked:
-        raise TypeError(
-            "`clip_norm` and `clip_value` need an optimizer whose gradients the scaler unscales. Received: "
-            f"{type(optimizer).__name__}, whose `step` takes a `grad_scaler` and does all of it itself. "
-            "Call `scaler.unscale_(optimizer)`, then `torch.nn.utils.clip_grad_norm_`."
-        )
+def clip_of(optimizer: Optimizer) -> TypeError:
+    """Returns the error for a bound that `step` is given for an optimizer that unscales the gradients itself."""
+    return TypeError(
+        "`clip_norm` and `clip_value` need an optimizer whose gradients the scaler unscales. Received: "
+        f"{type(optimizer).__name__}, whose `step` takes a `grad_scaler` and does all of it itself. "
+        "Call `scaler.unscale_(optimizer)`, then `torch.nn.utils.clip_grad_norm_`."
+    )
 
 
-def refuse_half(optimizer: Optimizer, gradients: Iterable[Tensor]) -> None:
-    """Raises torch's error for FP16 gradients outside of a fused kernel, with a note that names the parameters."""
-    if torch.float16 not in {grad.dtype for grad in gradients}:
-        return
+def half_gradients(optimizer: Optimizer) -> ValueError:
+    """Returns torch's error for FP16 gradients outside of a fused kernel, with a note that names the parameters."""
     half = [each for each in parameters_of([optimizer]) if getattr(each.grad, "dtype", None) is torch.float16]
     error = ValueError("Attempting to unscale FP16 gradients.")
     error.add_note(
@@ -80,7 +72,7 @@ def refuse_half(optimizer: Optimizer, gradients: Iterable[Tensor]) -> None:
         "Keep parameters in float32 and compute under `torch.autocast`; or wrap the optimizer, as "
         "`gradscale.torch.MasterWeights(optimizer, grad_fp32=True)`, for float32 gradients."
     )
-    raise error
+    return error
 
 
 def refuse_divided(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
@@ -89,8 +81,7 @@ def refuse_divided(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
     for other in others:
         if other is optimizer:
             continue
-        # By the gradient: two parameters may hold one.
-        theirs = {id(parameter.grad) for parameter in parameters_of([other]) if parameter.grad is not None}
+        theirs = {id(parameter.grad) for parameter in with_gradients(other)}  # two parameters may hold one gradient
         if shared := [parameter for parameter in parameters_of([optimizer]) if id(parameter.grad) in theirs]:
             raise RuntimeError(
                 "A parameter may belong to one optimizer of a backward pass only: each divides its gradient by the "
@@ -99,33 +90,17 @@ def refuse_divided(optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
             )
 
 
-def refuse_added_groups(optimizer: Optimizer, unscaled: int | None) -> None:
-    """Raises if groups that came after the first `unscaled` ones have gradients, which are still scaled.
-
-    None where a subclass has unscaled them itself: nothing is known then.
-    """
+def refuse_scaled(optimizer: Optimizer, unscaled: int) -> None:
+    """Raises if groups after the first `unscaled` ones have gradients: they are newer than `unscale_`."""
     # torch's scaler applies them as they are: the update is too large by a factor of the scale.
-    groups = () if unscaled is None else optimizer.param_groups[unscaled:]
-    added = [parameter for group in groups for parameter in group["params"]]
-    if late := [parameter for parameter in added if parameter.grad is not None]:
+    added = [parameter for group in optimizer.param_groups[unscaled:] for parameter in group["params"]]
+    late = [parameter for parameter in added if parameter.grad is not None]
+    if late and unscaled:
         raise RuntimeError(
             "A parameter group was added after `unscale_`, and its gradients are still scaled: "
             f"{some(Names(()), late, [optimizer])}. Add groups before `unscale_` or after `step`."
         )
-
-
-def replaced(optimizers: Iterable[Optimizer], states: Mapping[int, dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Yields the states of optimizers whose gradients were unscaled, and then cleared without a step."""
-    for optimizer in optimizers:
-        state = states.get(id(optimizer), {})
-        if state.get("stage") is OptState.UNSCALED and not gradients_of(optimizer):
-            yield state
-
-
-def refuse_replaced(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raises if the gradients that were unscaled are gone, and others, which are still scaled, took their place."""
-    # torch's scaler applies them as they are: the update is too large by a factor of the scale.
-    if state.get("replaced") and gradients_of(optimizer):
+    if late:
         raise RuntimeError(
             "The gradients of this optimizer were cleared after `unscale_`, and made anew by another backward pass: "
             f"they are still scaled. {LEFT_OUT}"
@@ -135,7 +110,7 @@ def refuse_replaced(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 def unchecked_gradients(optimizer: Optimizer) -> AssertionError:
     """Returns torch's error for an optimizer without checked gradients, with a note on the likely cause."""
     error = AssertionError("No inf checks were recorded for this optimizer.")
-    if gradients_of(optimizer):
+    if with_gradients(optimizer):
         error.add_note("Its gradients were made after `unscale_`. Call `unscale_` after the backward pass.")
         return error
     error.add_note(
@@ -143,3 +118,31 @@ def unchecked_gradients(optimizer: Optimizer) -> AssertionError:
         "has a gradient: frozen, unused by the loss, or not the model's (was the model moved or wrapped afterwards?)."
     )
     return error
+
+
+def with_gradients(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the parameters of an optimizer that have a gradient."""
+    return [parameter for parameter in parameters_of([optimizer]) if parameter.grad is not None]
+
+
+def refuse_retries(loss: Tensor, states: Mapping[int, Mapping[str, Any]], group: Any) -> None:
+    """Raises if the backward pass of `loss` cannot be run again, or not safely in `states` of the optimizers."""
+    reason = None
+    if dist.is_available() and dist.is_initialized() and group != "alone":
+        reason = (
+            "a backward pass under DDP or FSDP sends its gradients to other ranks, once for each forward pass, and a "
+            "GradScaler does not know whether the model does so. Use `gradscale.torch.LossScaler(model)`, which does; "
+            "or, where this process trains a model by itself, `GradScaler(group='alone')`."
+        )
+    elif any(state["stage"] is not OptState.READY for state in states.values()):
+        reason = (
+            "an optimizer was unscaled or stepped since the last `update`, with the scale that a retry would change. "
+            "Call `backward` before `unscale_` and `step`, or after `update`."
+        )
+    elif has_hidden_leaves(loss):
+        reason = (
+            "reentrant checkpointing hides which gradients the backward pass makes. Use "
+            "`checkpoint(..., use_reentrant=False)`, or `gradscale.torch.LossScaler(model)`."
+        )
+    if reason is not None:
+        raise RuntimeError(f"`retries` cannot run this backward pass again: {reason}")

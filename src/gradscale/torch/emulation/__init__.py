@@ -1,17 +1,25 @@
 """`emulate`: training in any number format on any machine, with rounding to that format and float32 kernels."""
 
-from contextlib import ContextDecorator
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradscale.formats import get_format
-from gradscale.torch.emulation.rounding import Rounding, UniformNumbers
+from gradscale.kernels.torch_rounding import Rounding, UniformNumbers
+
+if TYPE_CHECKING:
+    from gradscale.torch.emulation.mode import EmulationMode
 
 __all__ = ["emulate"]
 
-RoundingName = Literal["nearest", "stochastic"]
 
-
-class emulate(ContextDecorator):
+def emulate(
+    format: Any,
+    grad_format: Any = None,
+    *,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+    saturate: bool = False,
+    saturate_grads: bool = False,
+    seed: int | None = None,
+) -> "EmulationMode":
     """Runs a model as if its products were computed in another number format. A block, or a decorator.
 
     Operands and results of matrix products, convolutions, attention, recurrent layers and embeddings are rounded to
@@ -35,8 +43,7 @@ class emulate(ContextDecorator):
         seed: of random numbers of its own for stochastic rounding; None uses torch's.
 
     Raises:
-        ValueError: a format or `rounding` is unknown, or a seed is given without stochastic rounding.
-        RuntimeError: in the block, a scripted or traced function with products is called.
+        ValueError: a format or `rounding` is unknown.
 
     >>> import torch
     >>> weight = torch.tensor([[1 / 3]], requires_grad=True)
@@ -46,39 +53,12 @@ class emulate(ContextDecorator):
     >>> product.item(), weight.grad.item()
     (0.34375, 0.0)
     """
+    # Importing the mode loads torch's compiler, to exclude the mode from it, which takes a second.
+    from gradscale.torch.emulation.mode import EmulationMode
 
-    def __init__(
-        self,
-        format: Any,
-        grad_format: Any = None,
-        *,
-        rounding: RoundingName = "nearest",
-        saturate: bool = False,
-        saturate_grads: bool = False,
-        seed: int | None = None,
-    ) -> None:
-        if rounding not in get_args(RoundingName):
-            raise ValueError(
-                f"`rounding` must be one of {', '.join(get_args(RoundingName))}. Received: rounding={rounding!r}."
-            )
-        if seed is not None and rounding != "stochastic":
-            raise ValueError(
-                "`seed` is for stochastic rounding; rounding to nearest draws nothing. "
-                f"Received: seed={seed!r}, rounding={rounding!r}. Leave it out, or pass rounding='stochastic'."
-            )
-        random = UniformNumbers(seed) if rounding == "stochastic" else None
-        self._values = Rounding(get_format(format), saturate, random)
-        self._grads = Rounding(get_format(format if grad_format is None else grad_format), saturate_grads, random)
-
-    def __enter__(self) -> Self:
-        # Importing the mode loads torch's compiler, to exclude the mode from it, which takes a second.
-        from gradscale.torch.emulation.mode import EmulationMode
-
-        # A new mode for each entry, so that one `emulate` can decorate functions that call each other, in any thread.
-        EmulationMode(self._values, self._grads).__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        from gradscale.torch.emulation.mode import MODES
-
-        MODES.items[-1].__exit__(*exception)
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"`rounding` must be one of nearest, stochastic. Received: rounding={rounding!r}.")
+    random = UniformNumbers(seed) if rounding == "stochastic" else None
+    values = Rounding(get_format(format), saturate, random)
+    grads = Rounding(get_format(format if grad_format is None else grad_format), saturate_grads, random)
+    return EmulationMode(values, grads)

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradscale.kernels.torch_storage import MasterStorage
 from gradscale.torch.cast import HALF_DTYPES
-from gradscale.torch.local import local
-from gradscale.torch.masters.storage import MasterStorage, StepBuffer
+from gradscale.torch.gradients import local
 
 
 @dataclass
 class Master:
-    """The master of a 16-bit weight. A wider parameter is its own master.
+    """The master of a 16-bit weight.
 
     Attributes:
         weight: the model's parameter.
-        tensor: the parameter of the inner optimizer: the weight itself if it is not 16-bit. Where the storage does not
-            store values, it is empty between steps. Distributed as the weight is.
+        tensor: the parameter of the inner optimizer, distributed as the weight is. Where the storage does not store
+            values, it is empty between steps.
         stored: what the storage stores beside the weight, or beside what this rank holds of it. If that is the values,
             the same object as `tensor`, so that it is in a copy too.
         dtype: the dtype that the weight had when the master was made.
@@ -39,18 +39,11 @@ class Master:
     seen: tuple[int, int] | None = None
 
     @property
-    def is_half(self) -> bool:
-        """Whether this is a master of a 16-bit weight, apart from it."""
-        return self.tensor is not self.weight
-
-    @property
     def fits(self) -> bool:
         """Whether the weight still has the dtype and device that the master was made for.
 
         `model.half()`, `model.float()` and `model.to(device)` change them, and not the parameter's identity.
         """
-        if self.tensor is self.weight:
-            return self.weight.dtype not in HALF_DTYPES
         return self.weight.dtype is self.dtype and self.weight.device == self.stored.device
 
     @property
@@ -78,21 +71,6 @@ class Master:
             stored.zero_()
         self.note_weight()
 
-    def value(self, storage: MasterStorage) -> Tensor:
-        """Returns the value that the next step starts from. Changes nothing, unlike `sync`."""
-        # The weight may be about to be written again: loaded values must outlast a look at them before the model is
-        # loaded, and low bits one while the weights are swapped for others.
-        if self.weight.dtype not in HALF_DTYPES:
-            return self.weight
-        found = self
-        if self.loaded is not None or not (self.fits and self.seen == self.now):
-            found = made_anew(self, storage)
-            found.weight, found.seen = self.weight.detach().clone(), None
-            found.sync(storage)
-        if storage.stores_values:
-            return found.tensor
-        return distributed_as(found.weight, storage.read([local(found.weight)], [found.stored], StepBuffer())[0])
-
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy, in which only a write to the weight since it was `seen` is noted."""
         return vars(self) | {"seen": self.seen if self.seen == self.now else None}
@@ -105,27 +83,39 @@ class Master:
 
 
 @torch.no_grad()
-def made_anew(master: Master, storage: MasterStorage) -> Master:
-    """Returns another master for the weight, which fits it.
+def made_anew(weight: Tensor, master: Master | None, storage: MasterStorage) -> Master:
+    """Returns another master for a 16-bit weight, in place of one that does not fit it, or of none.
 
-    What is stored is copied if the dtype is the same, for `sync` to compare with the weight. Else the weight is the
-    value.
+    What that one stores is copied if the dtype is the same, for `sync` to compare with the weight. Else the weight is
+    the value.
     """
-    weight = master.weight
-    made = Master(weight, weight, weight, weight.dtype)
-    if made.fits:
-        return made
     part = local(weight.detach())
-    made.stored, made.loaded = storage.store(part), master.loaded
+    stored = storage.store(part)
     # Empty between steps: a step sets its data to a float32 buffer for one chunk, and no copy of the model is kept.
-    values = made.stored if storage.stores_values else part.new_empty(0, dtype=torch.float32)
-    made.tensor = nn.Parameter(distributed_as(weight, values), requires_grad=weight.requires_grad)
-    made.stored = made.tensor if storage.stores_values else made.stored
-    if master.is_half and master.dtype is weight.dtype:
-        made.stored.copy_(master.stored)
-    else:
-        made.seen = made.now
+    values = stored if storage.stores_values else part.new_empty(0, dtype=torch.float32)
+    tensor = nn.Parameter(distributed_as(weight, values), requires_grad=weight.requires_grad)
+    made = Master(weight, tensor, tensor if storage.stores_values else stored, weight.dtype)
+    made.note_weight()
+    if master is not None:
+        made.loaded = master.loaded
+        if master.dtype is weight.dtype:
+            made.stored.copy_(master.stored)
+            made.seen = None
     return made
+
+
+def value_of(weight: Tensor, master: Master | None, storage: MasterStorage) -> Tensor:
+    """Returns the float32 value of a parameter that the next step starts from. Changes nothing, unlike `sync`."""
+    if weight.dtype not in HALF_DTYPES:
+        return weight
+    # The weight may be about to be written again: loaded values must outlast a look at them before the model is
+    # loaded, and low bits one while the weights are swapped for others.
+    if master is None or master.loaded is not None or not (master.fits and master.seen == master.now):
+        master = made_anew(weight.detach().clone(), master, storage)
+        master.sync(storage)
+    if storage.stores_values:
+        return master.tensor
+    return distributed_as(weight, storage.read([local(master.weight)], [master.stored])[0])
 
 
 def distributed_as(model: Any, part: Tensor) -> Tensor:
@@ -145,3 +135,16 @@ def set_part(tensor: Any, part: Tensor) -> None:
     """Makes `part` the memory of `tensor`, or of what this rank holds of it. The tensor stays the same object."""
     # As FSDP2 does it: `data` of a DTensor is not where its numbers are.
     setattr(tensor, "_local_tensor" if hasattr(tensor, "to_local") else "data", part)
+
+
+def copied_for(weight: Any, value: Any) -> Tensor:
+    """Returns a saved value, which may be distributed in another way or not at all, distributed as the weight is."""
+    # Copied in any case: it is used at the next step, and the caller may change the dict before.
+    value = value.detach().to(weight.device, torch.float32, copy=True)
+    if not hasattr(weight, "to_local"):
+        return value.full_tensor() if hasattr(value, "to_local") else value
+    if hasattr(value, "to_local"):
+        return value.redistribute(weight.device_mesh, weight.placements)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, weight.device_mesh, weight.placements)

@@ -1,19 +1,25 @@
 """`MasterWeights`: any optimizer, for FP16 and BF16 parameters, with updates in float32."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradscale.kernels.torch import tensor_groups
+from gradscale.kernels.torch_storage import Storage, make_storage
 from gradscale.torch.cast import HALF_DTYPES, cast
 from gradscale.torch.compat import check_grad_fp32
-from gradscale.torch.local import local
-from gradscale.torch.masters.inner_optimizer import Gate, check_inner_optimizer, copy_settings, parts, set_gradients
-from gradscale.torch.masters.master import Master, made_anew, set_part
-from gradscale.torch.masters.storage import StepBuffer, Storage, make_storage
+from gradscale.torch.gradients import local, parameters_of, values_of
+from gradscale.torch.host import host_value, to_device
+from gradscale.torch.masters.master import Master, copied_for, distributed_as, made_anew, set_part, value_of
+from gradscale.torch.step import apply
+
+CHUNK_ON_CPU, CHUNK = 2**21, 2**25
+"""Elements stepped at once, except that a tensor is never split. On the CPU few enough to stay in its caches between
+the passes; elsewhere enough to keep a device busy, and still few beside a model."""
 
 KEY, VALUE, VERSION = "masters", "master", 1
 """In a saved state: the key of the entry of masters, that of a value in the state of a parameter, and the version."""
@@ -62,13 +68,12 @@ class MasterWeights(Optimizer):
         self, optimizer: Optimizer, storage: Storage = "fp32", *, grad_fp32: bool = False, seed: int | None = None
     ) -> None:
         check_grad_fp32(grad_fp32)
-        check_inner_optimizer(optimizer)
+        _check_inner(optimizer)
         self._storage = make_storage(storage, seed)
         self.optimizer = optimizer
         self.storage: Storage = storage
         self.grad_fp32 = grad_fp32
-        self._groups: list[list[Master]] = []
-        self._value_buffer, self._grad_buffer = StepBuffer(), StepBuffer()
+        self._masters: dict[Tensor, Master] = {}
         super().__init__([{**group} for group in optimizer.param_groups], optimizer.defaults)
         self._make_fit()
 
@@ -76,7 +81,8 @@ class MasterWeights(Optimizer):
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
         """The state of the inner optimizer, by the model's parameters."""
         state = self.optimizer.state
-        return {master.weight: state[master.tensor] for master in self._masters() if master.tensor in state}
+        held = ((weight, self._held(weight)) for weight in parameters_of([self]))
+        return {weight: state[tensor] for weight, tensor in held if tensor in state}
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -85,39 +91,44 @@ class MasterWeights(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, as for any optimizer; 16-bit parameters get masters."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
         # The base class calls this for the groups that the inner optimizer has already.
-        adds = len(self.param_groups) > len(self.optimizer.param_groups)
-        if adds:
+        if len(self.param_groups) > len(self.optimizer.param_groups):
             try:
-                self.optimizer.add_param_group({**group})
+                self.optimizer.add_param_group({**self.param_groups[-1]})
             except BaseException:
                 self.param_groups.pop()
                 raise
-        self._groups.append([Master(weight, weight, weight, weight.dtype) for weight in group["params"]])
-        if adds:
             self._make_fit()
 
+    def _held(self, weight: Tensor) -> Tensor:
+        """Returns what the inner optimizer holds in place of a parameter."""
+        return self._masters[weight].tensor if weight in self._masters else weight
+
     def _make_fit(self) -> None:
-        """Replaces masters that do not fit their weights, here and in the inner optimizer, with their state."""
-        unfit = [(masters, index) for masters in self._groups for index, each in enumerate(masters) if not each.fits]
+        """Makes the masters of weights that have become 16-bit, drops those of others, and moves their state along."""
+        unfit = {
+            weight: self._held(weight)
+            for weight in parameters_of([self])
+            if not (self._masters[weight].fits if weight in self._masters else weight.dtype not in HALF_DTYPES)
+        }
         if not unfit:
             return
         # All are made before the first is replaced: where memory runs out, nothing has been changed.
-        made = [made_anew(masters[index], self._storage) for masters, index in unfit]
+        half = [weight for weight in unfit if weight.dtype in HALF_DTYPES]
+        masters = self._masters | {each: made_anew(each, self._masters.get(each), self._storage) for each in half}
+        self._masters = {weight: master for weight, master in masters.items() if weight.dtype in HALF_DTYPES}
         state = self.optimizer.state
-        for (masters, index), master in zip(unfit, made, strict=True):
-            replaced, masters[index] = masters[index].tensor, master
+        for weight, replaced in unfit.items():
             if replaced in state:
-                state[master.tensor] = cast(state.pop(replaced), torch.float32, HALF_DTYPES)
-        for group, masters in zip(self.optimizer.param_groups, self._groups, strict=True):
+                state[self._held(weight)] = cast(state.pop(replaced), torch.float32, HALF_DTYPES)
+        for inner, group in zip(self.optimizer.param_groups, self.param_groups, strict=True):
             # In the inner optimizer's own dict: a wrapper such as SAM shares it with the optimizer inside.
-            group["params"] = [master.tensor for master in masters]
+            inner["params"] = [self._held(weight) for weight in group["params"]]
         self._set_grad_dtypes()
 
     def _set_grad_dtypes(self) -> None:
         """With `grad_fp32`, makes the gradients of 16-bit weights float32, those that are there already too."""
-        for weight in (master.weight for master in self._halves() if self.grad_fp32):
+        for weight in self._masters if self.grad_fp32 else ():
             # torch raises if `grad_dtype` is set while there is a gradient.
             grad, weight.grad = weight.grad, None
             weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
@@ -134,51 +145,57 @@ class MasterWeights(Optimizer):
         """
         with torch.enable_grad():
             returned = None if closure is None else closure()
-        gate = Gate(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        if gate.skips:
+        divisor, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        known = None if skip is None else host_value(skip)
+        if known:
             return returned
+        skip = skip if known is None else None  # kernels that take it read it for every parameter
         self._make_fit()
-        for master in self._halves():
+        for master in self._masters.values():
             master.sync(self._storage)
         # At every step: schedulers write to the groups of this object.
-        copy_settings(self.param_groups, self.optimizer.param_groups)
-        for group, masters in parts(self.optimizer, self._groups):
-            if not gate.skips:
-                self._step(group, masters, gate)
-        # Optimizers other than torch's may count steps or adapt their rate in a group.
-        copy_settings(self.optimizer.param_groups, self.param_groups)
-        if not gate.skips:
-            self._storage.end_step(gate.skip)
-        return returned
-
-    def _step(self, group: int | None, masters: Sequence[Master], gate: Gate) -> None:
-        """Steps the inner optimizer on these parameters alone, of one group or of all, and rounds into the weights."""
-        half = [master for master in masters if master.is_half]
-        parameters, tensors = [master.weight for master in half], [master.tensor for master in half]
-        weights, stored = list(map(local, parameters)), [local(master.stored) for master in half]
-        values = self._storage.read(weights, stored, self._value_buffer) if half else ()
-        groups, stepped = self.optimizer.param_groups, [master.tensor for master in masters]
-        try:
-            if not self._storage.stores_values:
+        _copy_settings(self.param_groups, self.optimizer.param_groups)
+        groups, borrows = self.optimizer.param_groups, not self._storage.stores_values
+        for group, weights in _parts(self.optimizer, self.param_groups):
+            half = [self._masters[weight] for weight in weights if weight in self._masters]
+            parameters, tensors = [master.weight for master in half], [master.tensor for master in half]
+            here, stored = list(map(local, parameters)), [local(master.stored) for master in half]
+            values = self._storage.read(here, stored) if half else ()
+            try:
                 # The tensor must stay the same object, by which the inner optimizer finds its state.
-                for tensor, value in zip(tensors, values, strict=True):
-                    set_part(tensor, value)
-            set_gradients(tensors, parameters, self._grad_buffer)
-            if group is not None:
-                self.optimizer.param_groups = [{**groups[group], "params": stepped}]
-            gate.step(self.optimizer, stepped)
-            if half and not gate.skips:
-                self._storage.write(values, weights, stored, parameters)
-        finally:
-            if group is not None:
-                self.optimizer.param_groups = groups
-            # The buffers are reused for the next chunk, so that masters must not refer to them.
-            for tensor in tensors:
-                tensor.grad = None
-                if not self._storage.stores_values:
-                    set_part(tensor, local(tensor).new_empty(0))
-        for master in half:
-            master.note_weight()
+                for index, tensor in enumerate(tensors if borrows else ()):
+                    set_part(tensor, values[index])
+                _set_gradients(tensors, parameters)
+                stepped = list(map(self._held, weights))
+                if group is not None:
+                    self.optimizer.param_groups = [{**groups[group], "params": stepped}]
+                if apply.folds(self.optimizer):
+                    apply.step_folded(self.optimizer, divisor, skip)
+                else:
+                    # Read once for all parts: none is stepped while another is skipped.
+                    if skip is not None and skip.item():
+                        break
+                    skip = None
+                    if divisor is not None:
+                        _divide(stepped, divisor)
+                    apply.step_unfolded(self.optimizer)
+                if half:
+                    self._storage.write(values, here, stored, parameters)
+            finally:
+                if group is not None:
+                    self.optimizer.param_groups = groups
+                # The memory is free before the next part needs as much.
+                for tensor in tensors:
+                    tensor.grad = None
+                    if borrows:
+                        set_part(tensor, local(tensor).new_empty(0))
+                del values
+            for master in half:
+                master.note_weight()
+        # Optimizers other than torch's may count steps or adapt their rate in a group.
+        _copy_settings(self.optimizer.param_groups, self.param_groups)
+        self._storage.end_step(skip)
+        return returned
 
     @torch.no_grad()
     def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -187,8 +204,8 @@ class MasterWeights(Optimizer):
         They are the values that the next step starts from, and for reading only: copies, or with `"fp32"` mostly the
         masters themselves.
         """
-        for master in self._masters():
-            yield master.weight, master.value(self._storage)
+        for weight in parameters_of([self]):
+            yield weight, value_of(weight, self._masters.get(weight), self._storage)
 
     @torch.no_grad()
     def sync_from_model(self) -> None:
@@ -197,7 +214,7 @@ class MasterWeights(Optimizer):
         Only needed after writes that torch does not count, such as `parameter.data.copy_(...)`: others are detected.
         """
         self._make_fit()
-        for master in self._halves():
+        for master in self._masters.values():
             local(master.stored).copy_(self._storage.store(local(master.weight)))
             master.note_weight()
 
@@ -207,9 +224,9 @@ class MasterWeights(Optimizer):
 
         For weights that were float32 before a cast: masters made from the cast weights have lost the low bits.
         """
-        for master in self._halves():
-            if master.weight in values:
-                master.loaded = values[master.weight]
+        for weight, master in self._masters.items():
+            if weight in values:
+                master.loaded = values[weight]
                 master.sync(self._storage)
 
     @torch.no_grad()
@@ -243,43 +260,123 @@ class MasterWeights(Optimizer):
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         self._make_fit()
-        loaded = _masters_in(state_dict, list(self._masters()))
+        loaded = _values_in(state_dict, list(parameters_of([self])))
         of_inner = {name: value for name, value in state_dict.items() if name != KEY}
         of_inner["state"] = {
             key: {name: value for name, value in each.items() if name != VALUE} if isinstance(each, Mapping) else each
             for key, each in state_dict["state"].items()
         }
         self.optimizer.load_state_dict(of_inner)
-        copy_settings(self.optimizer.param_groups, self.param_groups)
+        _copy_settings(self.optimizer.param_groups, self.param_groups)
         self.sync_from_model()
         self._storage.load(state_dict.get(KEY, {}).get("storage_state", {}))
         # Applied at the next step: only then is it certain that the model has been loaded as well.
-        for master, value in loaded:
-            master.loaded = value
+        for weight, value in loaded.items():
+            self._masters[weight].loaded = value
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy or a pickle, without attributes set by schedulers and hooks."""
-        fields = ("_groups", "_storage", "defaults", "grad_fp32", "optimizer", "param_groups", "storage")
+        fields = ("_masters", "_storage", "defaults", "grad_fp32", "optimizer", "param_groups", "storage")
         return {name: vars(self)[name] for name in fields}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         check_grad_fp32(state["grad_fp32"])
         super().__setstate__(state)
-        self._value_buffer, self._grad_buffer = StepBuffer(), StepBuffer()
         # Copies of weights have lost their `grad_dtype`.
         self._set_grad_dtypes()
 
-    def _masters(self) -> Iterator[Master]:
-        return chain.from_iterable(self._groups)
 
-    def _halves(self) -> Iterator[Master]:
-        return (master for master in self._masters() if master.is_half)
+def _check_inner(optimizer: Any) -> None:
+    """Raises unless this is an optimizer that can be stepped on masters."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            "`optimizer` must be a torch optimizer built on the model's parameters. "
+            f"Received: {type(optimizer).__name__}."
+        )
+    if getattr(optimizer, "keeps_masters", False):
+        raise TypeError("`optimizer` keeps masters already. Wrap an optimizer once.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "LBFGS evaluates the loss itself, between its own updates of the parameters, and cannot be stepped on "
+            "masters. Keep the model's parameters in float32 for it."
+        )
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            "A scheduler has been built on this optimizer, and `MasterWeights` would not see its changes. "
+            "Build it on the `MasterWeights` instead, after wrapping."
+        )
 
 
-def _masters_in(state_dict: dict[str, Any], masters: Sequence[Master]) -> list[tuple[Master, Tensor]]:
-    """Returns masters with copies of their values in a saved state, distributed as the parameters are.
+def _parts(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int | None, list[Tensor]]]:
+    """Yields the parameters that have gradients in chunks of one group and one device, each with its group.
+
+    They are stepped one after the other, so that temporary float32 memory stays small. That is the same as stepping on
+    all at once for torch's own optimizers, which treat each parameter separately. Others may count steps in a group, or
+    use all gradients together; and a hook expects to be called once. For them all parameters are one part, of no group.
+
+    DTensors and plain parameters, which torch's multi-tensor kernels do not take together, are in different chunks.
+    """
+    with_gradients = [[weight for weight in group["params"] if weight.grad is not None] for group in groups]
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if hooked or not type(optimizer).__module__.startswith("torch.optim."):
+        yield None, list(chain.from_iterable(with_gradients))
+        return
+    for group, weights in enumerate(with_gradients):
+        for _, alike in groupby(weights, lambda weight: (weight.device, getattr(weight, "device_mesh", None))):
+            chunk, elements = [], 0
+            for weight in alike:
+                count = local(weight).numel()
+                elements += count
+                if chunk and elements > (CHUNK_ON_CPU if weight.is_cpu else CHUNK):
+                    yield group, chunk
+                    chunk, elements = [], count
+                chunk.append(weight)
+            yield group, chunk
+
+
+def _set_gradients(masters: Sequence[Tensor], weights: Sequence[Any]) -> None:
+    """Sets the gradient of every master to that of its weight: the same tensor if it is float32, else a cast.
+
+    One multi-tensor kernel casts all that need it. A sparse gradient is cast separately.
+    """
+    to_cast: list[tuple[Tensor, Tensor]] = []
+    for master, weight in zip(masters, weights, strict=True):
+        if hasattr(weight.grad, "placements") and weight.grad.placements != weight.placements:
+            # Each rank may hold the whole of it.
+            weight.grad = weight.grad.redistribute(placements=weight.placements)
+        grad = weight.grad
+        if grad.layout is not torch.strided:
+            master.grad = grad.float()
+        elif grad.dtype is torch.float32 and local(grad).stride() == local(master).stride():
+            master.grad = grad
+        else:
+            to_cast.append((master, grad))
+    if to_cast:
+        # In the layout of the masters, which fused kernels need.
+        cast = [torch.empty_like(local(master), dtype=torch.float32) for master, _ in to_cast]
+        torch._foreach_copy_(cast, [local(grad) for _, grad in to_cast])  # pyright: ignore[reportPrivateImportUsage]
+        for (master, grad), part in zip(to_cast, cast, strict=True):
+            master.grad = distributed_as(grad, part)
+
+
+def _divide(parameters: Sequence[Tensor], divisor: Tensor) -> None:
+    """Divides the gradients of `parameters`. Does not synchronize."""
+    # As in fused kernels: a product with the inverse rounds twice where the divisor is no power of two.
+    for group in tensor_groups([values_of(each, each.grad) for each in parameters]):  # type: ignore[arg-type]
+        here = to_device(divisor, group.device)
+        torch._foreach_div_(group.tensors, here)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _copy_settings(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """Copies learning rates and other settings from one optimizer's groups to another's."""
+    for given, group in zip(source, target, strict=True):
+        group.update({name: value for name, value in given.items() if name not in ("params", "param_names")})
+
+
+def _values_in(state_dict: dict[str, Any], weights: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """Returns copies of the masters in a saved state, by the weights, and distributed as these are.
 
     There are none in a plain optimizer's. Raises unless there are values for exactly the 16-bit parameters, each in its
     shape. Without the entry, which `torch.distributed.checkpoint` drops together with the state of frozen parameters,
@@ -306,10 +403,7 @@ def _masters_in(state_dict: dict[str, Any], masters: Sequence[Master]) -> list[t
                 "`state_dict` returned."
             )
         values |= entry["values"]
-    if not all(isinstance(value, Tensor) for value in values.values()):
-        kinds = ", ".join(type(value).__name__ for value in values.values())
-        raise ValueError(f"Saved masters must be tensors. Received: {kinds}.")
-    wanted = {index: tuple(master.weight.shape) for index, master in enumerate(masters) if master.is_half}
+    wanted = {index: tuple(each.shape) for index, each in enumerate(weights) if each.dtype in HALF_DTYPES}
     found = {index: tuple(value.shape) for index, value in values.items()}
     needed = found if entry is None else wanted | found
     if wrong := sorted(index for index in needed if wanted.get(index) != found.get(index)):
@@ -319,17 +413,4 @@ def _masters_in(state_dict: dict[str, Any], masters: Sequence[Master]) -> list[t
             f"Parameter {index} has shape {wanted.get(index)}, and its saved master {found.get(index)}. "
             "Build the optimizer on the same model, in the same dtype, as when it was saved."
         )
-    return [(masters[index], _copy_for(masters[index].weight, value)) for index, value in values.items()]
-
-
-def _copy_for(weight: Any, value: Any) -> Tensor:
-    """Returns a saved value, which may be distributed in another way or not at all, distributed as the weight is."""
-    # Copied in any case: it is used at the next step, and the caller may change the dict before.
-    value = value.detach().to(weight.device, torch.float32, copy=True)
-    if not hasattr(weight, "to_local"):
-        return value.full_tensor() if hasattr(value, "to_local") else value
-    if hasattr(value, "to_local"):
-        return value.redistribute(weight.device_mesh, weight.placements)
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value, weight.device_mesh, weight.placements)
+    return {weights[index]: copied_for(weights[index], value) for index, value in values.items()}

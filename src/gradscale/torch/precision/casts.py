@@ -1,10 +1,11 @@
 """The casts of `prepare`: of weights once, and of the inputs and outputs of modules at every call."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,33 +23,39 @@ MIXED_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._Instanc
 NORMS = (*MIXED_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def cast_models(models: Sequence[nn.Module], precision: Precision) -> None:
-    """Casts the weights of models, and from now on their inputs and outputs. Parameters stay the same objects.
+@dataclass(frozen=True, slots=True)
+class InputOutputCast:
+    """The casts around a call of a module: dtypes of its inputs, of `torch.autocast` inside, and of its outputs.
 
-    Raises:
-        ValueError: a pattern in `keep_fp32` matches no module, or a module that must stay float32 shares a weight with
-            a model itself. Nothing has been changed then.
+    None leaves each as it is. `torch.float32` disables autocast.
     """
-    named, norms = _named(models, precision), set[nn.Module]()
-    if precision.keep_norm_fp32 and precision.compute is not torch.float32:
-        norms = {module for module in _all(models).difference(models) if isinstance(module, NORMS)}
+
+    inputs: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+
+
+def plan_casts(
+    models: Sequence[nn.Module], precision: Precision
+) -> tuple[set[nn.Module], dict[nn.Module, InputOutputCast]]:
+    """Returns the modules whose own weights become half, and the casts around the calls of modules."""
     half = precision.compute if precision.half_weights else None
+    modules, float32, norms = _all(models), _kept(models, precision), set[nn.Module]()
+    if precision.keep_norm_fp32 and precision.compute is not torch.float32:
+        norms = {module for module in modules.difference(models) if isinstance(module, NORMS)}
+    to_half = set[nn.Module]()
     if half is not None:
-        named |= _tied(models, named | norms)
-        for module in _all(models) - _all(named | norms):
-            # One module at a time, and not `model.half()`: its submodules may stay float32.
-            module._apply(lambda tensor: cast(tensor, half, [torch.float32]), recurse=False)
-    # What is inside a module that stays float32 needs no cast of its own.
-    inside = _all(child for module in named for child in module.children())
-    for module in named - inside:
-        set_input_output_cast(module, InputOutputCast(torch.float32, torch.float32, half))
-    # Autocast runs these norm layers in float32 on some devices only; with a cast of their own they do on all.
-    for norm in norms - named - inside:
-        if not isinstance(norm, MIXED_NORMS):
-            set_input_output_cast(norm, InputOutputCast(torch.float32, None, half))
-    autocast = precision.compute if precision.autocast else None
-    for model in models:
-        set_input_output_cast(model, InputOutputCast(half, autocast, precision.output))
+        weights = set(chain.from_iterable(module.parameters() for module in float32 | norms))
+        # A module that shares a weight with one that stays float32 must stay float32 too.
+        float32 |= {each for each in modules if not weights.isdisjoint(each.parameters(recurse=False))} - norms
+        to_half = modules - _all(float32 | norms)
+    # Autocast runs norm layers in float32 on some devices only; with a cast of their own they do on all. What is inside
+    # a module that stays float32 needs none.
+    called = float32 | {norm for norm in norms if not isinstance(norm, MIXED_NORMS)}
+    called -= _all(child for module in float32 for child in module.children())
+    casts = dict.fromkeys(called, InputOutputCast(torch.float32, torch.float32, half))
+    whole = InputOutputCast(half, precision.compute if precision.autocast else None, precision.output)
+    return to_half, casts | dict.fromkeys(models, whole)
 
 
 def _all(modules: Iterable[nn.Module]) -> set[nn.Module]:
@@ -56,59 +63,21 @@ def _all(modules: Iterable[nn.Module]) -> set[nn.Module]:
     return {each for module in modules for each in module.modules()}
 
 
-def _named(models: Sequence[nn.Module], precision: Precision) -> set[nn.Module]:
+def _kept(models: Sequence[nn.Module], precision: Precision) -> set[nn.Module]:
     """Returns the modules that `keep_fp32` names; of a `ModuleList` or `ModuleDict`, those in it."""
     inside = [(name, each) for model in models for name, each in model.named_modules(remove_duplicate=False) if name]
-
-    def matches(entry: str | type[nn.Module], name: str, module: nn.Module) -> bool:
-        return fnmatchcase(name, entry) if isinstance(entry, str) else isinstance(module, entry)
-
-    found = {entry: [each for name, each in inside if matches(entry, name, each)] for entry in precision.keep_fp32}
-    if unknown := [entry for entry, modules in found.items() if isinstance(entry, str) and not modules]:
+    patterns = [entry for entry in precision.keep_fp32 if isinstance(entry, str)]
+    types = tuple(entry for entry in precision.keep_fp32 if not isinstance(entry, str))
+    if unknown := [entry for entry in patterns if not any(fnmatchcase(name, entry) for name, _ in inside)]:
         raise ValueError(
             "Every name pattern in `keep_fp32` must match a module, as `model.named_modules()` names them. "
             f"Received: {', '.join(map(repr, unknown))}, which match none."
         )
-    return {called for modules in found.values() for module in modules for called in _called(module)}
-
-
-def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the module, or the modules in it if it is never called itself, as a `ModuleList` is not."""
-    if type(module).forward is not nn.Module.forward:
-        yield module
-    else:
-        for child in module.children():
-            yield from _called(child)
-
-
-def _tied(models: Sequence[nn.Module], float32: set[nn.Module]) -> set[nn.Module]:
-    """Returns the modules that share a weight with one of `float32`, and so must stay float32 themselves."""
-    kept = _all(float32)
-    weights = {weight for module in kept for weight in module.parameters(recurse=False)}
-    tied = {each for each in _all(models) - kept if not weights.isdisjoint(each.parameters(recurse=False))}
-    if whole := [model for model in models if model in tied]:
-        raise ValueError(
-            "A module that stays float32 shares a weight with the model itself, which would have to stay float32 "
-            f"as a whole. Received: {type(whole[0]).__name__}. Put the shared weight into a module of its own, or "
-            "leave the one that shares it out of `keep_fp32`."
-        )
-    # A module that stays float32 because of a shared weight may share another one with a third.
-    return tied | _tied(models, kept | tied) if tied else tied
-
-
-@dataclass(frozen=True, slots=True)
-class InputOutputCast:
-    """The casts around a call of a module.
-
-    Attributes:
-        inputs: dtype that inputs are cast to; None leaves them as they are.
-        autocast: dtype of `torch.autocast` during the call; `torch.float32` disables it; None leaves it as it is.
-        outputs: dtype that outputs are cast to; None leaves them as they are.
-    """
-
-    inputs: torch.dtype | None = None
-    autocast: torch.dtype | None = None
-    outputs: torch.dtype | None = None
+    found = [each for name, each in inside if isinstance(each, types) or any(fnmatchcase(name, p) for p in patterns)]
+    for module in found:
+        if type(module).forward is nn.Module.forward:  # is never called itself
+            found += module.children()
+    return {module for module in found if type(module).forward is not nn.Module.forward}
 
 
 class CastModule(nn.Module):

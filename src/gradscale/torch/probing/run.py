@@ -1,59 +1,45 @@
 """`probe`: runs a step again, under a mode that looks at every operation."""
 
 import math
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from gradscale.engine.culprits import culprits_of
-from gradscale.engine.diagnosis import Weights
+from gradscale.engine.health import Weights
+from gradscale.engine.probe_report import ProbeReport, Run, judged
 from gradscale.policies.checks import USELESS_SCALE, check_number
-from gradscale.torch.accumulation.leaves import leaves_of
-from gradscale.torch.accumulation.retry import Stash
-from gradscale.torch.local import local
-from gradscale.torch.probing.report import Origin, ProbeReport, Run, TensorFacts, is_number_tensor, report_of
-from gradscale.torch.step.gradients import Names
-
-if TYPE_CHECKING:
-    from gradscale.torch.probing.mode import ProbeMode
+from gradscale.torch.gradients import Names, local
+from gradscale.torch.probing.mode import ProbeMode, facts_of, is_number_tensor
+from gradscale.torch.window.autograd import leaves_of
+from gradscale.torch.window.buffers import writable_buffers
+from gradscale.torch.window.retry import AnyRank, Stash
 
 FRAMES = 21
 """Operations that a report keeps, by default."""
 
 Step = Callable[[], Tensor]
-AnyRank = Callable[[Tensor], list[bool]]
-
 
 probing: ContextVar[bool] = ContextVar("probing", default=False)
 """Whether a probe runs, whose forward passes are not part of training."""
 
 
 @contextmanager
-def restored(modules: Sequence[nn.Module]) -> Generator[ExitStack]:
-    """Puts back gradients, buffers and torch's random numbers at the end of the block.
-
-    Inside, parameters have no gradients, and hooks that wait for one are not called. Compiled functions run uncompiled,
-    so that their operations can be seen, and DDP sends no gradients. Costs a copy of the buffers.
-    """
-    # Frozen ones, too: a step may be told to train them.
-    parameters = list(_parameters(modules).values())
-    buffers = list({id(each): each for module in modules for each in module.buffers()}.values())
-    devices = {each.device for each in (*parameters, *buffers)}
+def _restored(modules: Sequence[nn.Module]) -> Generator[ExitStack]:
+    """Puts back buffers, torch's random numbers and what is added to the stack. Inside, nothing runs compiled."""
+    devices = {each.device for module in modules for each in (*module.parameters(), *module.buffers())}
+    # Of one kind of accelerator; the CPU's numbers are put back whatever it is.
+    kinds = {each.type for each in devices if hasattr(getattr(torch, each.type, None), "get_rng_state")}
+    kind = min(kinds, default="cuda")
     with ExitStack() as blocks:
-        blocks.enter_context(torch.random.fork_rng(devices=[]))
-        kind = min((device.type for device in devices if device.type not in ("cpu", "meta")), default=None)
-        if kind is not None and hasattr(torch.get_device_module(kind), "get_rng_state"):
-            indices = [device for device in devices if device.type == kind]
-            blocks.enter_context(torch.random.fork_rng(devices=indices, device_type=kind))
-        for buffer in buffers:
-            # Through `data`, which does not raise the version: a graph that was made before stays valid.
-            blocks.callback(lambda buffer, copy: buffer.data.copy_(copy), buffer, buffer.detach().clone())
-        blocks.callback(Stash(parameters).restore)
+        blocks.enter_context(torch.random.fork_rng([each for each in devices if each.type == kind], device_type=kind))
+        keep_buffers(modules, blocks)
         blocks.callback(probing.reset, probing.set(True))
         blocks.enter_context(torch.compiler.set_stance("force_eager"))
         for module in modules:
@@ -62,92 +48,67 @@ def restored(modules: Sequence[nn.Module]) -> Generator[ExitStack]:
         yield blocks
 
 
-def _parameters(modules: Sequence[nn.Module]) -> dict[int, nn.Parameter]:
-    return {id(each): each for module in modules for each in module.parameters()}
+def keep_buffers(modules: Sequence[nn.Module], blocks: ExitStack) -> None:
+    """Puts back the buffers of modules at the end of `blocks`, those that a forward pass has replaced too."""
+    for part in {part for module in modules for part in module.modules()}:
+        for name, buffer in part.named_buffers(recurse=False):
+            blocks.callback(setattr, part, name, buffer)
+        for _, buffer in writable_buffers(part):
+            # Through `data`, which does not raise the version: a graph that was made before stays valid.
+            blocks.callback(lambda buffer, copy: buffer.data.copy_(copy), buffer, buffer.detach().clone())
 
 
 class Probe:
-    """Runs a step any number of times, each from the same buffers, gradients and random numbers.
+    """Runs steps, each from the same buffers, gradients and random numbers."""
 
-    Args:
-        step: runs the forward pass and returns the loss: neither scaled nor differentiated.
-        modules: the model.
-        any_rank: returns which of a few flags are set on any of the ranks that probe together.
-    """
-
-    def __init__(self, step: Step, modules: Sequence[nn.Module], any_rank: AnyRank) -> None:
-        self._step = step
+    def __init__(self, modules: Sequence[nn.Module], any_rank: AnyRank | None) -> None:
         self._modules = modules
-        self._names = Names(modules)
-        self._any_rank = any_rank
+        self._any_rank = any_rank or Tensor.tolist
 
-    def run(self, scale: float, mode: "ProbeMode | None" = None) -> Run:
-        """Runs forward and backward pass; the backward pass only if the loss is finite."""
-        looked_at = mode or nullcontext()
-        with restored(self._modules) as blocks:
-            with looked_at:
-                loss = check_loss(self._step())
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters at present: FSDP2 replaces them in the forward pass."""
+        return list(dict.fromkeys(Names(self._modules).parameters()))
+
+    def run(self, step: Step, scale: float, *, looks: bool = False) -> Run:
+        """Runs a step, the backward pass only if the loss is finite on every rank. May look at every operation."""
+        before = self.parameters
+        with _restored(self._modules) as blocks:
+            mode = ProbeMode(self._modules) if looks else None
+            with mode or nullcontext():
+                loss = check_loss(step())
                 scaled = (loss.float() if loss.dtype.itemsize < 4 else loss) * scale
-            value = float(local(loss.detach()))
-            if self.any_rank(not math.isfinite(value)):
-                return Run(value, (), mode and mode.origin_of(loss), tuple(mode.frames if mode else ()))
-            leaves = {id(leaf): leaf for leaf in leaves_of(scaled)}
-            # Those of inputs too, which are no parameters.
-            blocks.callback(Stash(list(leaves.values())).restore)
-            if mode is not None:
-                mode.in_backward = True
-            with looked_at:
-                scaled.backward()
-            # Not the leaves alone: FSDP2 has whole parameters there, and gives the gradients to their shards.
-            parameters = _parameters(self._modules)
-            held = [leaf for leaf in (parameters | leaves).values() if leaf.grad is not None]
-            sizes = [TensorFacts.of(leaf.grad).amax for leaf in held]  # type: ignore[arg-type]
-            names = zip(held, self._names.of(held, ()), strict=True)
-            named = [name if id(leaf) in parameters else "an input" for leaf, name in names]
-            bad = [leaf.grad for leaf, size in zip(held, sizes, strict=True) if not math.isfinite(size)]
-            culprits = tuple(culprits_of(named, sizes))
-            if mode is None:
-                return Run(value, culprits, None, ())
-            found = filter(None, map(mode.origin_of, bad))  # type: ignore[arg-type]
-            earliest = min(found, key=lambda origin: origin.operation.index, default=None)
-            return Run(value, culprits, earliest, tuple(mode.frames))
+            value, culprits = float(local(loss.detach())), []
+            bad = [] if math.isfinite(value) else [loss]
+            if not self.anywhere(bool(bad)):
+                # Inputs, too. FSDP2 has whole parameters in the graph, and gives the gradients to their shards.
+                stash = Stash([*before, *leaves_of(scaled)])
+                blocks.callback(stash.restore)
+                stash.begin()
+                if mode is not None:
+                    mode.in_backward = True
+                with mode or nullcontext():
+                    scaled.backward()
+                held = [each for each in self.parameters if each.grad is not None]
+                grads: list[Tensor] = [each.grad for each in held]  # type: ignore[misc]
+                sizes = [facts_of(grad).amax for grad in grads]
+                culprits = culprits_of(Names(self._modules).of(held, ()), sizes)
+                bad = [grad for grad, size in zip(grads, sizes, strict=True) if not math.isfinite(size)]
+            return Run(value, tuple(culprits)) if mode is None else Run(value, tuple(culprits), *mode.found(bad))
 
-    def halvings(self, scale: float) -> int | None:
-        """Returns the fewest halvings of the scale that give finite gradients; None if none does. Runs up to 8 steps.
+    def halvings(self, step: Step, scale: float) -> int | None:
+        """Returns the fewest halvings of the scale that give finite gradients; None if none does. In up to 8 steps."""
 
-        It is a bisection: what is finite at a scale is taken to be finite at all lower ones.
-        """
-        lowest = max(0, math.floor(math.log2(scale / USELESS_SCALE)))
-        if not lowest or self.any_rank(not self.run(scale / 2**lowest).finite):
-            return None
-        too_few, enough = 0, lowest
-        while enough - too_few > 1:
-            middle = (too_few + enough) // 2
-            if self.any_rank(not self.run(scale / 2**middle).finite):
-                too_few = middle
-            else:
-                enough = middle
-        return enough
+        def enough(halvings: int) -> bool:
+            return not self.anywhere(not self.run(step, scale / 2**halvings).finite)
 
-    def named(self, origin: Origin | None) -> Origin | None:
-        """Returns the origin, as a parameter where what seems to be an input was gathered from the ranks."""
-        parameters = list(filter(is_number_tensor, _parameters(self._modules).values()))
-        broken = [each for each in parameters if not TensorFacts.of(each).finite]
-        if not self.any_rank(bool(broken)) or origin is None or origin.outside is None or origin.parameter:
-            return origin
-        # FSDP gathers its weights from memory of its own.
-        name = self._names.of(broken[:1], ())[0] if broken else "a parameter of another rank"
-        return replace(origin, outside=name, parameter=True)
+        # What is finite at a scale is taken to be finite at all lower ones.
+        most = max(0, math.floor(math.log2(scale / USELESS_SCALE)))
+        return 1 + bisect_left(range(1, most), True, key=enough) if most and enough(most) else None
 
-    def weights(self, at_start: float) -> Weights | None:
-        """Returns how large the weights of the model are; None without one."""
-        floating = list(filter(is_number_tensor, _parameters(self._modules).values()))
-        sizes = [TensorFacts.of(each).amax for each in floating]
-        return Weights.of(zip(sizes, self._names.of(floating, ()), strict=True), at_start)
-
-    def any_rank(self, flag: bool) -> bool:
+    def anywhere(self, flag: bool) -> bool:
         """Returns whether a flag is set on any of the ranks that probe together."""
-        device = next((each.device for each in _parameters(self._modules).values()), None)
+        device = next((each.device for each in self.parameters), None)
         return self._any_rank(torch.tensor([flag], device=device))[0]
 
 
@@ -192,22 +153,31 @@ def probe(
         raise ValueError(
             f"`scale` must be positive and finite: the loss is multiplied by it. Received: scale={scale!r}."
         )
-    from gradscale.torch.probing.mode import ProbeMode
-
-    any_rank = any_rank or Tensor.tolist
-    runs = Probe(step, modules, any_rank)
-    first = runs.run(scale, ProbeMode(modules, frames, Probe.run.__code__))
+    probed = Probe(modules, any_rank)
+    first = cause = probed.run(step, scale, looks=True)
     # Ranks run the same steps, though the gradients of one alone may have overflowed.
-    overflowed = runs.any_rank(bool(first.culprits))
-    halvings = runs.halvings(scale) if overflowed else None
-    origin = first.origin
+    overflowed = probed.anywhere(bool(first.culprits))
+    halvings = probed.halvings(step, scale) if overflowed else None
     if overflowed and halvings is None:
         # At the scale of training something may overflow first that a lower one cures: what is left is the cause.
-        origin = runs.run(USELESS_SCALE, ProbeMode(modules, frames, Probe.run.__code__)).origin or origin
-    first = replace(first, origin=runs.named(origin))
-    weights = None if first.finite or weights_at_start is None else runs.weights(weights_at_start)
-    other_finite = None if other is None else Probe(other, modules, any_rank).run(scale).finite
-    return report_of(first, scale, halvings, weights, other_finite)
+        lowest = probed.run(step, USELESS_SCALE, looks=True)
+        cause = lowest if lowest.origin.operation else first
+    parameters = list(filter(is_number_tensor, probed.parameters))
+    sizes = [facts_of(each).amax for each in parameters]
+    named = list(zip(sizes, Names(modules).of(parameters, ()), strict=True))
+    broken = [name for size, name in named if not math.isfinite(size)]
+    origin = cause.origin
+    if probed.anywhere(bool(broken)) and origin.outside is not None and not origin.parameter:
+        # What seems to be an input: FSDP gathers its weights from memory of its own.
+        origin = replace(origin, outside=broken[0] if broken else "a parameter of another rank", parameter=True)
+    weights = None if weights_at_start is None else Weights.of(named, weights_at_start)
+    other_finite = None if other is None else probed.run(other, scale).finite
+    return ProbeReport(
+        *judged(first, origin, scale, halvings, weights, other_finite),
+        *(origin.operation, origin.overflow, origin.outside),
+        *(scale, None if halvings is None else scale / 2**halvings, halvings),
+        *(first.loss, first.culprits, tuple(deque(cause.operations, frames))),
+    )
 
 
 def check_loss(loss: Tensor, returned_by: str = "step") -> Tensor:

@@ -1,4 +1,4 @@
-"""Many ranks: who holds which gradient, the one round of numbers that a step sends, and what is raised when ranks part.
+"""Many ranks: who holds which gradient, the one round of numbers that a step sends, and what is raised if ranks differ.
 
 `gradscale.torch.step.agree`, stage two of a step, puts them together.
 """

@@ -1,12 +1,14 @@
-"""The process groups that users name, checked when a scaler is built."""
+"""The process groups that users name, checked when a scaler is built, and the rank that logs for all."""
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradscale._shown import short
+from gradscale._text import short
+from gradscale.engine.saved import note_policy
+from gradscale.policies.contract import Policy
 
 ALONE = "alone"
 """The group of a process that decides by itself."""
@@ -17,10 +19,8 @@ NOT_A_MEMBER = -100
 
 def check_group(group: Any) -> Any:
     """Returns the group of the ranks that decide together, or raises if it is none, or this rank is not in it."""
-    if group is None or _is_process_group(group) or (isinstance(group, str) and group == ALONE):
+    if group is None or (isinstance(group, str) and group == ALONE) or _is_group(group, "group"):
         return group
-    if isinstance(group, int) and group == NOT_A_MEMBER:
-        _refuse_other_ranks("group")
     raise TypeError(
         '`group` must be a process group, None for every rank, or "alone" for this process. '
         f"Received: {short(group)}. Of a mesh, pass `mesh.get_group()`."
@@ -29,45 +29,41 @@ def check_group(group: Any) -> Any:
 
 def check_distinct(distinct: Any) -> Any:
     """Returns the group, or the mapping to groups, over which parameters are distinct, or raises if it is neither."""
-    if not isinstance(distinct, Mapping):
-        return distinct if distinct is None else _checked_part(distinct)
-    for owner, group in distinct.items():
-        if not isinstance(owner, nn.Module | Tensor):
+    if distinct is None:
+        return None
+    named = isinstance(distinct, Mapping)
+    for owner, group in distinct.items() if named else [(None, distinct)]:
+        if named and not isinstance(owner, nn.Module | Tensor):
             raise TypeError(
                 f"`distinct` maps modules and parameters to groups. Received: {short(owner)} as a key. Pass the module "
                 "itself, not its name."
             )
-        _checked_part(group)
+        if not _is_group(group, "distinct", or_mesh=True):
+            raise TypeError(
+                "`distinct` must be a process group, a mesh, or a mapping of modules and parameters to such. "
+                f"Received: {short(group)}. For every rank pass `torch.distributed.group.WORLD`."
+            )
     return distinct
 
 
-def _checked_part(group: Any) -> Any:
-    """Returns a group or a mesh that parameters are distinct over, or raises if this rank is not in it."""
-    if _is_mesh(group):
-        if group.get_coordinate() is None:
-            _refuse_other_ranks("distinct")
-        return group
-    if isinstance(group, int) and group == NOT_A_MEMBER:
-        _refuse_other_ranks("distinct")
-    if not _is_process_group(group):
-        raise TypeError(
-            "`distinct` must be a process group, a mesh, or a mapping of modules and parameters to such. "
-            f"Received: {short(group)}. For every rank pass `torch.distributed.group.WORLD`."
-        )
-    return group
-
-
-def _refuse_other_ranks(name: str) -> NoReturn:
-    raise ValueError(
-        f"`{name}` must contain this rank. Received: a group of other ranks. Make one group for each set of ranks, by "
-        "`torch.distributed.new_group` on all of them, and pass the one that this rank is in."
-    )
-
-
-def _is_process_group(group: Any) -> bool:
-    return dist.is_available() and isinstance(group, dist.ProcessGroup)
-
-
-def _is_mesh(group: Any) -> bool:
+def _is_group(group: Any, name: str, *, or_mesh: bool = False) -> bool:
+    """Returns whether `group` is a process group, or a mesh. Raises if it is one of other ranks."""
     # By an attribute: importing `torch.distributed.device_mesh` takes a second.
-    return hasattr(group, "mesh_dim_names")
+    mesh = or_mesh and hasattr(group, "mesh_dim_names")
+    if (mesh and group.get_coordinate() is None) or (isinstance(group, int) and group == NOT_A_MEMBER):
+        raise ValueError(
+            f"`{name}` must contain this rank. Received: a group of other ranks. Make one group for each set of ranks, "
+            "by `torch.distributed.new_group` on all of them, and pass the one that this rank is in."
+        )
+    return mesh or (dist.is_available() and isinstance(group, dist.ProcessGroup))
+
+
+def is_first_rank() -> bool:
+    """Returns whether this process logs for all: rank 0, or one without ranks."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def note_loaded_policy(present: Policy | None, saved: Policy | None) -> None:
+    """Logs on rank 0 what a load does with a saved policy that is another one. None is torch's own rule."""
+    if is_first_rank():
+        note_policy(present, saved)

@@ -1,19 +1,18 @@
 """Pipelines of `torch.distributed.pipelining`: a loss on the last stage alone, and backward passes on all of them."""
 
-import functools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from gradscale.torch.accumulation.leaves import fills, leaf_nodes
-from gradscale.torch.accumulation.window import Window, Windows, after_backward, map_losses
-from gradscale.torch.step.gradients import parameters_of
-from gradscale.torch.step.host_copy import moved
+from gradscale.torch.gradients import parameters_of
+from gradscale.torch.host import to_device
+from gradscale.torch.window.autograd import fills, leaf_nodes
+from gradscale.torch.window.window import Window, Windows
 
 Optimizer = torch.optim.Optimizer
 
@@ -27,23 +26,15 @@ class Pipeline:
     """
 
     def __init__(self, windows: Windows, modules: Sequence[nn.Module]) -> None:
+        self.in_loss_fn = False  # whether the loss function is called now
         self._windows = windows
-        self._in_loss_fn = False
         self._has_loss = False
         for module in modules:
             module.register_forward_hook(_Outputs(self))
 
-    def call(self, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns what `loss_fn` returns for these arguments."""
-        self._in_loss_fn = True
-        try:
-            return loss_fn(*args, **kwargs)
-        finally:
-            self._in_loss_fn = False
-
     def refuse_scale(self) -> None:
         """Raises if the loss function that is called now scales the loss itself."""
-        if self._in_loss_fn:
+        if self.in_loss_fn:
             raise RuntimeError(
                 "`wrap_loss` scales the gradients of the loss that the loss function returns. Received: `scale` or "
                 "`backward`, called in the loss function, so that they would be scaled twice. Return the loss itself."
@@ -56,26 +47,20 @@ class Pipeline:
         self._has_loss = True
         # A tensor of its own, whose hook the user's other graphs do not see; wide, as FP16 cannot hold every scale.
         own = loss.float() if loss.dtype.itemsize < 4 else loss.clone()
-        finite = self._windows.get(loss.device).is_finite(loss)
-        own.register_hook(partial(self._on_loss, finite, _leaf_below(own)))
+        self._windows.get(loss.device)
+        own.register_hook(partial(self._on_loss, loss.detach(), _leaf_below(own)))
         return own
 
-    def _on_loss(self, finite: Tensor, leaf: Any, grad: Tensor) -> Tensor:
+    def _on_loss(self, loss: Tensor, leaf: Any, grad: Tensor) -> Tensor:
         window = self._begin(leaf, grad.device)
-        if window is None:
-            window = self._windows.get(grad.device)
-        else:
-            window.note_loss(finite)
-        return grad * moved(window.scale, grad.device, grad.dtype)
+        if window is not None:
+            window.note_loss(loss)
+        scale = (window or self._windows.get(grad.device)).scale
+        return grad * to_device(scale, grad.device, grad.dtype)
 
-    def watch(self, output: Tensor) -> None:
-        """Opens the window of a stage without a loss when the backward pass of its `output` begins."""
+    def on_output(self, leaf: Any, grad: Tensor) -> None:
+        """Opens the window of a stage without a loss when the backward pass of an output begins."""
         # With a loss, only its own backward pass opens one: gradients of any other would not be scaled.
-        # One without a graph is an input that was passed on, which a backward pass adds to without any parameter.
-        if output.grad_fn is not None and not self._has_loss:
-            output.register_hook(partial(self._on_output, _leaf_below(output)))
-
-    def _on_output(self, leaf: Any, grad: Tensor) -> None:
         if not self._has_loss:
             self._begin(leaf, grad.device)
 
@@ -87,9 +72,7 @@ class Pipeline:
         """
         if leaf is not None and not fills(leaf):
             return None
-        window = self._windows.begin(device)
-        after_backward(window.end_backward)
-        return window
+        return self._windows.begin(device)
 
     def ready(self, optimizers: Sequence[Optimizer]) -> None:
         """Opens a window for gradients of backward passes that were not seen, or raises if there were none.
@@ -98,7 +81,7 @@ class Pipeline:
         none, and takes part in the step without gradients.
         """
         window = self._windows.open
-        if window is not None and window.backward_begun:
+        if window is not None and window.passes:
             return
         parameters = list(parameters_of(optimizers))
         trained = any(each.requires_grad or each.grad is not None for each in parameters)
@@ -109,30 +92,31 @@ class Pipeline:
                 "step. Call `schedule.step(...)`, of a schedule whose loss function is `scaler.wrap_loss(loss_fn)`, on "
                 "every rank before every `scaler.step(...)`."
             )
-        self._windows.get(parameters[0].device).begin_backward()
+        self._windows.begin(parameters[0].device)
 
 
 def wrapped(loss_fn: Callable[..., Any], scaled: Callable[[Tensor], Tensor], pipeline: Pipeline) -> Callable[..., Any]:
     """Returns `loss_fn` with `scaled` called on every loss that it returns. Raises if it is wrapped already."""
-    if getattr(loss_fn, _WRAPPED, False):
+    if getattr(loss_fn, "_gradscale_wrapped", False):
         raise ValueError(
             "`wrap_loss` takes a loss function as it is. Received: one that `wrap_loss` has returned, whose gradients "
             "would be scaled twice. Wrap it once."
         )
     # Not compiled: hooks are Python, and belong to the tensor that the schedule gets.
-    mapped = _disable_dynamo(partial(map_losses, scaled))
+    mapped = _disable_dynamo(partial(tree_map, scaled))
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return mapped(pipeline.call(loss_fn, *args, **kwargs))
+        pipeline.in_loss_fn = True
+        try:
+            loss = loss_fn(*args, **kwargs)
+        finally:
+            pipeline.in_loss_fn = False
+        return mapped(loss)
 
     # The name and the signature; a module, as `nn.MSELoss()` is, has no name to copy, and its attributes are its own.
-    functools.update_wrapper(call, loss_fn, updated=())
-    setattr(call, _WRAPPED, True)
+    update_wrapper(call, loss_fn, updated=())
+    call._gradscale_wrapped = True  # type: ignore[attr-defined]
     return call
-
-
-_WRAPPED = "_gradscale_wrapped"
-"""The attribute of a loss function that is wrapped."""
 
 
 class _Outputs:
@@ -149,10 +133,11 @@ class _Outputs:
         del module, args
         if self._pipeline is not None and torch.is_grad_enabled():
             for each in tree_leaves(output):
-                if isinstance(each, Tensor):
-                    self._pipeline.watch(each)
+                # Without a graph it is an input passed on, which a backward pass adds to without any parameter.
+                if isinstance(each, Tensor) and each.grad_fn is not None:
+                    each.register_hook(partial(self._pipeline.on_output, _leaf_below(each)))
 
 
 def _leaf_below(output: Tensor) -> Any:
     """Returns the node that adds to the gradient of some leaf in the graph of `output`; None if there is none."""
-    return None if output.grad_fn is None else next(leaf_nodes(output.grad_fn), None)
+    return next(leaf_nodes(output.grad_fn), None)

@@ -1,49 +1,152 @@
 """Stage one, measure: one read of the gradients finds whether they are finite, how large, and which are not."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gradscale.engine.host import seeing
 from gradscale.engine.measurement import Measurement
+from gradscale.formats import FP32
 from gradscale.kernels.torch import (
-    DOT_FROM,
-    all_on_cpu,
     largest,
-    largest_joined,
     norms,
     share_above,
     single,
     single_norm,
     tensor_groups,
 )
-from gradscale.torch.step import host_copy
-from gradscale.torch.step.host_copy import host_value, moved, read_now
-from gradscale.torch.step.plan import StepPlan
+from gradscale.policies.contract import Seen
+from gradscale.torch import host
+from gradscale.torch.host import Facts, filled, to_device
+from gradscale.torch.step.apply import StepPlan
+from gradscale.torch.window.window import Window
 
-HALF = (torch.float16, torch.complex32)
+HALF = frozenset((torch.float16, torch.complex32))
 """Types that are divided in FP16."""
 
-DOUBLE = (torch.float64, torch.complex128)
+DOUBLE = frozenset((torch.float64, torch.complex128))
 """Types that are divided in float64."""
 
 
 def measure(plan: StepPlan, weights: Sequence[float] | None = None) -> Measurement:
-    """Returns what one read of the gradients finds; divides them while they are read if the plan says so.
+    """Returns what one read of the gradients finds, as tensors; divides them while they are read if the plan says so.
 
-    `weights` are what the elements of each gradient count for the share above an edge; None if all count the same.
-
-    The largest magnitude beside the norm, and a count of elements above an edge, each take a read of their own.
-    Does not synchronize with the device.
+    For ranks, which agree on tensors. `weights` are what the elements of each gradient count for the share above an
+    edge; None if all count the same. Does not synchronize with the device.
     """
-    values, divisor = plan.gradients.values, plan.divisor
     if plan.divides:
-        return divide_and_check(values, divisor)
-    if not plan.sizes:
-        return measure_if_overflowed(values, divisor, grows=plan.grows, half=plan.half)
+        # In float32, the only type of the rule, whatever torch's default type is.
+        return Measurement(None, torch.where(_divided(plan) == 0, 0.0, torch.inf).to(torch.float32))
     asked = {"norm": plan.norm, "amax": plan.amax, "half": plan.half}
-    return measure_sizes(values, divisor.device, edge=plan.edge, weights=weights, **asked, each=False)
+    return measure_sizes(plan.gradients.values, plan.scale.device, edge=plan.edge, weights=weights, **asked)
+
+
+def seen_here(plan: StepPlan, window: Window, *, gates_on_loss: bool = True) -> Facts:
+    """Returns what this rank, alone, has seen of a step. Does not synchronize unless the plan says that the host waits.
+
+    One read of the gradients, which are divided meanwhile if the plan says so. What it finds is one vector on the
+    device: of each gradient its norm, then its largest magnitude, if they are read, or one flag for all; then the norm
+    of all and the share of elements above an edge, if they are asked for; then the losses and marks of the window; and
+    where gradients were edited, their largest magnitude and share before that. `gates_on_loss` is whether a loss that
+    is not finite keeps the step from being applied.
+    """
+    if not plan.gradients.grads:
+        return Facts(Seen(), attempted=False)
+    values, device, divisor = plan.gradients.values, plan.scale.device, plan.divisor
+    count, dtypes, half, edge = len(values), [grad.dtype for grad in values], plan.half, plan.edge is not None
+    if plan.divides:
+        norm = amax = False
+        parts = [_divided(plan).reshape(1)]
+    else:
+        # Largest magnitudes, unless norms are read anyway: their squares overflow before the gradients do.
+        norm, amax = plan.norm, plan.amax or plan.half or not plan.norm
+        parts = [norms(values, device)] if norm else []
+        parts += [largest(values, device)] if amax else []
+    total = None
+    if plan.norm:
+        total = torch.linalg.vector_norm(parts[0])  # the norm of the norms is the norm of all gradients
+        total = total if total.dtype is torch.float32 else single_norm(total)
+        parts.append(total.reshape(1))
+    if plan.edge is not None:
+        parts.append(share_above(values, filled(plan.edge, device), device).reshape(1))
+    first = sum(map(len, parts))
+    end = first + len(window.notes)
+    parts += [note.reshape(1) for _, note in window.notes]
+    edited = plan.edited and window.unscaled is not None
+    parts += [size.reshape(1) for size in window.unscaled.sizes()] if edited else []  # type: ignore[union-attr]
+    vector = torch.cat([part.to(device, parts[0].dtype) for part in parts]) if len(parts) > 1 else parts[0]
+    marks = [marked for marked, _ in window.notes]  # with the drop-in, others may follow before the numbers arrive
+
+    @np.errstate(all="ignore")
+    def read(numbers: list[float]) -> Seen:  # it holds neither plan nor window, and so no gradient
+        loss_finite, overflowed = True, False
+        for marked, number in zip(marks, numbers[first:end], strict=True):
+            if marked:
+                overflowed = overflowed or (loss_finite and not math.isfinite(number))
+            else:
+                loss_finite = loss_finite and math.isfinite(number)
+        # An overflow is the cause of a loss that was made from its gradients.
+        flags = np.bool_(loss_finite or overflowed), np.bool_(overflowed)
+        if not (norm or amax):
+            measurement = Measurement(None, np.float32(math.inf if numbers[0] else 0.0))
+        else:
+            sizes = numbers[:count]
+            peaks = numbers[count * norm :][:count] if amax else sizes
+            wide = not DOUBLE.isdisjoint(dtypes)
+            narrow = [size for size, dtype in zip(sizes, dtypes, strict=True) if dtype not in DOUBLE] if wide else []
+            halves = [peak for peak, dtype in zip(peaks, dtypes, strict=True) if dtype in HALF] if half else []
+            norm_of_all = numbers[first - edge - 1]
+            measurement = Measurement(
+                None,
+                (np.float64 if wide else np.float32)(norm_of_all if norm else greatest(sizes)),
+                amax=np.float32(min(greatest(peaks), FP32.max)) if amax else None,
+                norm=np.float32(norm_of_all) if norm else None,
+                upper_share=np.float32(numbers[first - 1]) if edge else None,
+                half_amax=np.float32(greatest(halves)) if halves else None,
+                single_total=np.float32(greatest(narrow)) if narrow else None,
+            )
+        seen = seeing(tuple(map(type, measurement)))(measurement, divisor, *flags)
+        if not edited:
+            return seen
+        # From before the edits inside `unscaled`: a policy that saw clipped gradients would raise the scale until the
+        # backward pass overflows.
+        amax_before, share = map(np.float32, numbers[end:])
+        return replace(seen, amax=amax_before if seen.finite else np.float32(np.inf), upper_share=share)
+
+    sizes = vector[:count] if norm or amax else None
+    if plan.waits:
+        return Facts(read(vector.tolist()), sizes=sizes)  # type: ignore[arg-type]
+    unscale, gated = 1.0 / float(divisor), vector if gates_on_loss else vector[:first]
+    return Facts(
+        copy=host.HostCopy(vector),
+        read=read,
+        sizes=sizes,
+        norm=None if total is None else lambda: total * unscale,
+        found_inf=(lambda: vector[0]) if plan.divides else (lambda: nonfinite(gated)),
+    )
+
+
+def greatest(sizes: Sequence[float]) -> float:
+    """Returns the largest size; NaN if one of them is."""
+    return math.nan if any(map(math.isnan, sizes)) else max(sizes)
+
+
+def nonfinite(vector: Tensor) -> Tensor:
+    """Returns 1 if a number is not finite, else 0, as a 0-d float32 on their device. Does not synchronize."""
+    flag = torch.zeros((), dtype=torch.float32, device=vector.device)
+    # The kernel multiplies what it has read by 1.
+    torch._amp_foreach_non_finite_check_and_unscale_([vector], flag, _one(flag.device))  # type: ignore[attr-defined]
+    return flag
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return filled(1.0, device)
 
 
 def measure_sizes(
@@ -55,7 +158,6 @@ def measure_sizes(
     edge: float | None = None,
     weights: Sequence[float] | None = None,
     half: bool = False,
-    each: bool = True,
 ) -> Measurement:
     """Returns the sizes of `gradients` on `device`. Does not synchronize with the device.
 
@@ -71,32 +173,7 @@ def measure_sizes(
         weights: what the elements of each gradient count there; None if all count the same.
         half: read the largest magnitude of FP16 gradients too: one that is divided in FP16, by a scale below 1, may
             leave its range.
-        each: give the largest magnitude of each gradient. Without, small gradients in host memory are measured
-            together, and those of each are given only if one is not finite.
     """
-    if not (norm or each or half) and edge is None and (found := _joined(gradients, device)) is not None:
-        return Measurement(None, found, amax=found)
-    return _measured(gradients, device, norm, amax, edge, weights, half)
-
-
-def _joined(gradients: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    """Returns the largest magnitude of small gradients in host memory; None for others and where it is not finite."""
-    if not host_copy.in_host_memory(device) or not all_on_cpu(gradients):
-        return None
-    joined = largest_joined(gradients)
-    return None if joined is None else torch.full((), joined, dtype=torch.float32, device=device)
-
-
-def _measured(
-    gradients: Sequence[Tensor],
-    device: torch.device,
-    norm: bool,
-    amax: bool,
-    edge: float | None,
-    weights: Sequence[float] | None,
-    half: bool,
-) -> Measurement:
-    """Returns what `measure_sizes` does, with the size of each gradient."""
     if norm:
         sizes = norms(gradients, device)
         total = torch.linalg.vector_norm(sizes)  # the norm of the norms is the norm of all gradients
@@ -131,50 +208,10 @@ def _single_total(gradients: Sequence[Tensor], sizes: Tensor) -> Tensor | None:
     return torch.stack(found).amax().float() if found else None
 
 
-def check(
-    gradients: Sequence[Tensor], divisor: Tensor, *, grows: bool, half: bool = True, amax: bool = False
-) -> tuple[Tensor, Measurement | None]:
-    """Returns whether a gradient is not finite, as a 0-d bool or the float32 of one, and the sizes if they were read.
-
-    Changes no gradient and does not synchronize with the device. On the CPU, where the outcome is in host memory, sizes
-    are read only if they must be, and the largest finite number is no overflow. Elsewhere norms are read, by one
-    multi-tensor kernel where largest magnitudes would take a launch for each gradient.
-
-    Args:
-        gradients: dense tensors.
-        divisor: what the gradients will be divided by, one float32, on the device of the outcome.
-        grows: whether a gradient that would not be finite once divided counts too. It can only be so where the
-            divisor is below 1.
-        half: whether FP16 gradients are divided in FP16, whose range they then may leave.
-        amax: whether the sizes are needed, as largest magnitudes.
-    """
-    on_cpu = host_copy.in_host_memory(divisor.device) and all_on_cpu(gradients)
-    if on_cpu and not (grows or amax):
-        overflow = _quick_check(gradients, divisor)
-        if not host_value(overflow):
-            return overflow, None
-        # The quick check also flags finite elements above 1.8e19, whose squares are inf: largest magnitudes decide.
-    norm, half = not (on_cpu or amax), grows and half
-    measurement = measure_sizes(gradients, divisor.device, norm=norm, amax=False, half=half, each=False)
-    if on_cpu and not grows:
-        # Divided by 1 or more, a finite gradient stays finite.
-        return torch.full_like(divisor, not math.isfinite(read_now(measurement.total))), measurement
-    return ~measurement.finite(divisor, torch), measurement
-
-
-def measure_if_overflowed(gradients: Sequence[Tensor], divisor: Tensor, *, grows: bool, half: bool) -> Measurement:
-    """Returns the sizes of the gradients, on the CPU only if one of them is not finite. Arguments as in `check`."""
-    overflow, measurement = check(gradients, divisor, grows=grows, half=half)
-    return _without_sizes(overflow) if measurement is None else measurement
-
-
-def divide_and_check(gradients: Sequence[Tensor], divisor: Tensor) -> Measurement:
-    """Divides every gradient in place and returns whether all were finite before, without their sizes.
-
-    One read and one write. Does not synchronize with the device.
-    """
-    flags = multiply_and_check(gradients, divisor.reciprocal())
-    return _without_sizes(any_overflow(flags.values(), divisor.device))
+def _divided(plan: StepPlan) -> Tensor:
+    """Divides the gradients in the pass that checks them, and returns 0 if all were finite, else another number."""
+    factor = filled(1.0 / float(plan.divisor), plan.scale.device)
+    return merged_flag(list(multiply_and_check(plan.gradients.values, factor).values()), plan.scale.device)
 
 
 @torch.no_grad()
@@ -194,53 +231,22 @@ def multiply_and_check(
             flags[group.device] = (
                 torch.zeros_like(factor, device=group.device)
                 if found_inf is None
-                else moved(found_inf, group.device).clone()
+                else to_device(found_inf, group.device).clone()
             )
-        local = moved(factor, group.device)
+        local = to_device(factor, group.device)
         torch._amp_foreach_non_finite_check_and_unscale_(group.tensors, flags[group.device], local)  # type: ignore[attr-defined]
     return flags
 
 
-def any_overflow(flags: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns one 0-d bool on `device`: whether any flag is set, to 1 or to any other number but 0."""
-    # A bool, not a sum of the flags as in torch: fused kernels skip only for a `found_inf` of exactly 1.
-    found = [moved(flag, device) for flag in flags]
-    if len(found) == 1:
-        return found[0].any()
-    if not found:
-        return torch.zeros((), dtype=torch.bool, device=device)
-    return torch.stack([flag.reshape(()) for flag in found]).any()
-
-
-def all_finite(flags: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns the opposite of `any_overflow`."""
-    found = list(flags)
-    one = moved(found[0], device) if len(found) == 1 and not found[0].ndim else any_overflow(found, device)
-    return one.logical_not()
-
-
 def merged_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns one 0-d float32 on `device` that is 0 if no flag is set: a single one itself, if it is that already."""
-    if len(flags) == 1 and flags[0].dtype is torch.float32 and not flags[0].ndim:
-        return moved(flags[0], device)
-    return any_overflow(flags, device).float()
+    """Returns one 0-d float32 on `device`: 1 if any flag is set, to 1 or to another number, else 0.
 
-
-def _without_sizes(overflow: Tensor) -> Measurement:
-    # In float32, the only type of the rule, whatever torch's default type is.
-    return Measurement(None, torch.where(overflow, torch.inf, 0.0).to(torch.float32))
-
-
-def _quick_check(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
-    """Returns whether a gradient is not finite, or so large that its square is not: the fastest read on the CPU."""
-    # By the mean size: below it most norms would cost a call that is longer than its loop.
-    if sum([grad.numel() for grad in gradients]) < DOT_FROM * len(gradients):
-        return _flagged(gradients, divisor)
-    return ~torch.isfinite(torch.linalg.vector_norm(norms(gradients, divisor.device)) / divisor)
-
-
-def _flagged(gradients: Sequence[Tensor], divisor: Tensor) -> Tensor:
-    """Returns whether a gradient is not finite, by torch's kernel: the fastest on the CPU for many small tensors."""
-    # The kernel writes what it has read times 1, which is bit-exact, and does not raise the gradients' versions.
-    flags = multiply_and_check(gradients, torch.ones_like(divisor))
-    return any_overflow(flags.values(), divisor.device)
+    A single flag that is a 0-d float32 already is returned as it is.
+    """
+    # Not a sum of the flags as in torch: fused kernels skip only for a `found_inf` of exactly 1.
+    found = [to_device(flag, device) for flag in flags]
+    if len(found) == 1 and found[0].dtype is torch.float32 and not found[0].ndim:
+        return found[0]
+    if not found:
+        return filled(0.0, device)
+    return torch.stack([flag.reshape(()) for flag in found]).any().float()

@@ -1,9 +1,9 @@
-"""The result of a step: tensors on the device, copied to the host when they are read."""
+"""Stage five, remember: the result of a step, whose tensors are made when they are read, and what outlives the step."""
 
 import math
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +11,38 @@ from torch import Tensor
 
 from gradscale.engine import result as engine
 from gradscale.engine.culprits import Culprit, culprits_of
-from gradscale.engine.result import Status
-from gradscale.engine.uncalled import to_be_called
+from gradscale.engine.health import (
+    MAX_CONSECUTIVE_SKIPS,
+    Health,
+    HealthLog,
+    OnStuck,
+    Progress,
+    StuckCheck,
+    Vitals,
+    Weights,
+    health_of,
+)
+from gradscale.engine.metrics import host_metrics
+from gradscale.engine.result import Status, to_be_called
+from gradscale.formats import FP16
 from gradscale.kernels.torch import largest
-from gradscale.torch.step import host_copy
-from gradscale.torch.step.gradients import Gradients, Names
-from gradscale.torch.step.host_copy import HostCopy
+from gradscale.policies.contract import ScaleState
+from gradscale.torch import host
+from gradscale.torch.gradients import Gradients, Names, local, numbers_of, parameters_of
+from gradscale.torch.host import Facts, Rule, filled
+from gradscale.torch.ranks.groups import is_first_rank
+from gradscale.torch.step.apply import Gate, StepPlan
+from gradscale.torch.window.window import Window
+
+Optimizer = torch.optim.Optimizer
+
+LAZY = frozenset(("applied", "scale", "next_scale", "loss_finite", "grad_norm", "amax"))
+"""The fields of a result that are made when they are read."""
+
+NO_NAMES = Names(())
+
+SAMPLE_EVERY = 16
+"""Steps between two reads of the largest gradient for the headroom."""
 
 
 class Traces:
@@ -42,7 +68,7 @@ class Traces:
         self._optimizers = list(map(weakref.ref, gradients.optimizers))
         self._counts: dict[int, Tensor] = {}
         if sizes is not None:
-            known = sizes.tolist() if host_copy.in_host_memory(sizes.device) else [math.nan] * len(gradients)
+            known = sizes.tolist() if host.in_host_memory(sizes.device) else [math.nan] * len(gradients)
             bad = [index for index, size in enumerate(known) if not math.isfinite(size)]
             self._counts = {index: _nonfinite(gradients.values[index]) for index in bad}
 
@@ -54,7 +80,7 @@ class Traces:
     def sizes(self) -> list[float]:
         """Returns the largest magnitude in each gradient; 0 for one that was freed or written to. Synchronizes."""
         grads = list(map(self._unchanged, range(len(self._grads))))
-        values = [_values(grad) for grad in grads if grad is not None]
+        values = [numbers_of(grad) for grad in grads if grad is not None]
         found = iter(largest(values, values[0].device).tolist() if values else ())
         return [0.0 if grad is None else next(found) for grad in grads]
 
@@ -67,7 +93,7 @@ class Traces:
         if index in self._counts:
             return int(self._counts[index]) or None
         grad = self._unchanged(index)
-        return None if grad is None else int(_nonfinite(_values(grad))) or None
+        return None if grad is None else int(_nonfinite(numbers_of(grad))) or None
 
     def _unchanged(self, index: int) -> Tensor | None:
         """Returns a gradient as the step left it, or None if it was freed or written to since."""
@@ -75,60 +101,136 @@ class Traces:
         return None if grad is None or grad._version != self._versions[index] else grad
 
 
-def _values(grad: Tensor) -> Tensor:
-    """Returns the numbers of a gradient that are held here."""
-    # Of a DTensor, the local shard: to read all of it, every rank would have to make this call.
-    held = grad.to_local() if hasattr(grad, "to_local") else grad  # type: ignore[attr-defined]
-    return held if held.layout is torch.strided else held.values()
-
-
 def _nonfinite(values: Tensor) -> Tensor:
     return (~torch.isfinite(values)).sum()
 
 
-@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class StepResult(engine.StepResult):
     """The result of one `step`.
 
-    `applied`, `scale`, `next_scale`, `loss_finite`, `grad_norm` and `amax` are 0-d tensors on the scaler's device;
-    reading them does not synchronize. `poll` never does. `skipped`, `status` and `culprits` synchronize.
+    `applied`, `scale`, `next_scale`, `loss_finite`, `grad_norm` and `amax` are 0-d tensors on the scaler's device, made
+    when they are first read. Only `next_scale`, `loss_finite` and `amax` of a step that a fused kernel has gated
+    synchronize for that. `poll` never synchronizes. `skipped`, `status` and `culprits` do.
 
     Attributes:
+        facts: what was seen of the step.
+        measured: the facts that have the norm, if they are others: those of edited gradients.
+        rule: the rule that follows it.
+        made_with: the scale that made the gradients, which nobody writes to.
+        found_inf: 1 if the step is not applied, else 0, on the device; None where the host knows.
+        after: the state that follows, once the rule knows it.
         traces: weak references to the gradients; None where all are known to be finite.
         parameter_names: the names of parameters.
         gradient_count: how many gradients the step had; 0 where they were not counted.
         known: whether the step was applied, if the host knows it already: no copy is needed then.
+        skips: returns whether the step was skipped, where that is not known; None if the facts say so.
         found: the culprits of all ranks, where they were gathered in the step.
     """
 
-    traces: Traces | None = None
-    gradient_count: int = 0
-    known: bool | None = None
-    found: list[Culprit] | None = None
-    parameter_names: Names = field(default_factory=lambda: Names(()))
-    _flags: HostCopy | None = field(default=None, init=False)
+    __slots__ = (
+        "after",
+        "facts",
+        "found",
+        "found_inf",
+        "gradient_count",
+        "known",
+        "made_with",
+        "measured",
+        "parameter_names",
+        "rule",
+        "skips",
+        "traces",
+    )
 
-    def _shown_applied(self) -> Any:
-        if self._flags is not None:
-            self.poll()
-        return host_copy.shown(self.applied) if self.known is None else self.known
+    def __init__(
+        self,
+        rule: Rule,
+        plan: StepPlan,
+        window: Window,
+        facts: Facts,
+        gate: Gate,
+        *,
+        measured: Facts | None = None,
+        sizes: Tensor | None = None,
+        names: Names | None = None,
+    ) -> None:
+        """Makes a result of what is known of a step. Nothing is computed on the device before it is read."""
+        self.rule, self.facts, self.measured, self.made_with = rule, facts, measured or facts, window.scale
+        self.found_inf, self.known = gate.found_inf, gate.applied if gate.found_inf is None else None
+        self.after: ScaleState | None = None
+        self.skips: Callable[[], bool] | None = None
+        self.found: list[Culprit] | None = None
+        self.retries, self.attempted, self.counts, self.names = window.retries, self.measured.attempted, (), ()
+        if not (self.attempted and plan.norm):
+            self.grad_norm = None
+        if not (self.attempted and plan.finds_amax):
+            self.amax = None
+        self.parameter_names, self.gradient_count = names or NO_NAMES, len(plan.gradients.grads)
+        self.sizes, self.traces = None, None
+        if facts.found is None or not facts.found.finite:
+            # Counted now, as gradients may be cleared before anyone asks; not in a step that may have been applied.
+            self.sizes = sizes
+            self.traces = Traces(plan.gradients, sizes if self.known is False else None)
 
-    @staticmethod
-    def _shown(value: Any) -> Any:
-        return host_copy.shown(value)
+    def __getattr__(self, name: str) -> Any:
+        """Makes a tensor of the result when it is first read."""
+        if name not in LAZY:
+            return super().__getattr__(name)  # type: ignore[misc]
+        made = self._made(name)
+        if name != "next_scale":  # which another `update` may change
+            setattr(self, name, made)
+        return made
+
+    def _made(self, name: str) -> Tensor:
+        device, measured = self.made_with.device, self.measured
+        if name == "scale":
+            return self.made_with.clone()
+        if name == "applied":
+            return filled(self.known, device, torch.bool) if self.found_inf is None else self.found_inf == 0
+        if name == "next_scale":
+            self.rule.catch_up()  # which sets `after`
+            return filled(float((self.rule.state if self.after is None else self.after).scale), device)
+        if name == "grad_norm" and measured.found is None and measured.norm is not None:
+            return torch.nan_to_num(measured.norm(), torch.inf, torch.inf)
+        if name == "grad_norm":
+            return filled(float(measured.seen().norm), device)
+        number = getattr(self.facts.seen(), name)
+        return filled(number.item(), device, torch.bool if name == "loss_finite" else torch.float32)
+
+    def _is_skipped(self) -> bool:
+        if self.skips is not None:
+            return self.skips()
+        seen = self.facts.seen()
+        return not (self.facts.attempted and bool(seen.finite and seen.loss_finite))
+
+    def _shown(self, value: Any) -> Any:  # type: ignore[override]
+        return host.shown(value)
+
+    def __repr__(self) -> str:
+        """Returns status, scales, norm and retries as text. Never synchronizes: what is on a device is not read."""
+        if self.poll() is None:
+            device = f"<on {self.scale.device}>"
+            return f"{type(self).__name__}(status={device}, scale={self._shown(self.scale)}, next_scale={device})"
+        return super().__repr__()
+
+    def status_text(self) -> str:
+        """Returns the status as text, or where it is if it is not in host memory. Never synchronizes."""
+        if not self.attempted:
+            return Status.NO_GRADS.value
+        return f"<on {self.scale.device}>" if self.poll() is None else self.status().value
 
     @to_be_called
     def poll(self) -> bool | None:
         """Returns whether the step was applied, or None if that is not known yet. Never synchronizes."""
-        if self.known is None and self._copied().arrived:
-            self.known = bool(self._read()[0])
+        if self.known is None and self.facts.arrived:
+            self.known = not self._is_skipped()
         return self.known
 
     @to_be_called
     def skipped(self) -> bool:
         """Returns whether the optimizers were left alone. Synchronizes with the device."""
         if self.known is None:
-            self.known = bool(self._read()[0])
+            self.known = not self._is_skipped()
         return not self.known
 
     @to_be_called
@@ -136,7 +238,7 @@ class StepResult(engine.StepResult):
         """Returns the status of the step. Synchronizes with the device."""
         if not self.attempted:
             return Status.NO_GRADS
-        return Status.of(*self._read()) if self.skipped() else Status.APPLIED
+        return Status.of(False, self.facts.seen().loss_finite) if self.skipped() else Status.APPLIED
 
     @property
     def parameters(self) -> int:
@@ -161,10 +263,164 @@ class StepResult(engine.StepResult):
         names = self.traces.names(bad, self.parameter_names)
         return culprits_of(names, [sizes[index] for index in bad], list(map(self.traces.count, bad)))
 
-    def _copied(self) -> HostCopy:
-        if self._flags is None:
-            self._flags = HostCopy(self.applied, self.loss_finite)
-        return self._flags
 
-    def _read(self) -> list[float]:
-        return self._copied().read()
+class Memory:
+    """What a scaler remembers of its steps, all of it in host memory.
+
+    Attributes:
+        last: the result of the last step.
+        measured: the optimizers that were stepped, whose weights were measured before.
+        steps: how often a step was attempted, also by other ranks alone, so that all of them sample the same steps.
+        after_step: called after every step.
+        on_skips: called with the number of steps skipped in a row and the result of the last of them, before the check
+            for a stuck run; None for nothing.
+    """
+
+    def __init__(self, max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS, on_stuck: OnStuck = "raise") -> None:
+        self._stuck_check = StuckCheck(max_consecutive_skips, on_stuck)
+        self.after_step: list[Callable[[], None]] = []
+        self.on_skips: Callable[[int, StepResult], None] | None = None
+        self.forget()
+
+    def __reduce__(self) -> tuple[type["Memory"], tuple[Any, ...]]:
+        """A copy starts empty: results refer to gradients of the original."""
+        return Memory, (self._stuck_check.max_consecutive_skips, self._stuck_check.on_stuck)
+
+    def forget(self) -> None:
+        """Forgets every step, as at the start."""
+        self._stuck_check.reported = False
+        self.last: StepResult | None = None
+        self.steps = 0
+        self._sizes: tuple[Any, Any] = (None, None)
+        self._noted: tuple[StepResult, ScaleState] | None = None
+        self._stuck = False
+        self._last_finite_loss: int | None = None
+        self._weights_at_start: Tensor | None = None
+        self.measured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._gradients: int | None = None
+        self._counted = 0, 0
+        self._log = HealthLog()
+
+    def begin(self, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+        """Measures the weights before the first step of each optimizer, once. Does not synchronize with the device."""
+        # Without it, a model whose weights are large by design would look diverged when its run is stuck.
+        if new := [optimizer for optimizer in optimizers if optimizer not in self.measured]:
+            self.measured.update(new)
+            if values := _readable(new)[1]:
+                size, known = largest(values, device).amax(), self._weights_at_start
+                self._weights_at_start = size if known is None else torch.maximum(known, size)
+
+    def weights_at_start(self) -> float | None:
+        """Returns the largest weight before the first step; None before that. Synchronizes with the device."""
+        return None if self._weights_at_start is None else float(self._weights_at_start)
+
+    def _weights_now(self, optimizers: Sequence[Optimizer], names: Names) -> Weights | None:
+        """Returns how large the weights are now; None if none can be read. Synchronizes with the device."""
+        parameters, values = _readable(optimizers)
+        sizes: list[float] = largest(values, values[0].device).tolist() if values else []
+        rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
+        named = zip(sizes, names.of(parameters, optimizers), strict=True)
+        return Weights.of(named, self.weights_at_start(), max(rates, default=None))
+
+    def note(self, result: StepResult, facts: Facts, norm: bool, amax: bool, state: ScaleState) -> None:
+        """Notes the state after a step, once the host knows it, with its unscaled norm and amax where they were read.
+
+        On an accelerator with fused optimizers that is at the next loss. Where a step has no amax, the last one stays.
+        """
+        result.after, seen = state, facts.seen()
+        self._sizes = seen.norm if norm else None, seen.amax if amax else self._sizes[1]
+        if result.facts.seen().loss_finite:
+            self._last_finite_loss = int(state.applied) + int(state.skipped)
+        self._noted, self._stuck = (result, state), bool(state.stuck)
+
+    def keep(self, result: StepResult, optimizers: Sequence[Optimizer], gradients: int | None = None) -> None:
+        """Keeps the result, and raises or warns if the run, as far as the host knows it, has been stuck for too long.
+
+        The weights of `optimizers` are measured only for a report. `gradients` is how many they had, where the result
+        is of one of them.
+        """
+        self.last, self._gradients = result, gradients
+        for call in tuple(self.after_step):
+            call()
+        if result.attempted:
+            self.steps += 1
+            self._optimizers = list(map(weakref.ref, optimizers))
+        else:
+            self._sizes = None, self._sizes[1]
+        noted, self._noted = self._noted, None
+        if noted is None or not noted[0].attempted:
+            return
+        known, state = noted
+        if self.on_skips is not None:
+            self.on_skips(int(state.consecutive_skips), known)
+        if not state.consecutive_skips:
+            self._stuck_check.reported = False
+            return
+        progress = Progress.of(state, bool(known.facts.seen().loss_finite), self._last_finite_loss)
+        self._stuck_check.check(progress, known, lambda: self._weights_now(optimizers, known.parameter_names))
+
+    def metrics(self, state: ScaleState) -> dict[str, float]:
+        """Returns the newest numbers known on the host."""
+        return host_metrics(state, *self._sizes)
+
+    def health(self, state: ScaleState, *, scaling: bool, in_bf16: bool, multiplies: bool = True) -> Health:
+        """Returns how the run is doing, and logs it on rank 0 if it has changed. Synchronizes with the device."""
+        seen = self._vitals(state)
+        self._counted = seen.applied, seen.skipped
+        health = health_of(replace(seen, scaling=scaling, in_bf16=in_bf16, multiplies=multiplies))
+        if is_first_rank():
+            self._log.note(health)
+        return health
+
+    def _vitals(self, state: ScaleState) -> Vitals:
+        """Returns what is known of the run after its last step."""
+        applied, skipped, scale, last = int(state.applied), int(state.skipped), float(state.scale), self.last
+        if last is None:
+            return Vitals(scale, applied, skipped)
+        status = last.status()
+        optimizers = [each for reference in self._optimizers if (each := reference()) is not None]
+        return Vitals(
+            scale,
+            applied,
+            skipped,
+            int(state.consecutive_skips),
+            self._stuck,
+            (applied - self._counted[0], skipped - self._counted[1]),
+            status,
+            _headroom_bits(self._sizes[1], scale),
+            () if status is Status.APPLIED else last.culprits(),
+            last.parameters,
+            _without_gradients(last, optimizers, last.parameters if self._gradients is None else self._gradients),
+            self._weights_now(optimizers, last.parameter_names),
+        )
+
+
+def _headroom_bits(amax: Any, scale: float) -> float:
+    """Returns how often the scale could double; inf if all gradients are zero, NaN if they are not known."""
+    if amax is None or not math.isfinite(largest := float(amax) * scale):
+        return math.nan
+    return math.log2(FP16.max / largest) if largest else math.inf
+
+
+def _without_gradients(last: StepResult, optimizers: Sequence[Optimizer], gradients: int) -> list[str]:
+    """Returns the names of frozen parameters, if some had no gradient; where none is frozen, how many had none."""
+    parameters = list(dict.fromkeys(parameters_of(optimizers)))
+    missing = len(parameters) - gradients
+    if not gradients or missing <= 0:
+        return []
+    frozen = last.parameter_names.of([each for each in parameters if not each.requires_grad], optimizers)
+    return frozen if len(frozen) == missing else [*frozen, *["(unused)"] * (missing - len(frozen))]
+
+
+def _readable(optimizers: Sequence[Optimizer]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the parameters whose numbers can be read, and the tensors that hold them: of a shard, the local one."""
+    # By exact type: quantized weights and the like need not have the kernel, and a report is not worth an error.
+    held = [(each, local(each.detach())) for each in parameters_of(optimizers)]
+    found = [(each, values) for each, values in held if type(values) is Tensor and _is_dense_float(values)]
+    return [each for each, _ in found], [values for _, values in found]
+
+
+def _is_dense_float(values: Tensor) -> bool:
+    wide = values.is_complex() or (values.is_floating_point() and values.dtype.itemsize >= 2)
+    return wide and values.layout is torch.strided and values.device.type != "meta"

@@ -2,15 +2,18 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 from torch import nn
 
 from gradscale.formats import Format
 from gradscale.torch.scaler import LossScaler
 from gradscale.torch.watch.recorder import Recorder
-from gradscale.watching.record import FORMATS, WatchRecord
-from gradscale.watching.schedule import Ranges, Schedule
+from gradscale.watching.record import FORMATS, Ranges, Schedule, WatchRecord
+
+Formats = Sequence[Format | str]
 
 
 def watch(
@@ -20,7 +23,7 @@ def watch(
     every: int = 100,
     steps: Ranges | None = None,
     *,
-    formats: Sequence[Format | str] = FORMATS,
+    formats: Formats = FORMATS,
 ) -> "Watch":
     """Records weights, inputs, outputs and gradients of every module at each `every`-th step, and returns the record.
 
@@ -48,10 +51,25 @@ def watch(
         TypeError: `scaler` has no scale.
         ValueError: the model is compiled, no name matches, or `every` or `steps` are not numbers of steps.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a module. Received: {type(model).__name__}.")
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch._dynamo.") or module._compiled_call_impl is not None:
+            raise ValueError(
+                "A compiled model runs no hooks that are registered later. Received: a model in which "
+                f"{name or 'the model'} is compiled. Watch a short run without `torch.compile`."
+            )
+    if not any(re.search(layers, name) for name, _ in model.named_modules()):
+        raise ValueError(f"`layers` must be found in the name of a module. Received: layers={layers!r}.")
+    if scaler is not None and not isinstance(scaler, LossScaler) and not hasattr(scaler, "get_scale"):
+        raise TypeError(
+            "`scaler` must be a `LossScaler`, a `GradScaler` or None, since gradients are unscaled by it. "
+            f"Received: {type(scaler).__name__}."
+        )
     return Watch(model, scaler, layers, every, steps, formats)
 
 
-class Watch(WatchRecord):
+class Watch(WatchRecord, AbstractContextManager["Watch"]):
     """What `watch` recorded, and its hooks. A context manager, which removes them at its end.
 
     Attributes:
@@ -59,26 +77,15 @@ class Watch(WatchRecord):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        scaler: Any,
-        layers: str,
-        every: int,
-        steps: Ranges | None,
-        formats: Sequence[Format | str],
+        self, model: nn.Module, scaler: Any, layers: str, every: int, steps: Ranges | None, formats: Formats
     ) -> None:
         super().__init__(every, steps, formats)
-        _check(model, layers, scaler)
         self._scaler = scaler
-        self._recorder = Recorder(model, layers, self._scale)
         self._scale_read: tuple[Any, float] = None, 1.0
+        self._begin = partial(Recorder, model, layers, self._scale)
+        self._recorder = self._begin() if self.sampled else None
         if isinstance(scaler, LossScaler):
-            scaler._after_step.append(self._advance)
-        if self.sampled:
-            self._recorder.attach()
-
-    def __enter__(self) -> Self:
-        return self
+            scaler._memory.after_step.append(self._advance)
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -96,17 +103,18 @@ class Watch(WatchRecord):
     def close(self) -> None:
         """Removes all hooks for good. A step that is not complete is not recorded."""
         self._schedule = Schedule(1, ())  # no step is sampled
-        self._recorder.detach()
-        if isinstance(self._scaler, LossScaler) and self._advance in self._scaler._after_step:
-            self._scaler._after_step.remove(self._advance)
+        if self._recorder is not None:
+            self._recorder.detach()
+            self._recorder = None
+        if isinstance(self._scaler, LossScaler) and self._advance in self._scaler._memory.after_step:
+            self._scaler._memory.after_step.remove(self._advance)
 
     def _advance(self) -> None:
         """Ends a step: removes the hooks of a sampled one, and registers those of the next if that is sampled."""
-        if self.sampled:
+        if self._recorder is not None:
             self._samples[self.step_index] = self._recorder.detach()
         self.step_index += 1
-        if self.sampled:
-            self._recorder.attach()
+        self._recorder = self._begin() if self.sampled else None
 
     def _scale(self) -> float:
         if not isinstance(self._scaler, LossScaler):
@@ -116,21 +124,3 @@ class Watch(WatchRecord):
         if scale is not self._scale_read[0]:
             self._scale_read = scale, float(scale)
         return self._scale_read[1]
-
-
-def _check(model: nn.Module, layers: str, scaler: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be a module. Received: {type(model).__name__}.")
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith("torch._dynamo.") or module._compiled_call_impl is not None:
-            raise ValueError(
-                "A compiled model runs no hooks that are registered later. Received: a model in which "
-                f"{name or 'the model'} is compiled. Watch a short run without `torch.compile`."
-            )
-    if not any(re.search(layers, name) for name, _ in model.named_modules()):
-        raise ValueError(f"`layers` must be found in the name of a module. Received: layers={layers!r}.")
-    if scaler is not None and not isinstance(scaler, LossScaler) and not hasattr(scaler, "get_scale"):
-        raise TypeError(
-            "`scaler` must be a `LossScaler`, a `GradScaler` or None, since gradients are unscaled by it. "
-            f"Received: {type(scaler).__name__}."
-        )

@@ -1,0 +1,107 @@
+"""Kernels that a step launches on an accelerator, beside those of the optimizer: no more than torch's scaler does."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradscale.torch import GradScaler, LossScaler
+
+pytestmark = pytest.mark.simulated_only
+
+NO_LAUNCH = (
+    "alias",
+    "as_strided",
+    "detach",
+    "empty",
+    "expand",
+    "lift",
+    "select",
+    "slice",
+    "unbind",
+    "unsqueeze",
+    "view",
+)
+"""How the names of operators begin that only make tensors, or views of them."""
+
+STEPS = 34
+"""The first steps find the scale and read both sizes, and every 16th reads the largest magnitude for the metrics."""
+
+MOST = {  # only lower these
+    # (optimizer, clip): torch's scaler, ours at most steps, and at any but the first 16.
+    ("fused", False): (10, 10, 10),
+    ("fused", True): (19, 17, 19),
+    ("foreach", False): (10, 8, 8),
+    ("foreach", True): (18, 10, 12),
+}
+
+MOST_OF_KERNELS = {
+    False: (10, 6, 6),
+    True: (19, 6, 7),
+}  # of `LossScaler` with a fused optimizer, whose rule is a kernel
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that reach the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        arrives = name == "copy_" and args[0].device.type == "cpu"  # how the simulation ends a copy to the host
+        if not (arrives or name.startswith(NO_LAUNCH)):
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launches(layers: int, optimizer: dict[str, bool], clip: bool, scaler: Any) -> list[int]:
+    """Returns how many operators each step has, with those of the optimizer; a scaler of None steps it alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[each for _ in range(layers) for each in (nn.Linear(8, 8), nn.ReLU())])
+    adamw = torch.optim.AdamW(model.parameters(), **optimizer)  # type: ignore[arg-type]
+    scaler = scaler and scaler(model)
+    x, found = torch.randn(4, 8), []
+    for _ in range(STEPS):
+        loss, counted = model(x).square().mean(), Launches()
+        with counted:
+            scaled = loss if scaler is None else scaler.scale(loss)
+        scaled.backward()
+        with counted:
+            if scaler is None:
+                adamw.step()
+            else:
+                scaler.step(adamw, **({"clip_norm": 1.0} if clip else {}))
+            if isinstance(scaler, GradScaler):
+                scaler.update()
+        adamw.zero_grad()
+        found.append(sum(counted.found.values()))
+    return found
+
+
+SCALERS = {
+    "LossScaler, dynamic": lambda model: LossScaler(model, "dynamic"),
+    "LossScaler, auto": LossScaler,
+    "GradScaler": lambda model: GradScaler(torch.get_default_device().type),
+    "GradScaler, auto": lambda model: GradScaler(torch.get_default_device().type, policy="auto"),
+}
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("optimizer", ["fused", "foreach"])
+def test_a_step_launches_no_more_than_the_table_says_whatever_the_number_of_tensors(
+    optimizer: str, clip: bool, scaler: str
+) -> None:
+    is_kernel = optimizer == "fused" and scaler.startswith("LossScaler")
+    torchs, mostly, ever = MOST_OF_KERNELS[clip] if is_kernel else MOST[optimizer, clip]
+    for layers in (10, 100) if is_kernel else (2, 20):
+        alone = launches(layers, {optimizer: True}, False, None)
+        whole = launches(layers, {optimizer: True}, clip, SCALERS[scaler])
+        extra = [step - bare for step, bare in zip(whole, alone, strict=True)][16:]
+        assert sorted(extra)[len(extra) // 2] <= mostly <= torchs
+        assert max(extra) <= ever <= torchs

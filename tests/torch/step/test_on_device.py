@@ -1,0 +1,259 @@
+"""Fused optimizers on an accelerator: the rule runs there, with the states and weights that the host's rule gives."""
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from tests.torch.helpers import INF, NAN, OPTIMIZERS, loss_of, poison, small_model
+from tests.torch.sim import host
+from torch import nn
+
+from gradscale import CheckOnly, Dynamic, Headroom, Histogram, LogMax, Policy, Static
+from gradscale.kernels.triton import operator
+from gradscale.torch import LossScaler
+from gradscale.torch.step import on_device
+
+pytestmark = pytest.mark.simulated_only
+
+POLICIES = [
+    Headroom(),
+    Dynamic(init_scale=300.0, growth_interval=3, growth_factor=1.7, backoff_factor=0.3, min_scale=2.0**-10),
+    LogMax(),
+    Histogram(period=2),
+    Static(4.0),
+    CheckOnly(),
+]
+
+STEPS = 40
+OVERFLOWS, BAD_LOSSES = {0, 5, 6, 7, 20, 33}, {9, 21}
+
+
+class Run:
+    """A small model, and the state of its scaler after every step."""
+
+    def __init__(self, policy: Policy, **arguments: Any) -> None:
+        self.model = small_model()
+        self.optimizer = OPTIMIZERS["adamw fused"](self.model.parameters())
+        self.scaler = LossScaler(self.model, policy, on_stuck="ignore")
+        self.arguments = arguments
+
+    def step(self, number: int) -> Any:
+        loss = loss_of(self.model, number)
+        self.scaler.backward(loss * NAN if number in BAD_LOSSES else loss)
+        if number in OVERFLOWS:
+            poison(next(self.model.parameters()), INF)
+        result = self.scaler.step(self.optimizer, **self.arguments)
+        self.optimizer.zero_grad()
+        return result
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        return [each.detach().cpu() for each in self.model.parameters()]
+
+    @property
+    def runs_on_device(self) -> bool:
+        return self.scaler._rule.ahead is not None
+
+
+def same(one: Run, other: Run) -> bool:
+    states = [run.scaler.state_dict() for run in (one, other)]
+    return states[0] == states[1] and all(map(torch.equal, one.weights, other.weights))
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+    """Returns a function that makes a run whose rule the host runs."""
+
+    def made(policy: Policy, **arguments: Any) -> Run:
+        run = Run(policy, **arguments)
+        step = run.step
+
+        def stepped(number: int) -> Any:
+            with monkeypatch.context() as patched:
+                patched.setattr(on_device, "refusal", lambda policy, device: "no kernel")
+                return step(number)
+
+        run.step = stepped  # type: ignore[method-assign]
+        return run
+
+    return made
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_the_device_gives_the_states_and_weights_of_the_host(policy: Policy, on_host: Callable[..., Run]) -> None:
+    ours, theirs = Run(policy), on_host(policy)
+    for number in range(STEPS):
+        results = ours.step(number), theirs.step(number)
+        if number % 4 == 3:
+            assert [each.skipped() for each in results] == [number in OVERFLOWS | BAD_LOSSES] * 2
+            assert results[0].status() == results[1].status()
+            assert results[0].next_scale == results[1].next_scale
+            names = [[each.name for each in result.culprits()] for result in results]
+            assert names[0] == names[1]
+    assert ours.runs_on_device
+    assert not theirs.runs_on_device
+    assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_a_clipped_step_gives_the_scales_of_the_host(policy: Policy, on_host: Callable[..., Run]) -> None:
+    ours, theirs = Run(policy, clip_norm=0.5), on_host(policy, clip_norm=0.5)
+    for number in range(STEPS):
+        results = ours.step(number), theirs.step(number)
+        norms = [float(result.grad_norm) for result in results]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert ours.runs_on_device
+    states = [run.scaler._rule.state for run in (ours, theirs)]
+    assert states[0].scale == states[1].scale
+    assert (states[0].applied, states[0].skipped) == (states[1].applied, states[1].skipped)
+    assert torch.allclose(
+        torch.cat([each.reshape(-1) for each in ours.weights]),
+        torch.cat([each.reshape(-1) for each in theirs.weights]),
+        rtol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_no_step_reads_on_the_host(policy: Policy, clip_norm: float | None) -> None:
+    run = Run(policy, clip_norm=clip_norm)
+    with host.busy(), host.waits() as waits:
+        for number in range(STEPS):
+            run.step(number)
+    assert waits == host.Waits()
+    assert run.scaler._rule.steps == STEPS
+
+
+def test_metrics_and_results_arrive_without_a_read() -> None:
+    run = Run(Headroom())
+    with host.waits() as waits:
+        result = run.step(1)
+        assert result.poll() is True
+        assert run.scaler.metrics()["applied"] == 1.0
+    assert waits == host.Waits()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))], ids=["copy", "pickle"])
+def test_a_copy_goes_on_as_the_original(copied: Callable[[Any], Any]) -> None:
+    run = Run(Headroom())
+    for number in range(8):
+        run.step(number)
+    other = copied(run)
+    for number in range(8, 16):
+        run.step(number)
+        other.step(number)
+    assert not other.runs_on_device  # torch's copy of an optimizer does not say any more that its kernel divides
+    assert same(run, other)
+
+
+def test_a_saved_state_goes_on_as_the_original() -> None:
+    run, other = Run(Headroom()), Run(Headroom())
+    for number in range(8):
+        run.step(number)
+    other.model.load_state_dict(run.model.state_dict())
+    other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    other.scaler.load_state_dict(run.scaler.state_dict())
+    for number in range(8, 16):
+        run.step(number)
+        other.step(number)
+    assert same(run, other)
+
+
+def test_edits_between_steps_of_the_device_are_seen(on_host: Callable[..., Run]) -> None:
+    ours, theirs = Run(Headroom()), on_host(Headroom())
+    for number in range(24):
+        for run in (ours, theirs):
+            if number % 5 != 4:
+                run.step(number)
+                continue
+            run.scaler.backward(loss_of(run.model, number), retries=2 * (number % 2))
+            with run.scaler.unscaled(run.optimizer):
+                pass
+            run.scaler.step(run.optimizer)
+            run.optimizer.zero_grad()
+    assert same(ours, theirs)
+
+
+def test_a_state_with_a_wider_number_stays_on_the_host() -> None:
+    run = Run(Headroom())
+    run.scaler._rule.state = replace(run.scaler._rule.state, peak=np.float64(0.1))
+    run.step(1)
+    assert not run.runs_on_device
+
+
+def test_gradients_on_two_devices_are_for_the_host() -> None:
+    there, here = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="cpu"))
+    optimizers = [torch.optim.SGD([weight], lr=0.5, fused=True) for weight in (there, here)]
+    scaler = LossScaler(policy=Dynamic(init_scale=8.0))
+    scaler.backward(there.sum() + here.to("sim").sum())
+    scaler.step(*optimizers)
+    assert scaler._rule.ahead is None
+    assert (there.tolist(), here.tolist()) == ([0.5] * 3, [0.5] * 3)
+
+
+class Halving(Static):
+    """A rule of a user: an overflow halves the scale, and nothing raises it."""
+
+    is_compiled: ClassVar[bool] = True
+
+    def next(self, state: Any, seen: Any, xp: Any) -> Any:
+        overflow = xp.logical_not(seen.finite)
+        after = super().next(state, seen, xp)
+        return replace(after, scale=xp.where(overflow, state.scale * 0.5, state.scale))
+
+
+def test_a_rule_of_a_user_runs_on_the_device_if_it_says_that_it_can_be_traced() -> None:
+    run = Run(Halving(4.0))
+    for number in range(8):
+        run.step(number)
+    assert run.runs_on_device
+    assert run.scaler._rule.state.scale == np.float32(0.25)  # 0, 5, 6, 7
+
+
+class Branching(Static):
+    """Says that it can be traced, and cannot."""
+
+    is_compiled: ClassVar[bool] = True
+
+    def next(self, state: Any, seen: Any, xp: Any) -> Any:
+        return super().next(state, seen, xp) if seen.finite else state
+
+
+class Untraced(Headroom):
+    """Does not say so."""
+
+
+def broken(*arguments: Any) -> Any:
+    raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nand more")
+
+
+REASONS = {
+    "of a user": (Untraced(), "`Untraced` does not have `is_compiled = True`."),
+    "no compiler": (Headroom(), "RuntimeError: Failed to find C compiler. Please specify via CC environment variable."),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_where_there_is_no_kernel_the_host_runs_the_rule_and_says_why_once(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, reason = REASONS[name]
+    if name == "no compiler":
+        monkeypatch.setattr(operator, "advance", broken)
+    run, plain = Run(policy), Run(Headroom())
+    with caplog.at_level(logging.INFO, on_device.__name__):
+        for number in range(8):
+            run.step(number)
+    assert not run.runs_on_device
+    assert caplog.messages == [f"The rule of the scale runs on the host, not on sim:0: {reason}"]
+    monkeypatch.undo()
+    for number in range(8):
+        plain.step(number)
+    assert plain.runs_on_device
+    assert run.scaler._rule.state == plain.scaler._rule.state
