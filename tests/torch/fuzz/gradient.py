@@ -19,10 +19,12 @@ class Gradient:
     Attributes:
         values: in float64 or complex128, dense.
         rows: the rows that a sparse gradient has entries for; None for a dense one.
+        clipped: whether a part of it was multiplied by a factor that is no power of two.
     """
 
     values: Tensor
     rows: set[int] | None = None
+    clipped: bool = False
 
     @property
     def held(self) -> Tensor:
@@ -125,7 +127,7 @@ def added(one: Gradient | None, other: Gradient, scale: float, dtype: torch.dtyp
     if one is None:
         return Gradient(rounded(other.values, scale, dtype), other.rows)
     rows = None if one.rows is None or other.rows is None else one.rows | other.rows
-    return Gradient(rounded(one.values + other.values, scale, dtype), rows)
+    return Gradient(rounded(one.values + other.values, scale, dtype), rows, one.clipped)
 
 
 def amax_of(gradients: Iterable[Gradient], scale: float) -> float:

@@ -8,7 +8,7 @@ import torch
 from tests.torch.fuzz.gradient import Gradient
 from tests.torch.fuzz.model import Model
 from tests.torch.fuzz.optimizers import make_optimizer
-from tests.torch.fuzz.outcome import TorchRaises
+from tests.torch.fuzz.outcome import TorchRaises, Undefined
 from tests.torch.fuzz.setup import DTYPES, OptimizerSetup, Setup, names_of
 from torch import Tensor, nn
 
@@ -125,10 +125,14 @@ class PlainOptimizers:
             gradient, grad = gradients[name], self.leaf(index, name).grad
             if name not in self.masters[index] and gradient.rows is None and grad is not None:
                 gradient.values = grad.to(gradient.values.dtype)
+        storage = self._setup.optimizers[index].storage
         with torch.no_grad():
             for name in names:
                 if name in self.masters[index]:
-                    self._model.get_parameter(name).copy_(self.masters[index][name])
+                    weight, master = self._model.get_parameter(name), self.masters[index][name]
+                    weight.copy_(master)
+                    if storage != "fp32" and bool((master.isfinite() & ~weight.isfinite()).any()):
+                        raise Undefined("A weight leaves the range of its type, and its master is made from it.")
         for other in range(len(self)):
             if other != index:
                 self.note_written(names, [other])

@@ -78,6 +78,10 @@ class Reference:
     def _(self, operation: ops.Backward) -> Result:
         loss_finite = bool(self._forward(operation.batch).isfinite())
         if not self.rule.scales:
+            # Sparse gradients are not coalesced here, and the sums of clipped ones are rounded: their order counts.
+            self.loose = {
+                name: LOOSE for name, grad in self.gradients.items() if grad.rows is not None and grad.clipped
+            }
             self._accumulate(self._made(operation.batch, 1.0), 1.0)
             return None
         window = self._opened()
@@ -236,7 +240,7 @@ class Reference:
             coefficient = min(1.0, operation.clip_norm / (norm + 1e-6))
         for gradient in held.values():
             if coefficient != 1.0:
-                gradient.values = times(gradient.values, coefficient)
+                gradient.values, gradient.clipped = times(gradient.values, coefficient), True
             if operation.clip_value is not None:
                 gradient.values = clamped(gradient.values, operation.clip_value)
         for index in operation.optimizers:
