@@ -14,7 +14,7 @@ from gradscale.engine.decide import CLIP_EPSILON
 from gradscale.engine.measurement import Measurement, with_amax
 from gradscale.policies.arithmetic import Namespace, smaller
 from gradscale.policies.compiled import compiled
-from gradscale.policies.contract import Policy, ScaleState, Seen, bounded_next
+from gradscale.policies.contract import Policy, ScaleState, Seen, bounded_next, counted_as_applied
 from gradscale.policies.static import multiplies
 from gradscale.record import Array, fields, with_values
 
@@ -51,6 +51,7 @@ class Outcome(NamedTuple):
         loss_finite: as said.
         amax: as said.
         norm: as said.
+        made_with: the scale that made the gradients.
     """
 
     amax_ratio: Array
@@ -60,6 +61,7 @@ class Outcome(NamedTuple):
     loss_finite: Array
     amax: Array
     norm: Array
+    made_with: Array
 
     @property
     def seen(self) -> Seen:
@@ -70,9 +72,9 @@ class Outcome(NamedTuple):
 BLOCK = 128
 """Numbers that a kernel reads at once, a power of two."""
 
-START = Outcome(
-    np.float32(1), np.float32(0), np.float32(1), np.bool_(True), np.bool_(True), np.float32(0), np.float32(0)
-)
+_ZERO, _ONE, _TRUE = np.float32(0), np.float32(1), np.bool_(True)
+
+START = Outcome(_ONE, _ZERO, _ONE, _TRUE, _TRUE, _ZERO, _ZERO, _ONE)
 """What a rule starts from: an unknown ratio, which is 1 at most."""
 
 
@@ -85,12 +87,17 @@ class Packed:
         norm: whether the norm is read.
         amax: whether the largest magnitude is read; always where the norm is not.
         clips: whether gradients are clipped by the norm.
+        divided: whether they were divided in the pass that checked them, and the largest magnitude is 1, or inf where
+            one was not finite before.
+        loss_gates: whether a loss that is not finite keeps finite gradients from being applied.
     """
 
     policy: Policy
     norm: bool = False
     amax: bool = True
     clips: bool = False
+    divided: bool = False
+    loss_gates: bool = True
 
     @property
     def shares(self) -> bool:
@@ -153,16 +160,23 @@ class Packed:
         """Returns the numbers of the next vector."""
         total = read.amax if read.norm is None else read.norm
         measurement = Measurement(None, total, read.amax, read.norm, read.upper_share)
-        seen = measurement.seen(state.scale, xp.isfinite(read.loss), xp)
+        # A scale below 1 makes gradients larger, which a check before the division has not seen.
+        grown = state.scale < 1.0 if self.divided else None
+        seen = measurement.seen(state.scale, xp.isfinite(read.loss), xp, grown)
         known = seen
         if self.norm and "amax" in self.policy.needs:
             known, amax_ratio = with_amax(seen, amax_ratio, xp, measured=self.amax)
-        after = bounded_next(self.policy, state, known, xp)
-        found_inf = xp.where(xp.logical_and(seen.finite, seen.loss_finite), 0.0, state.scale * 0 + 1.0)
+        after, applied = bounded_next(self.policy, state, known, xp), seen.finite
+        if self.loss_gates:
+            applied = xp.logical_and(applied, seen.loss_finite)
+        else:
+            after = counted_as_applied(state, after, seen, xp)
+        found_inf = xp.where(applied, 0.0, state.scale * 0 + 1.0)
         divisor = state.scale if multiplies(self.policy) else state.scale * 0 + 1.0
         if read.clip_norm is not None:
             divisor = divisor / smaller(read.clip_norm / (seen.norm + CLIP_EPSILON), 1.0, xp)
-        outcome = Outcome(amax_ratio, found_inf, divisor, seen.finite, seen.loss_finite, seen.amax, seen.norm)
+        found = seen.finite, seen.loss_finite, seen.amax, seen.norm
+        outcome = Outcome(amax_ratio, found_inf, divisor, *found, state.scale)
         return *(getattr(after, field.name) for field in fields(after)), *outcome
 
     @cached_property

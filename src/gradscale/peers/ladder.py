@@ -126,8 +126,9 @@ class Ladder(Record):
 
     def _times(self, scale: Array, factor: Array, xp: Namespace) -> Array:
         """Returns the product as the system rounds it."""
-        # torch's kernel multiplies a float32 scale by a double factor, and rounds the product once, to float32.
-        if self.arithmetic != "mixed":
+        # torch's kernel multiplies a float32 scale by a double factor, and rounds the product once, to float32. With a
+        # power of two that is the product in float32, for devices that have no double precision.
+        if self.arithmetic != "mixed" or (isinstance(factor, float) and _is_power_of_two(factor)):
             return scale * factor
         return xp.asarray(xp.asarray(scale, dtype=xp.float64) * factor, dtype=xp.float32)  # pyright: ignore
 
@@ -162,15 +163,13 @@ def kernel_ladder(
 ) -> Ladder:
     """Returns the rule of `torch._amp_update_scale_`, and of apex's kernel like it: float32 times a double factor."""
     # The kernel tests `successful == growth_interval` (no overshoot), and drops a grown scale that is not finite.
-    # A product with a power of two is exact without double precision, which not every device has.
-    exact = _is_power_of_two(growth_factor) and _is_power_of_two(backoff_factor)
     return Ladder(
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
         refuses_inf=True,
-        arithmetic="float32" if exact else "mixed",
+        arithmetic="mixed",
         **settings,
     )
 

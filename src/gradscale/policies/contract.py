@@ -108,6 +108,17 @@ def counted(state: S, applied: Array, xp: Namespace, **changes: Array) -> S:
     )
 
 
+def counted_as_applied(before: S, after: S, seen: Seen, xp: Namespace) -> S:
+    """Returns the state `after` a step that is applied if its gradients are finite, whatever the loss was."""
+    anyway = xp.logical_and(seen.finite, xp.logical_not(seen.loss_finite))
+    return replace(
+        after,
+        applied=xp.where(anyway, one_more(before.applied, xp), after.applied),
+        skipped=xp.where(anyway, before.skipped, after.skipped),
+        consecutive_skips=xp.where(anyway, 0, after.consecutive_skips),
+    )
+
+
 def verdict(seen: Seen, xp: Namespace) -> tuple[Array, Array]:
     """Returns (clean, overflow). Both are False when the loss was not finite: then the scale is not the cause."""
     # torch.amp cannot make this distinction, and lowers the scale for a NaN in the forward pass too.

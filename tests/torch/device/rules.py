@@ -8,6 +8,7 @@ import numpy as np
 
 from gradscale import FP8_E5M2, CheckOnly, Dynamic, Headroom, Histogram, LogMax, Policy, Static
 from gradscale.engine.packed import START, Packed
+from gradscale.peers.torch_rule import TorchRule
 from gradscale.record import fields, with_values
 
 Numbers = np.ndarray[Any, Any]
@@ -24,6 +25,7 @@ POLICIES: dict[str, Policy] = {
     "edge": Histogram(period=3, edge=0.3, threshold=0.1, init_scale=3.0),
     "static": Static(3.0),
     "check only": CheckOnly(),
+    "torch": TorchRule(growth_interval=3),
 }
 
 FLOATS = np.array(
@@ -35,8 +37,13 @@ COUNTS = np.array([0, 1, 2, 3, 4, 15, 16, 1999, 2000, 2**30, 2**31 - 2, 2**31 - 
 
 
 def variants(policy: Policy) -> Iterator[Packed]:
-    """Yields the kernels of a rule: without a norm, then with the largest magnitude beside it or not, and clipping."""
+    """Yields the kernels of a rule: without a norm, then with the largest magnitude beside it or not, and clipping.
+
+    And those of a drop-in, without a norm, and with gradients that were divided while they were checked.
+    """
     yield Packed(policy)
+    yield Packed(policy, loss_gates=False)
+    yield Packed(policy, divided=True, loss_gates=False)
     for amax, clips in itertools.product((False, True), (False, True)):
         yield Packed(policy, norm=True, amax=amax, clips=clips)
 
