@@ -87,8 +87,8 @@ class Packed:
         norm: whether the norm is read.
         amax: whether the largest magnitude is read; always where the norm is not.
         clips: whether gradients are clipped by the norm.
-        divided: whether they were divided in the pass that checked them, and the largest magnitude is 1, or inf where
-            one was not finite before.
+        shrinks: whether a scale below 1, which makes gradients larger, counts as an overflow: where they were divided
+            before their size is known, or are stored in FP16.
         loss_gates: whether a loss that is not finite keeps finite gradients from being applied.
     """
 
@@ -96,7 +96,7 @@ class Packed:
     norm: bool = False
     amax: bool = True
     clips: bool = False
-    divided: bool = False
+    shrinks: bool = False
     loss_gates: bool = True
 
     @property
@@ -160,8 +160,7 @@ class Packed:
         """Returns the numbers of the next vector."""
         total = read.amax if read.norm is None else read.norm
         measurement = Measurement(None, total, read.amax, read.norm, read.upper_share)
-        # A scale below 1 makes gradients larger, which a check before the division has not seen.
-        grown = state.scale < 1.0 if self.divided else None
+        grown = state.scale < 1.0 if self.shrinks else None
         seen = measurement.seen(state.scale, xp.isfinite(read.loss), xp, grown)
         known = seen
         if self.norm and "amax" in self.policy.needs:

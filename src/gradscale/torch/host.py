@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from gradscale.engine.host import estimate_on_host, on_host, ratio_on_host, rule_on_host
 from gradscale.engine.measurement import UNKNOWN_RATIO
+from gradscale.engine.packed import START, Outcome, Packed
 from gradscale.engine.plan import Plan
-from gradscale.policies.contract import Policy, ScaleState, Seen, backed_off
+from gradscale.policies.contract import Policy, ScaleState, Seen, backed_off, counted_as_applied
 from gradscale.policies.static import multiplies
 
 OVERFLOW = Seen(finite=np.bool_(False))
@@ -92,9 +93,10 @@ class Facts:
         attempted: whether a rank has gradients. On an accelerator, where the host does not read it, taken to be so.
         norm: returns the unscaled norm over all ranks, on the device.
         found_inf: returns 1 if the step is not applied, else 0, on the device.
-        after: where the device has followed the rule, returns the state after the step and the ratio of the largest
-            magnitude to the norm, once `seen` has been called; None where the host follows it.
-        divisor: what unscales and clips the gradients, on the device, where that has decided it; else None.
+        after: where the device follows the rule, returns the state after the step, and what it has found, once `seen`
+            has been called; None where the host follows it.
+        vector: both, packed, on the device; None likewise.
+        divisor: what unscales and clips the gradients, on the device; None likewise.
         loss_gates: whether a loss that is not finite keeps finite gradients from being applied.
     """
 
@@ -105,7 +107,8 @@ class Facts:
     attempted: bool = True
     norm: Callable[[], Tensor] | None = None
     found_inf: Callable[[], Tensor] | None = None
-    after: Callable[[], tuple[ScaleState, Any]] | None = None
+    after: Callable[[], tuple[ScaleState, Outcome]] | None = None
+    vector: Tensor | None = None
     divisor: Tensor | None = None
 
     loss_gates: ClassVar[bool] = True
@@ -211,10 +214,10 @@ class Rule:
                 self._scale = state.scale, filled(float(state.scale), self.device or torch.device("cpu"))
         return self._scale[1]
 
-    def go_back(self, progress: RuleState) -> None:
+    def go_back(self, progress: RuleState, ahead: Tensor | None = None) -> None:
         """Goes back to where the rule was, and forgets a step that it has yet to catch up with."""
         self._pending: deque[tuple[Facts, Callable[[ScaleState], None], bool, bool]] = deque()
-        self._now, self.ahead = progress, None
+        self._now, self.ahead = progress, ahead
 
     def follow(
         self, facts: Facts, then: Callable[[ScaleState], None], *, estimates_amax: bool = False, measured: bool = True
@@ -229,7 +232,7 @@ class Rule:
         """
         if facts.after is None:
             self.catch_up()
-            self.ahead = None
+        self.ahead = facts.vector
         self._pending.append((facts, then, estimates_amax, measured))
         if facts.found is not None:
             self.catch_up()
@@ -246,20 +249,34 @@ class Rule:
             state, ratio, steps = self._now
             with np.errstate(all="ignore"):
                 if facts.after is not None:
-                    state, ratio = facts.after()
+                    state, ratio = facts.after()[0], facts.after()[1].amax_ratio
                 else:
                     if estimates and measured:
                         ratio = ratio_on_host(seen, ratio)
                     elif estimates:
                         seen = estimate_on_host(seen, ratio)
                     state = self._next(state, seen)
-                if seen.finite and not seen.loss_finite and not facts.loss_gates:
-                    known = self._now.state
-                    counts = {"applied": known.applied + np.int32(1), "skipped": known.skipped}
-                    state = replace(state, **counts, consecutive_skips=np.int32(0))
+                    if seen.finite and not seen.loss_finite and not facts.loss_gates:
+                        state = on_host(counted_as_applied, self._now.state, state, seen)
                 self._now = RuleState(state, ratio, steps + 1)
             then(state)
         return self._now
+
+    def uploaded(self, device: torch.device) -> Tensor | None:
+        """Returns the packed state on a device, which follows the rule from now on; None if it does not fit.
+
+        Synchronizes where the rule has yet to catch up.
+        """
+        (state, ratio, _), packed = self.catch_up(), Packed(self.policy)
+        if packed.holds(state):
+            vector = packed.pack(state, START._replace(amax_ratio=ratio))
+            self.ahead = torch.from_numpy(vector).to(device, non_blocking=True)
+        return self.ahead
+
+    def read(self, ahead: Tensor, steps: int) -> RuleState:
+        """Returns a packed state, after so many steps, as it is on the host. Synchronizes with the device."""
+        state, outcome = Packed(self.policy).unpack(np.array(HostCopy(ahead).read(), np.int32))
+        return RuleState(state, outcome.amax_ratio, steps)
 
     def lowered(self, state: ScaleState) -> ScaleState:
         """Returns `state` backed off once, without hysteresis. Changes nothing."""

@@ -43,7 +43,7 @@ def variants(policy: Policy) -> Iterator[Packed]:
     """
     yield Packed(policy)
     yield Packed(policy, loss_gates=False)
-    yield Packed(policy, divided=True, loss_gates=False)
+    yield Packed(policy, shrinks=True, loss_gates=False)
     for amax, clips in itertools.product((False, True), (False, True)):
         yield Packed(policy, norm=True, amax=amax, clips=clips)
 

@@ -57,21 +57,14 @@ def _(state: Tensor, numbers: Tensor, first: int, end: int, clip_norm: float, ru
     return torch.empty_like(state)
 
 
-@cache
-def kernel_of(policy: Policy, norm: bool, amax: bool, clips: bool) -> tuple[Packed, int]:
-    """Returns the rule of a policy for steps that read and clip so, and its number."""
-    packed = Packed(policy, norm, amax, clips)
-    return packed, number_of(packed)
-
-
 def refusal(policy: Policy, device: torch.device) -> str:
     """Returns why a device cannot run a rule, or nothing if it can: a kernel is compiled, and launched once."""
     if not vars(type(policy)).get("is_compiled"):
         return f"`{type(policy).__name__}` does not have `is_compiled = True`."
     try:
-        packed, number = kernel_of(policy, True, True, True)
+        packed = Packed(policy, norm=True, amax=True, clips=True)
         state = torch.zeros(len(packed.kinds), dtype=torch.int32, device=device)
-        advance(state, torch.ones(4, device=device), 1, 2, 1.0, number)
+        advance(state, torch.ones(4, device=device), 1, 2, 1.0, number_of(packed))
     except Exception as error:  # whatever a compiler, a driver or a rule of a user raises: there is another way
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return ""

@@ -29,6 +29,7 @@ from gradscale.peers.torch_rule import TorchRule
 from gradscale.policies.contract import Policy, ScaleState, Seen
 from gradscale.policies.dynamic import Dynamic
 from gradscale.record import settings_text
+from gradscale.torch import host
 from gradscale.torch.bf16 import FirstLoss
 from gradscale.torch.drop_in import refusals, settings
 from gradscale.torch.drop_in.updates import VIEWS, DropInWindow, Merged, Noted, View, noted_in, view_of
@@ -41,6 +42,7 @@ from gradscale.torch.step import apply
 from gradscale.torch.step.agree import agreed_by, send_round
 from gradscale.torch.step.apply import Gate, StepPlan, plan_step
 from gradscale.torch.step.measure import measure, measure_sizes, merged_flag, multiply_and_check, seen_here
+from gradscale.torch.step.on_device import merged_on_device, plan_on_device, seen_on_device
 from gradscale.torch.step.result import Memory, StepResult, Traces
 from gradscale.torch.window.retry import backward_with_retries, check_backward
 
@@ -162,30 +164,34 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         for view, number in zip(self._views.values(), (float(scale), float(tracker)), strict=True):
             view.number, view.version = number, view.tensor._version  # type: ignore[union-attr]  # not to be read
 
-    def _state(self, method: str | None = None) -> ScaleState:
-        """Returns the state of the rule, with what other code has written to torch's tensors.
+    def _take_over(self, method: str | None = None) -> None:
+        """Makes what other code has written to torch's tensors the state of the rule. Synchronizes if there is any.
 
         Raises torch's error in a `method` that needs the two, if no loss was ever scaled or other code has removed one.
         """
         if method is not None and any(view.tensor is None for view in self._views.values()):
             self._check_scale_growth_tracker(method)
-        state = found = self._rule.catch_up().state
+        written: dict[str, Any] = {}
         for name, view in self._views.items():
             if view.tensor is not None and (view.number is None or view.version != view.tensor._version):
                 number, known = view.tensor.item(), view.number
                 view.number, view.version = number, view.tensor._version
                 if number != known:
-                    found = replace(found, **{name: VIEWS[name](number)})
-        if found is not state:
-            lowest, highest = torch_rule.bounds_of(self._rule.policy)
+                    written[name] = VIEWS[name](number)
+        if written:
+            found, (lowest, highest) = replace(self._rule.state, **written), torch_rule.bounds_of(self._rule.policy)
             self._set_state(replace(found, scale=np.float32(min(max(float(found.scale), lowest), highest))))
-        return self._rule.catch_up().state
+
+    def _state(self) -> ScaleState:
+        """Returns the state of the rule, with what other code has written to torch's tensors."""
+        self._take_over()
+        return self._rule.state
 
     def _set_state(self, state: ScaleState) -> None:
         """Sets the state to one that no step has led to, from which the present window goes on."""
         self._rule.state = state
         if (window := self._window) is not None:
-            window.start = self._rule.catch_up()
+            window.start, window.ahead, window.steps = self._rule.catch_up(), None, self._rule.steps
             if not window.updated:  # as in torch, what others set divides
                 window.scale, window.divisor = self._rule.scale_of(state), np.float32(state.scale)
 
@@ -194,7 +200,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if self._views["scale"].tensor is None:
             self._lazy_init_scale_growth_tracker(device)
         if self._window is None or self._window.updated:
-            self._state()  # which takes over what others have written to it
+            self._take_over()
             self._window = DropInWindow(self._rule)
         return self._window
 
@@ -207,7 +213,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if self._views["scale"].tensor is None and (self._always_agrees or not self._rule.multiplies):
             # A rank that never has a loss, such as the first stage of a pipeline; or a loop whose losses need no scale.
             self._lazy_init_scale_growth_tracker(next(parameters_of([optimizer])).device)
-        self._state(method)
+        self._take_over(method)
         window = self._window
         if window is None or not window.updated:
             return self._open()
@@ -296,14 +302,10 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         Finite gradients are applied whatever the loss was, as in torch. Those that are divided already, and perhaps
         `edited`, are measured once more only for a norm to clip by. The rest is asked for in the plan.
         """
-        state, gradients = (
-            self._per_optimizer_states[id(optimizer)],
-            collect([optimizer], coalesce=asked.get("clip_norm") is not None),
-        )
-        scale, divisor = window.scale, window.divisor
-        if edited or not self._rule.multiplies:
-            scale, divisor = torch.ones_like(scale), np.float32(1.0)
-        else:
+        state = self._per_optimizer_states[id(optimizer)]
+        gradients = collect([optimizer], coalesce=asked.get("clip_norm") is not None)
+        scale, divides = window.scale, self._rule.multiplies and not edited
+        if divides:
             if window.divided:
                 refusals.refuse_divided(optimizer, window.divided)
             by_scaler = asked.get("divide", True) and not (
@@ -311,17 +313,26 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             )
             if by_scaler and not self._unscales_half and any(grad.dtype is torch.float16 for grad in gradients.values):
                 raise refusals.half_gradients(optimizer)
-        plan = plan_step(self._rule, gradients, scale, divisor, window.start.steps, edited=edited, **asked)
-        noted, device = noted_in(state), scale.device
+        noted, device, own = noted_in(state), scale.device, getattr(optimizer, "grad_scale", None)
+        shares, loss_counts = self._begin_ranks(optimizer)
+        plan = None
+        if divides and own is None and noted is None and not (shares or host.in_host_memory(device)):
+            plan = plan_on_device(self._rule, gradients, window, loss_gates=False, **asked)
+        if plan is None:
+            divisor = window.divisor if divides else np.float32(1.0)
+            scale = scale if divides else torch.ones_like(scale)
+            plan = plan_step(self._rule, gradients, scale, divisor, window.steps, edited=edited, **asked)
         facts = Facts(Seen(), attempted=False) if noted is None else noted.facts
         if not edited or (noted is not None and plan.norm):
-            measured, loss_counts = plan, True
-            if (own := getattr(optimizer, "grad_scale", None)) is not None and plan.folding:
+            measured = plan
+            if own is not None and plan.folding:
                 # The user's own divisor, which the kernel multiplies in: a gradient must be finite after both.
                 both, scale = np.float32(float(plan.divisor) * float(own)), plan.scale * own.reshape(())
                 measured = replace(plan, divisor=both, scale=scale, grows=True, half=True, waits=True)
-            if dist.is_available() and dist.is_initialized():
-                facts, loss_counts = self._seen_by_ranks(optimizer, measured, window)
+            if plan.kernel is not None:
+                facts = seen_on_device(plan, window, losses=loss_counts)
+            elif shares:
+                facts = self._seen_by_ranks(measured, window)
             else:
                 facts = seen_here(measured, window, gates_on_loss=False)
             if noted is None:
@@ -360,20 +371,24 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             result.traces = Traces(gradients, result.sizes)
         return plan, noted, gate
 
-    def _seen_by_ranks(self, optimizer: Optimizer, plan: StepPlan, window: DropInWindow) -> tuple[Facts, bool]:
-        """Returns what was seen of the gradients of one optimizer, and whether every loss that made them is known."""
+    def _begin_ranks(self, optimizer: Optimizer) -> tuple[bool, bool]:
+        """Returns whether ranks decide together on the gradients of an optimizer, and whether all losses are known."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return False, True
         # By the parameters: a rank may have none of the gradients.
         sharded = any(hasattr(kind, "to_local") for kind in set(map(type, parameters_of([optimizer]))))
         shares = self._rounds.ranks > 1 and (self._always_agrees or sharded)
         if shares:
             self._rounds.begin()
         self._rounds.check_shards([optimizer])
-        if not shares:
-            return seen_here(plan, window, gates_on_loss=False), self._rounds.ranks == 1
+        return shares, shares or self._rounds.ranks == 1
+
+    def _seen_by_ranks(self, plan: StepPlan, window: DropInWindow) -> Facts:
+        """Returns what all ranks have seen of the gradients of one optimizer."""
         measurement = measure(plan, None if plan.edge is None else self._rounds.weights(plan.gradients))
         seen = send_round(self._rounds, plan, window, measurement).seen(plan.scale)
         # Also on a rank without gradients, which would count as one that was not checked.
-        return agreed_by(seen, measurement.sizes, True, plan, gates_on_loss=False), True
+        return agreed_by(seen, measurement.sizes, True, plan, gates_on_loss=False)
 
     @_disable_dynamo
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -426,7 +441,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if clip_norm is not None:
             apply.edit(plan, gate)
         elif not (otherwise or plan.divides or plan.keeps):
-            apply.multiply(plan.gradients.values, filled(1.0 / float(plan.divisor), window.scale.device))
+            apply.multiply(plan.gradients.values, plan.scale.reciprocal())
         state["stage"], noted.groups = OptState.UNSCALED, len(optimizer.param_groups)
         return noted.result
 
@@ -550,7 +565,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """
         if not self._enabled:
             return
-        before = self._state("update")  # with what others have written
+        self._take_over("update")
+        before = None if new_scale is None else self._rule.state
         number = None if new_scale is None else settings.number_of(new_scale, self._device, self._rule.policy)
         checked = any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
         if number is None and not checked:
@@ -562,10 +578,10 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         window.divided.clear()
         if checked and window.updated:  # from the start of the window: a second update for its gradients decides anew
-            self._rule.go_back(window.start)
+            self._rule.go_back(window.start, window.ahead)
         window.updated = had_gradients
         results = self._close(window) if checked else []
-        if number is not None:
+        if number is not None and before is not None:
             counts = {name: getattr(self._rule.state, name) for name in ("applied", "skipped", "consecutive_skips")}
             self._set_state(replace(before, scale=np.float32(number), **counts))
             for result in results:
@@ -581,15 +597,18 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         results = [each.result for each in noted if each.result is not None]  # none of what other code has checked
         skipped = [result for result in results if result.known is False]  # where the host knows
         shown, has_amax = (skipped or results or [None])[-1], self._rule.reads.amax
-        facts = Merged(noted=noted, ratio=window.start.amax_ratio)
-        if all(check.found is not None for each in noted for check in each.checks):
+        checks = [check for each in noted for check in each.checks]
+        facts: Facts | None = merged_on_device(checks, window) if window.ahead is not None else None
+        if facts is None:
+            facts = Merged(noted=noted, ratio=window.start.amax_ratio)
+        if all(check.found is not None for check in checks):
             facts.seen()
 
         def note(state: ScaleState) -> None:
             seen, stuck = facts.seen(), False
             if not seen.finite:
                 floor = max(STUCK_AT, torch_rule.bounds_of(self._rule.policy)[0])
-                stuck = state.stuck or window.divisor <= floor
+                stuck = state.stuck or (window.divisor if facts.after is None else facts.after()[1].made_with) <= floor
             normed = [each.normed.seen().norm for each in noted if each.normed is not None]
             of_all = Facts(replace(seen, norm=np.float32(math.hypot(*normed))))
             if shown is not None:

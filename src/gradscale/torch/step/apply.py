@@ -53,7 +53,7 @@ class StepPlan:
             optimizer that does not fold, and where the divisor is below 1.
         clip_norm: bound on the norm of all gradients together, unscaled.
         clip_value: bound on the magnitude of every element, unscaled.
-        kernel: the kernel that runs the rule on the device, and its number; None where the host runs it.
+        kernel: the rule that the device runs, as a kernel; None where the host runs it.
     """
 
     gradients: Gradients
@@ -75,7 +75,7 @@ class StepPlan:
     waits: bool
     clip_norm: float | None = None
     clip_value: float | None = None
-    kernel: tuple[Packed, int] | None = None
+    kernel: Packed | None = None
 
 
 def plan_step(
@@ -253,11 +253,12 @@ def decide(plan: StepPlan, facts: Facts, applied: bool | None, found_inf: Callab
     device, divisor = plan.scale.device, plan.scale
     if applied is None:
         assert found_inf is not None  # noqa: S101
-        flag, unscale = found_inf(), 1.0 / float(plan.divisor)
-        if plan.keeps:
+        flag = found_inf()
+        if plan.keeps or plan.divides:
             return Gate(None, flag, None, None)
         if facts.divisor is not None:
-            return Gate(None, flag, None, facts.divisor)
+            return Gate(None, flag, facts.divisor.reciprocal() if plan.divided_first else None, facts.divisor)
+        unscale = 1.0 / float(plan.divisor)
         if plan.clip_norm is None:
             return Gate(None, flag, filled(unscale, device) if plan.divided_first else None, divisor)
         clip = (plan.clip_norm / (facts.norm() + CLIP_EPSILON)).clamp(max=1.0)  # type: ignore[misc]

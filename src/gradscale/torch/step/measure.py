@@ -41,7 +41,7 @@ def measure(plan: StepPlan, weights: Sequence[float] | None = None) -> Measureme
     """
     if plan.divides:
         # In float32, the only type of the rule, whatever torch's default type is.
-        return Measurement(None, torch.where(_divided(plan) == 0, 0.0, torch.inf).to(torch.float32))
+        return Measurement(None, torch.where(divide_and_check(plan) == 0, 0.0, torch.inf).to(torch.float32))
     asked = {"norm": plan.norm, "amax": plan.amax, "half": plan.half}
     return measure_sizes(plan.gradients.values, plan.scale.device, edge=plan.edge, weights=weights, **asked)
 
@@ -61,7 +61,7 @@ def seen_here(plan: StepPlan, window: Window, *, gates_on_loss: bool = True) -> 
     count, dtypes, half, edge = len(values), [grad.dtype for grad in values], plan.half, plan.edge is not None
     if plan.divides:
         norm = amax = False
-        parts = [_divided(plan).reshape(1)]
+        parts = [divide_and_check(plan).reshape(1)]
     else:
         # Largest magnitudes, unless norms are read anyway: their squares overflow before the gradients do.
         norm, amax = plan.norm, plan.amax or plan.half or not plan.norm
@@ -208,9 +208,9 @@ def _single_total(gradients: Sequence[Tensor], sizes: Tensor) -> Tensor | None:
     return torch.stack(found).amax().float() if found else None
 
 
-def _divided(plan: StepPlan) -> Tensor:
-    """Divides the gradients in the pass that checks them, and returns 0 if all were finite, else another number."""
-    factor = filled(1.0 / float(plan.divisor), plan.scale.device)
+def divide_and_check(plan: StepPlan) -> Tensor:
+    """Divides the gradients in the pass that checks them, and returns 0 if all were finite, else 1."""
+    factor = plan.scale.reciprocal()
     return merged_flag(list(multiply_and_check(plan.gradients.values, factor).values()), plan.scale.device)
 
 

@@ -2,116 +2,162 @@
 
 import logging
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gradscale.engine.packed import START, Packed
+from gradscale.engine.packed import Outcome, Packed
 from gradscale.kernels.torch import share_above
-from gradscale.kernels.triton.operator import advance, kernel_of, refusal
+from gradscale.kernels.triton.operator import advance, number_of, refusal
 from gradscale.policies.contract import ScaleState, Seen
 from gradscale.torch import host
 from gradscale.torch.gradients import Gradients, keeps_masters
 from gradscale.torch.host import Facts, Rule, filled
 from gradscale.torch.step.apply import StepPlan, folds, plan_step
+from gradscale.torch.step.measure import divide_and_check
 from gradscale.torch.window.window import Window
 
 LOG = logging.getLogger(__name__)
 
 WIDE = frozenset((torch.float32, torch.bfloat16))
-"""Types whose finite numbers stay finite when they are divided in float32 and stored again."""
+"""Types whose range is that of float32, in which kernels divide."""
+
+MARGIN = np.float32(2.0**-8)
+"""How far the scale may have fallen since the host last knew it. Where it may be below 1, which makes gradients larger,
+they are not divided before their size is known."""
+
+
+@dataclass(eq=False)
+class DeviceFacts(Facts):
+    """The facts of a step whose rule the device has followed.
+
+    Attributes:
+        packed: what was read, and decided.
+        numbers: the vector that was read, in which the sizes of gradients end at `first` and `end`, and losses follow.
+        first: as said.
+        end: as said.
+        losses: how many there are.
+    """
+
+    packed: Packed = None  # type: ignore[assignment]
+    numbers: Tensor = None  # type: ignore[assignment]
+    first: int = 0
+    end: int = 0
+    losses: int = 0
 
 
 def plan_on_device(
-    rule: Rule, gradients: Gradients, window: Window, clip_value: float | None, **asked: Any
+    rule: Rule, gradients: Gradients, window: Window, *, loss_gates: bool = True, **asked: Any
 ) -> StepPlan | None:
     """Returns the plan of a step whose rule the device runs, or None where the host runs it. Does not synchronize.
 
     The host does for optimizers that are not fused, after edits and retries, for gradients of more than one type or
-    device, and where the device has no kernel for the rule. Arguments are as those of `plan_step`.
+    device, and where the device has no kernel for the rule. Arguments are as those of `Packed` and `plan_step`.
     """
     device, optimizers = window.scale.device, gradients.optimizers
-    if clip_value is not None or gradients.shared or not (gradients and window.notes):
+    if not (gradients.grads and window.notes):
         return None
     dtypes, devices = ({getattr(each, name) for each in gradients.values} for name in ("dtype", "device"))
     notes_here = all(not marked and note.device == device for marked, note in window.notes)
-    known = {*WIDE, torch.float16} if all(map(keeps_masters, optimizers)) else WIDE
-    alike = dtypes <= known and len(dtypes) == 1 and devices == {device} and notes_here
+    narrow = torch.float16 in dtypes and not all(map(keeps_masters, optimizers))
+    alike = dtypes <= {*WIDE, torch.float16} and len(dtypes) == 1 and devices == {device} and notes_here
     if window.unscaled is not None or window.retries or not (alike and all(map(folds, optimizers))):
         return None
-    # What it must be divided by is not known here. Any scale will do, as kernels of optimizers divide in float32.
-    plan = plan_step(rule, gradients, window.scale, np.float32(1.0), rule.steps, **asked)
-    kernel = _kernel_for(rule, plan)
-    return None if kernel is None else replace(plan, kernel=kernel)
+    if not _has_kernel(rule, device):
+        return None
+    if window.ahead is None:
+        if window.start is not rule.catch_up():
+            return None  # the host has gone on since
+        window.ahead = rule.uploaded(device)
+    plan = plan_step(rule, gradients, window.scale, rule.latest.scale * MARGIN, window.steps, **asked)
+    if window.ahead is None or (narrow and plan.grows):
+        return None
+    reads = {"norm": plan.norm, "amax": plan.amax or not plan.norm, "clips": plan.clip_norm is not None}
+    packed = Packed(rule.policy, **reads, shrinks=narrow or plan.divides, loss_gates=loss_gates)
+    return replace(plan, kernel=packed, waits=False)
 
 
-def advance_on_device(rule: Rule, plan: StepPlan, window: Window) -> Facts:
+def seen_on_device(plan: StepPlan, window: Window, *, losses: bool = True) -> DeviceFacts:
     """Reads the gradients, and queues the rule on the device. Returns the facts of the step.
 
-    Does not synchronize: what the host wants to know of the step arrives as a copy.
+    Divides the gradients meanwhile if the plan says so. Without `losses`, none of the window counts. Does not
+    synchronize: what the host wants to know of the step arrives as a copy.
     """
-    assert plan.kernel is not None and rule.ahead is not None  # noqa: S101, PT018
-    packed, number = plan.kernel
+    assert plan.kernel is not None  # noqa: S101
+    packed, device = plan.kernel, plan.scale.device
+    values, found = list(plan.gradients.values), list[Tensor]()
     with torch.no_grad():  # gradients made with `create_graph` have a graph
-        numbers, first, end = _numbers(plan, packed, window)
-        vector = rule.ahead = advance(rule.ahead, numbers, first, end, plan.clip_norm or 0.0, number)
-    floats = vector.view(torch.float32)
-    known: list[tuple[ScaleState, Any]] = []
+        if packed.norm:
+            found += torch._foreach_norm(values, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        first = len(found)
+        if plan.divides:
+            found.append(torch.pow(math.inf, divide_and_check(plan)))  # 1 if all were finite, else inf
+        elif packed.amax:
+            filled_up = [grad if grad.numel() else grad.sum().reshape(1) for grad in values]  # it raises for empty ones
+            found += torch._foreach_norm(filled_up, math.inf, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        end = len(found)
+        notes = [note for _, note in window.notes] if losses else [filled(0.0, device)]
+        share = [] if plan.edge is None else [share_above(values, filled(plan.edge, device), device)]
+        numbers = torch.stack([*found, *notes, *share])
+    facts = _followed(packed, window, numbers, first, end, len(notes), plan.clip_norm)
+    facts.sizes = None if plan.divides else numbers[: first if packed.norm else end]
+    return facts
+
+
+def merged_on_device(found: Sequence[Facts], window: Window) -> DeviceFacts | None:
+    """Returns the facts of several optimizers as those of one step; None where only the host can merge them."""
+    each = [facts for facts in found if isinstance(facts, DeviceFacts)]
+    if len(each) < len(found) or not each:
+        return None
+    one, notes = each[0], [note.reshape(1) for _, note in window.notes]
+    if len(each) == 1 and one.losses == len(notes):
+        return one
+    packed = replace(one.packed, clips=False, shrinks=False)
+    alike = all(replace(other.packed, clips=False, shrinks=False) == packed for other in each)
+    if not alike or packed.shares or any(note.device != one.numbers.device for note in notes):
+        return None
+    norms, peaks = [x.numbers[: x.first] for x in each], [x.numbers[x.first : x.end] for x in each]
+    first, end = sum(map(len, norms)), sum(map(len, norms + peaks))
+    return _followed(packed, window, torch.cat([*norms, *peaks, *notes]), first, end, len(notes), None)
+
+
+def _followed(
+    packed: Packed, window: Window, numbers: Tensor, first: int, end: int, losses: int, clip_norm: float | None
+) -> DeviceFacts:
+    """Queues the rule for the numbers that were read, from the start of the window."""
+    assert window.ahead is not None  # noqa: S101
+    vector = advance(window.ahead, numbers, first, end, clip_norm or 0.0, number_of(packed))
+    floats, known = vector.view(torch.float32), list[tuple[ScaleState, Outcome]]()
 
     def read(numbers: list[Any]) -> Seen:  # it holds no gradient
-        state, outcome = packed.unpack(np.array(numbers, np.int32))
-        known.append((state, outcome.amax_ratio))
-        return outcome.seen
+        known.append(packed.unpack(np.array(numbers, np.int32)))
+        return known[0][1].seen
 
-    return Facts(
+    return DeviceFacts(
         copy=host.HostCopy(vector),
         read=read,
-        sizes=numbers[: first if packed.norm else end],
         norm=(lambda: floats[packed.at("norm")]) if packed.norm else None,
         found_inf=lambda: floats[packed.at("found_inf")],
         after=lambda: known[0],
+        vector=vector,
         divisor=floats[packed.at("divisor")],
+        packed=packed,
+        numbers=numbers,
+        first=first,
+        end=end,
+        losses=losses,
     )
 
 
-def _numbers(plan: StepPlan, packed: Packed, window: Window) -> tuple[Tensor, int, int]:
-    """Returns what was read of gradients and losses, in one vector, and where the largest magnitudes are in it."""
-    values, device = list(plan.gradients.values), plan.scale.device
-    found: list[Tensor] = []
-    if packed.norm:
-        found += torch._foreach_norm(values, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-    first = len(found)
-    if packed.amax:
-        filled_up = [grad if grad.numel() else grad.sum().reshape(1) for grad in values]  # it raises for an empty one
-        found += torch._foreach_norm(filled_up, math.inf, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-    end = len(found)
-    found += [note for _, note in window.notes]
-    if plan.edge is not None:
-        found.append(share_above(values, filled(plan.edge, device), device))
-    return torch.stack(found), first, end
-
-
-def _kernel_for(rule: Rule, plan: StepPlan) -> tuple[Packed, int] | None:
-    """Returns the kernel that a step needs, and its number; None if the device has none, which is logged once.
-
-    The state of the rule is on the device then.
-    """
-    device = plan.scale.device
+def _has_kernel(rule: Rule, device: torch.device) -> bool:
+    """Returns whether a device has a kernel for the rule. If it has none, that is logged once."""
     if rule.has_kernel is None:
         refused = refusal(rule.policy, device)
         rule.has_kernel = not refused
         if refused:
             LOG.info("The rule of the scale runs on the host, not on %s: %s", device, refused)
-    if not rule.has_kernel:
-        return None
-    kernel = kernel_of(rule.policy, plan.norm, plan.amax or not plan.norm, plan.clip_norm is not None)
-    if rule.ahead is None:
-        state, ratio, _ = rule.catch_up()
-        if not kernel[0].holds(state):
-            return None
-        vector = kernel[0].pack(state, START._replace(amax_ratio=ratio))
-        rule.ahead = torch.from_numpy(vector).to(device, non_blocking=True)
-    return kernel
+    return rule.has_kernel

@@ -22,7 +22,7 @@ from gradscale.torch.ranks.round import Rounds
 from gradscale.torch.step.agree import Agreement
 from gradscale.torch.step.apply import Gate, StepPlan, apply, decide, edit, multiply, plan_step
 from gradscale.torch.step.measure import measure_sizes, seen_here
-from gradscale.torch.step.on_device import advance_on_device, plan_on_device
+from gradscale.torch.step.on_device import plan_on_device, seen_on_device
 from gradscale.torch.step.result import SAMPLE_EVERY, Memory, StepResult, Traces
 from gradscale.torch.window.buffers import BufferGuard
 from gradscale.torch.window.unscaled import Unscaled
@@ -197,7 +197,7 @@ class Stages:
         self._windows.open = None
         try:
             if plan.kernel is not None:
-                facts = advance_on_device(self._rule, plan, window)
+                facts = seen_on_device(plan, window)
             else:
                 facts = seen_here(plan, window) if alone else self._agreement.agree(plan, window)
             seen = facts.found if steps else facts.seen()

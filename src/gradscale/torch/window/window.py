@@ -67,12 +67,16 @@ class Window:
         retries: how often a backward pass was run again.
         unscaled: the gradients that are unscaled already; None if none are.
         synced: whether the last backward pass was outside of DDP's `no_sync`.
+        ahead: the packed state of the rule when the window was opened, if it was on the device.
+        steps: how many steps the rule had followed.
         notes: losses, and marks: inf where gradients overflowed outside of the step, else 0; and which of the two each
             is. In the order they came.
     """
 
     rule: Rule
     scale: Tensor = field(init=False)
+    ahead: Tensor | None = field(init=False)
+    steps: int = field(init=False)
     passes: int = 0
     left_gradients: bool = False
     stale: list[Held] = field(default_factory=list)
@@ -84,17 +88,16 @@ class Window:
     widened: ClassVar[tuple[torch.dtype, ...]] = torch.float16, torch.bfloat16
 
     def __post_init__(self) -> None:
-        if self.rule.ahead is None:  # the host runs the rule, which goes on
-            self.start = self.rule.catch_up()
-            self.divisor, self.scale = np.float32(self.start.state.scale), self.rule.scale_of(self.start.state)
-        else:
-            self.rule.catch_up(waits=False)
-            self.scale = self.rule.scale
+        self.ahead, self.steps = self.rule.ahead, self.rule.steps
+        if (now := self.rule.catch_up(waits=self.ahead is None)).steps == self.steps:
+            self.start = now
+        self.scale = self.rule.scale
 
     @cached_property
     def start(self) -> RuleState:
         """Where the rule was when the window was opened. Synchronizes where the device runs the rule."""
-        return self.rule.catch_up()
+        assert self.ahead is not None  # noqa: S101
+        return self.rule.read(self.ahead, self.steps)
 
     @cached_property
     def divisor(self) -> np.float32:
