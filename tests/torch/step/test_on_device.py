@@ -16,7 +16,8 @@ from torch import nn
 
 from gradscale import CheckOnly, Dynamic, Headroom, Histogram, LogMax, Policy, Static
 from gradscale.kernels.triton import operator
-from gradscale.torch import LossScaler
+from gradscale.peers.torch_rule import TorchRule
+from gradscale.torch import GradScaler, LossScaler
 from gradscale.torch.step import on_device
 
 pytestmark = pytest.mark.simulated_only
@@ -99,6 +100,102 @@ def test_the_device_gives_the_states_and_weights_of_the_host(policy: Policy, on_
     assert ours.runs_on_device
     assert not theirs.runs_on_device
     assert same(ours, theirs)
+
+
+class DropInRun(Run):
+    """The same with the drop-in: with torch's calls `in_torchs_order`, or with the two that it needs."""
+
+    def __init__(self, policy: Policy, **arguments: Any) -> None:
+        super().__init__(policy)
+        self.scaler = GradScaler("sim", policy=policy, on_stuck="ignore")  # type: ignore[assignment]
+        self.in_torchs_order = arguments.pop("in_torchs_order", False)
+        self.arguments = arguments
+
+    def step(self, number: int) -> Any:
+        scaler: Any = self.scaler
+        loss = loss_of(self.model, number)
+        scaler.scale(loss * NAN if number in BAD_LOSSES else loss).backward()
+        if number in OVERFLOWS | BAD_LOSSES:
+            poison(next(self.model.parameters()), INF)
+        if self.in_torchs_order:
+            scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        scaler.step(self.optimizer, **self.arguments)
+        scaler.update()
+        self.optimizer.zero_grad()
+        return scaler.last
+
+
+WAYS = {"step": {}, "clipped": {"clip_norm": 0.5}, "torch's calls": {"in_torchs_order": True}}
+DROP_IN_POLICIES = [Headroom(), Histogram(period=2), CheckOnly(), TorchRule(init_scale=64.0, growth_interval=3)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", DROP_IN_POLICIES, ids=repr)
+def test_the_drop_in_on_the_device_gives_the_scales_of_the_host(
+    policy: Policy, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = DropInRun(policy, **WAYS[way]), DropInRun(policy, **WAYS[way])
+    for number in range(STEPS):
+        ours.step(number)
+        with monkeypatch.context() as patched:
+            patched.setattr(on_device, "refusal", lambda policy, device: "no kernel")
+            theirs.step(number)
+    assert ours.runs_on_device
+    assert not theirs.runs_on_device
+    states = [run.scaler._rule.state for run in (ours, theirs)]
+    assert states[0].scale == states[1].scale
+    assert (states[0].applied, states[0].skipped) == (states[1].applied, states[1].skipped)
+    assert states[0].skipped == len(OVERFLOWS | BAD_LOSSES)
+    for one, other in zip(ours.weights, theirs.weights, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", DROP_IN_POLICIES, ids=repr)
+def test_no_step_of_the_drop_in_reads_on_the_host(policy: Policy, way: str) -> None:
+    run = DropInRun(policy, **WAYS[way])
+    with host.busy(), host.waits() as waits:
+        for number in range(STEPS):
+            run.step(number)
+            run.scaler.metrics()
+    assert waits == host.Waits()
+    assert run.scaler._rule.steps == STEPS
+
+
+def test_two_optimizers_of_the_drop_in_are_one_step_of_the_rule() -> None:
+    model, scaler = small_model(), GradScaler("sim", policy=Headroom(), on_stuck="ignore")
+    halves = list(model.parameters())[:2], list(model.parameters())[2:]
+    optimizers = [torch.optim.AdamW(half, fused=True) for half in halves]
+    with host.busy(), host.waits() as waits:
+        for number in range(8):
+            for optimizer in optimizers:  # each with a loss of its own, as a GAN has
+                scaler.scale(loss_of(model, number)).backward()
+                if optimizer is optimizers[1] and number in OVERFLOWS:
+                    poison(halves[1][0], INF)
+                scaler.step(optimizer)
+                model.zero_grad()
+            scaler.update()
+    assert waits == host.Waits()
+    state = scaler._rule.state
+    assert (int(state.applied), int(state.skipped)) == (4, 4)
+
+
+def test_a_second_update_of_the_drop_in_decides_anew() -> None:
+    model, scaler = small_model(), GradScaler("sim", init_scale=64.0, on_stuck="ignore")
+    halves = list(model.parameters())[:2], list(model.parameters())[2:]
+    optimizers = [torch.optim.AdamW(half, fused=True) for half in halves]
+    for number in range(3):
+        scaler.scale(loss_of(model, 1)).backward()
+        if number == 1:
+            poison(halves[1][0], INF)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            scaler.update()
+        model.zero_grad()
+    state = scaler._rule.state
+    assert scaler._rule.ahead is not None
+    assert (float(state.scale), int(state.applied), int(state.skipped)) == (32.0, 2, 1)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)

@@ -41,7 +41,7 @@ from gradscale.torch.ranks.round import Rounds
 from gradscale.torch.step import apply
 from gradscale.torch.step.agree import agreed_by, send_round
 from gradscale.torch.step.apply import Gate, StepPlan, plan_step
-from gradscale.torch.step.measure import measure, measure_sizes, merged_flag, multiply_and_check, seen_here
+from gradscale.torch.step.measure import measure, measure_sizes, merged_flag, multiply_and_check, one, seen_here
 from gradscale.torch.step.on_device import merged_on_device, plan_on_device, seen_on_device
 from gradscale.torch.step.result import Memory, StepResult, Traces
 from gradscale.torch.window.retry import backward_with_retries, check_backward
@@ -316,11 +316,11 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         noted, device, own = noted_in(state), scale.device, getattr(optimizer, "grad_scale", None)
         shares, loss_counts = self._begin_ranks(optimizer)
         plan = None
-        if divides and own is None and noted is None and not (shares or host.in_host_memory(device)):
+        if not edited and own is None and noted is None and not (shares or host.in_host_memory(device)):
             plan = plan_on_device(self._rule, gradients, window, loss_gates=False, **asked)
         if plan is None:
             divisor = window.divisor if divides else np.float32(1.0)
-            scale = scale if divides else torch.ones_like(scale)
+            scale = scale if divides else one(device)
             plan = plan_step(self._rule, gradients, scale, divisor, window.steps, edited=edited, **asked)
         facts = Facts(Seen(), attempted=False) if noted is None else noted.facts
         if not edited or (noted is not None and plan.norm):

@@ -140,13 +140,15 @@ def nonfinite(vector: Tensor) -> Tensor:
     """Returns 1 if a number is not finite, else 0, as a 0-d float32 on their device. Does not synchronize."""
     flag = torch.zeros((), dtype=torch.float32, device=vector.device)
     # The kernel multiplies what it has read by 1.
-    torch._amp_foreach_non_finite_check_and_unscale_([vector], flag, _one(flag.device))  # type: ignore[attr-defined]
+    torch._amp_foreach_non_finite_check_and_unscale_([vector], flag, one(flag.device))  # type: ignore[attr-defined]
     return flag
 
 
 @cache
-def _one(device: torch.device) -> Tensor:
-    return filled(1.0, device)
+def one(device: torch.device) -> Tensor:
+    """Returns 1 as a 0-d float32 on a device, the same tensor each time, which nobody writes to."""
+    with torch.inference_mode(False):
+        return filled(1.0, device)
 
 
 def measure_sizes(
