@@ -97,6 +97,7 @@ class Facts:
             has been called; None where the host follows it.
         vector: both, packed, on the device; None likewise.
         divisor: what unscales and clips the gradients, on the device; None likewise.
+        live: whether they change without a step of Python, as those of a captured step do: they are read when asked.
         loss_gates: whether a loss that is not finite keeps finite gradients from being applied.
     """
 
@@ -111,6 +112,7 @@ class Facts:
     vector: Tensor | None = None
     divisor: Tensor | None = None
 
+    live: ClassVar[bool] = False
     loss_gates: ClassVar[bool] = True
 
     @property
@@ -153,18 +155,23 @@ class Rule:
         multiplies: whether losses are multiplied and gradients divided at all.
         device: where the scale is kept for losses and gradients; None before the first loss.
         ahead: the packed state on the device, where that runs the rule, and the host may not know it yet; else None.
-        has_kernel: whether the device has a kernel for the rule; None while that is not known.
+        no_kernel: why the device has no kernel for the rule, or nothing if it has one; None while that is not known.
+        capturable: whether `ahead` stays in one place, so that a captured step goes on from what it left there. The
+            host then knows nothing until it asks.
     """
 
-    def __init__(self, policy: Policy, device: torch.device | None = None) -> None:
+    def __init__(self, policy: Policy, device: torch.device | None = None, *, capturable: bool = False) -> None:
         self.device = device
+        self.capturable = capturable
+        self.ahead: Tensor | None = None
+        self._live: tuple[Facts, Callable[[ScaleState], None]] | None = None  # the last step, if it may be captured
         self._scale: tuple[Any, Tensor] | None = None
         self.load(policy, policy.start())
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy: it has caught up."""
-        self.catch_up()
-        return self.__dict__ | {"_scale": None, "_next": None, "ahead": None}
+        now = self.catch_up()
+        return self.__dict__ | {"_scale": None, "_next": None, "ahead": None, "_live": None, "_now": now}
 
     def __setstate__(self, contents: dict[str, Any]) -> None:
         self.__dict__.update(contents)
@@ -177,10 +184,14 @@ class Rule:
 
     def replace(self, policy: Policy) -> None:
         """Goes on with another policy from the present state, which it has to understand."""
+        if self.capturable and self.ahead is not None and policy != self.policy:
+            raise RuntimeError(
+                "With `capturable=True` the policy cannot be replaced after the first step, as a captured step would "
+                f"follow the old one. Received: {policy!r} in place of {self.policy!r}. Build another scaler."
+            )
         self.policy, self._next = policy, rule_on_host(policy)
         self.reads, self.multiplies = Plan.of(policy), multiplies(policy)
-        self.ahead: Tensor | None = None
-        self.has_kernel: bool | None = None
+        self.no_kernel: str | None = None
 
     @property
     def state(self) -> ScaleState:
@@ -189,7 +200,7 @@ class Rule:
 
     @state.setter
     def state(self, state: ScaleState) -> None:
-        self._now, self.ahead = self.catch_up()._replace(state=state), None
+        self.go_back(self.catch_up()._replace(state=state))
 
     @property
     def steps(self) -> int:
@@ -198,13 +209,16 @@ class Rule:
 
     @property
     def latest(self) -> ScaleState:
-        """The newest state that is known without synchronizing."""
-        return self.catch_up(waits=False).state
+        """The newest state that is known without synchronizing; where steps may be captured, the present one."""
+        return self.catch_up(waits=self.capturable).state
 
     @property
     def scale(self) -> Tensor:
         """The scale of the next step, a 0-d float32 tensor that nobody writes to."""
-        return self.scale_of(self.state) if self.ahead is None else self.ahead[0].view(torch.float32)
+        if self.ahead is None:
+            return self.scale_of(self.state)
+        scale = self.ahead[0].view(torch.float32)
+        return scale.clone() if self.capturable else scale  # the step will write there
 
     def scale_of(self, state: ScaleState) -> Tensor:
         """Returns the scale of a state as a tensor on the device: the same one while it does not change."""
@@ -217,7 +231,13 @@ class Rule:
     def go_back(self, progress: RuleState, ahead: Tensor | None = None) -> None:
         """Goes back to where the rule was, and forgets a step that it has yet to catch up with."""
         self._pending: deque[tuple[Facts, Callable[[ScaleState], None], bool, bool]] = deque()
-        self._now, self.ahead = progress, ahead
+        self._now, before, self.ahead = progress, self.ahead, ahead
+        if self.capturable and before is not None:
+            self.ahead = before.copy_(self._packed())
+
+    def _packed(self) -> Tensor:
+        vector = Packed(self.policy).pack(self._now.state, START._replace(amax_ratio=self._now.amax_ratio))
+        return torch.from_numpy(vector)
 
     def follow(
         self, facts: Facts, then: Callable[[ScaleState], None], *, estimates_amax: bool = False, measured: bool = True
@@ -232,6 +252,10 @@ class Rule:
         """
         if facts.after is None:
             self.catch_up()
+        if facts.live and self.ahead is not None and facts.vector is not None:
+            self.ahead.copy_(facts.vector)
+            self._live = facts, then
+            return
         self.ahead = facts.vector
         self._pending.append((facts, then, estimates_amax, measured))
         if facts.found is not None:
@@ -260,6 +284,11 @@ class Rule:
                         state = on_host(counted_as_applied, self._now.state, state, seen)
                 self._now = RuleState(state, ratio, steps + 1)
             then(state)
+        if waits and self._live is not None and self.ahead is not None:
+            facts, then = self._live
+            facts.seen()
+            self._now = self.read(self.ahead)
+            then(self._now.state)
         return self._now
 
     def uploaded(self, device: torch.device) -> Tensor | None:
@@ -267,16 +296,14 @@ class Rule:
 
         Synchronizes where the rule has yet to catch up.
         """
-        (state, ratio, _), packed = self.catch_up(), Packed(self.policy)
-        if packed.holds(state):
-            vector = packed.pack(state, START._replace(amax_ratio=ratio))
-            self.ahead = torch.from_numpy(vector).to(device, non_blocking=True)
+        if Packed(self.policy).holds(self.catch_up().state):
+            self.ahead = self._packed().to(device, non_blocking=True)
         return self.ahead
 
-    def read(self, ahead: Tensor, steps: int) -> RuleState:
-        """Returns a packed state, after so many steps, as it is on the host. Synchronizes with the device."""
-        state, outcome = Packed(self.policy).unpack(np.array(HostCopy(ahead).read(), np.int32))
-        return RuleState(state, outcome.amax_ratio, steps)
+    def read(self, ahead: Tensor) -> RuleState:
+        """Returns a packed state as it is on the host. Synchronizes with the device."""
+        state, outcome = Packed(self.policy).unpack(np.array(ahead.tolist(), np.int32))
+        return RuleState(state, outcome.amax_ratio, int(state.applied) + int(state.skipped))
 
     def lowered(self, state: ScaleState) -> ScaleState:
         """Returns `state` backed off once, without hysteresis. Changes nothing."""

@@ -72,6 +72,9 @@ class LossScaler(OtherNames):
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
             or call a function with it. `"ignore"` does nothing.
+        capturable: keep the state in one place on the device, so that a whole step can be captured in a CUDA graph,
+            with fused optimizers and after a few steps that are not. Nothing is known on the host then until it is
+            asked, which synchronizes; the run is checked for being stuck in `metrics`.
     """
 
     _adapter: ClassVar[str] = "torch"
@@ -89,10 +92,12 @@ class LossScaler(OtherNames):
         agree: Literal["auto", "always"] = "auto",
         max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
         on_stuck: OnStuck = "raise",
+        capturable: bool = False,
     ) -> None:
         self._modules = check_modules(model)
         self._names = Names(self._modules)
-        self._rule = Rule(as_policy(policy), device=None if device is None else torch.device(device))
+        at = None if device is None else torch.device(device)
+        self._rule = Rule(as_policy(policy), device=at, capturable=capturable)
         self._rounds = Rounds(self._modules, group, distinct)
         self._agreement = Agreement(self._rounds, self._modules, always=check_agree(agree) == "always")
         self._memory = Memory(max_consecutive_skips, on_stuck)
@@ -400,7 +405,7 @@ class LossScaler(OtherNames):
         NaN where a number is not known, or has not reached the host yet. `headroom_bits` is how often the
         scale could double before the largest parameter gradient overflows FP16.
         """
-        return self._memory.metrics(self._rule.latest)
+        return self._memory.metrics(self._rule.latest, check=self._rule.capturable)
 
     def health(self) -> Health:
         """Returns how the run is doing: a condition, what to do, and the numbers behind it. Synchronizes.

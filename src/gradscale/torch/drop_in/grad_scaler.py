@@ -88,6 +88,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         group: the ranks that decide together at every step, a process group: needed where plain gradients differ by
             rank, as those of the stages of a pipeline do. By default every rank where a parameter is a DTensor, and
             none where all are plain; `"alone"` never any.
+        capturable: keep the state in one place on the device, so that a whole step can be captured in a CUDA graph, as
+            with `gradscale.torch.LossScaler`.
 
     Attributes:
         last: the result of the last `step`; None before the first, when disabled, and for an optimizer that takes the
@@ -114,6 +116,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
         on_stuck: OnStuck = "warn",
         group: Any = None,
+        capturable: bool = False,
     ) -> None:
         settings.check_device(device)
         factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
@@ -137,7 +140,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             for name in numbers:
                 setattr(self, f"_{name}", getattr(known, name))
             self._init_growth_tracker = int(rule.start().clean_steps)
-        self._rule = Rule(rule)
+        self._rule = Rule(rule, capturable=capturable)
         self.last: StepResult | None = None
         self._window: DropInWindow | None = None
 
@@ -316,7 +319,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         noted, device, own = noted_in(state), scale.device, getattr(optimizer, "grad_scale", None)
         shares, loss_counts = self._begin_ranks(optimizer)
         plan = None
-        if not edited and own is None and noted is None and not (shares or host.in_host_memory(device)):
+        on_host = edited or own is not None or noted is not None or shares
+        if (self._rule.capturable and not edited) or not (on_host or host.in_host_memory(device)):
             plan = plan_on_device(self._rule, gradients, window, loss_gates=False, **asked)
         if plan is None:
             divisor = window.divisor if divides else np.float32(1.0)
@@ -577,6 +581,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         window.noted |= self._per_optimizer_states
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         window.divided.clear()
+        if checked and window.updated and self._rule.capturable:
+            raise refusals.not_capturable()
         if checked and window.updated:  # from the start of the window: a second update for its gradients decides anew
             self._rule.go_back(window.start, window.ahead)
         window.updated = had_gradients
@@ -599,6 +605,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         shown, has_amax = (skipped or results or [None])[-1], self._rule.reads.amax
         checks = [check for each in noted for check in each.checks]
         facts: Facts | None = merged_on_device(checks, window) if window.ahead is not None else None
+        if facts is None and self._rule.capturable:
+            raise refusals.not_capturable()
         if facts is None:
             facts = Merged(noted=noted, ratio=window.start.amax_ratio)
         if all(check.found is not None for check in checks):
@@ -638,7 +646,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         A step is an `update`. Counts start at 0 when a state of torch's is loaded, which has none. `grad_norm` is NaN
         without `clip_norm`, and `headroom_bits` unless the policy reads the largest gradient.
         """
-        return self._memory.metrics(self._rule.latest)
+        return self._memory.metrics(self._rule.latest, check=self._rule.capturable)
 
     def health(self) -> Health:
         """Returns how the run is doing, as `LossScaler.health`. Synchronizes with the device.

@@ -146,3 +146,12 @@ def refuse_retries(loss: Tensor, states: Mapping[int, Mapping[str, Any]], group:
         )
     if reason is not None:
         raise RuntimeError(f"`retries` cannot run this backward pass again: {reason}")
+
+
+def not_capturable() -> RuntimeError:
+    """Returns the error for steps that `update` cannot make one of without the host."""
+    return RuntimeError(
+        "With `capturable=True` the device decides by itself: each optimizer is checked once, by `step` or `unscale_`, "
+        "and one `update` follows, on flags that no other code has made or reduced. Clip by `step(optimizer, "
+        "clip_norm=...)`, or by `clip_grad_norm_` after `unscale_`. Leave out `capturable` otherwise."
+    )

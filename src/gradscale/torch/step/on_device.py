@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -50,6 +50,23 @@ class DeviceFacts(Facts):
     losses: int = 0
 
 
+@dataclass(eq=False)
+class LiveFacts(DeviceFacts):
+    """The facts of a step that may be captured: those of its last replay, read from the device whenever asked."""
+
+    live: ClassVar[bool] = True
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `seen` would return at once."""
+        return False
+
+    def seen(self) -> Seen:
+        """Returns them as numpy scalars. Synchronizes with the device."""
+        assert self.read is not None and self.vector is not None  # noqa: S101, PT018
+        return self.read(self.vector.tolist())
+
+
 def plan_on_device(
     rule: Rule, gradients: Gradients, window: Window, *, loss_gates: bool = True, **asked: Any
 ) -> StepPlan | None:
@@ -58,22 +75,49 @@ def plan_on_device(
     The host does for optimizers that are not fused, after edits and retries, for gradients of more than one type or
     device, and where the device has no kernel for the rule. Arguments are as those of `Packed` and `plan_step`.
     """
-    device, optimizers = window.scale.device, gradients.optimizers
-    if not (gradients.grads and window.notes):
+    if (plan := _plan(rule, gradients, window, loss_gates, **asked)) is None and rule.capturable:
+        raise RuntimeError(
+            "A step with `capturable=True` needs a kernel for the policy on the device, optimizers that are fused, and "
+            "gradients of one type, float32 or 16 bits, all on one device that is not the CPU. It has one rank, one "
+            "`update`, and neither `retries` nor `unscaled`. Received: " + _received(rule, gradients, window) + ". "
+            "Leave out `capturable` for a step that is not to be captured."
+        )
+    return plan
+
+
+def _received(rule: Rule, gradients: Gradients, window: Window) -> str:
+    kinds = sorted({f"{each.dtype} on {each.device}" for each in gradients.values})
+    names = [type(each).__name__ + ("" if folds(each) else " that is not fused") for each in gradients.optimizers]
+    kernel = f"; no kernel: {rule.no_kernel}" if rule.no_kernel else ""
+    return f"{', '.join(names)}, with gradients of {', '.join(kinds) or 'no parameter'}{kernel}"
+
+
+def _plan(rule: Rule, gradients: Gradients, window: Window, loss_gates: bool, **asked: Any) -> StepPlan | None:
+    if not (gradients.grads and window.notes) or host.in_host_memory(window.scale.device):
         return None
+    device, optimizers = window.scale.device, gradients.optimizers
     dtypes, devices = ({getattr(each, name) for each in gradients.values} for name in ("dtype", "device"))
     notes_here = all(not marked and note.device == device for marked, note in window.notes)
     narrow = torch.float16 in dtypes and not all(map(keeps_masters, optimizers))
     alike = dtypes <= {*WIDE, torch.float16} and len(dtypes) == 1 and devices == {device} and notes_here
     if window.unscaled is not None or window.retries or not (alike and all(map(folds, optimizers))):
         return None
-    if not _has_kernel(rule, device):
+    if rule.no_kernel is None:
+        rule.no_kernel = refusal(rule.policy, device)
+        if rule.no_kernel:
+            LOG.info("The rule of the scale runs on the host, not on %s: %s", device, rule.no_kernel)
+    if rule.no_kernel:
         return None
     if window.ahead is None:
         if window.start is not rule.catch_up():
             return None  # the host has gone on since
         window.ahead = rule.uploaded(device)
-    plan = plan_step(rule, gradients, window.scale, rule.latest.scale * MARGIN, window.steps, **asked)
+    lowest, steps = np.float32(1.0), 0  # the same at every step
+    if rule.capturable:
+        asked["sample"] = False
+    else:
+        lowest, steps = rule.latest.scale * MARGIN, window.steps
+    plan = plan_step(rule, gradients, window.scale, lowest, steps, **asked)
     if window.ahead is None or (narrow and plan.grows):
         return None
     reads = {"norm": plan.norm, "amax": plan.amax or not plan.norm, "clips": plan.clip_norm is not None}
@@ -130,15 +174,16 @@ def _followed(
 ) -> DeviceFacts:
     """Queues the rule for the numbers that were read, from the start of the window."""
     assert window.ahead is not None  # noqa: S101
+    rule = window.rule
     vector = advance(window.ahead, numbers, first, end, clip_norm or 0.0, number_of(packed))
     floats, known = vector.view(torch.float32), list[tuple[ScaleState, Outcome]]()
 
     def read(numbers: list[Any]) -> Seen:  # it holds no gradient
-        known.append(packed.unpack(np.array(numbers, np.int32)))
+        known[:] = [packed.unpack(np.array(numbers, np.int32))]
         return known[0][1].seen
 
-    return DeviceFacts(
-        copy=host.HostCopy(vector),
+    return (LiveFacts if rule.capturable else DeviceFacts)(
+        copy=None if rule.capturable else host.HostCopy(vector),
         read=read,
         norm=(lambda: floats[packed.at("norm")]) if packed.norm else None,
         found_inf=lambda: floats[packed.at("found_inf")],
@@ -151,13 +196,3 @@ def _followed(
         end=end,
         losses=losses,
     )
-
-
-def _has_kernel(rule: Rule, device: torch.device) -> bool:
-    """Returns whether a device has a kernel for the rule. If it has none, that is logged once."""
-    if rule.has_kernel is None:
-        refused = refusal(rule.policy, device)
-        rule.has_kernel = not refused
-        if refused:
-            LOG.info("The rule of the scale runs on the host, not on %s: %s", device, refused)
-    return rule.has_kernel

@@ -177,7 +177,7 @@ class StepResult(engine.StepResult):
         if name not in LAZY:
             return super().__getattr__(name)  # type: ignore[misc]
         made = self._made(name)
-        if name != "next_scale":  # which another `update` may change
+        if name != "next_scale" and not self.facts.live:  # another `update` may change the first
             setattr(self, name, made)
         return made
 
@@ -229,9 +229,11 @@ class StepResult(engine.StepResult):
     @to_be_called
     def skipped(self) -> bool:
         """Returns whether the optimizers were left alone. Synchronizes with the device."""
-        if self.known is None:
-            self.known = not self._is_skipped()
-        return not self.known
+        if self.known is not None:
+            return not self.known
+        skipped = self._is_skipped()
+        self.known = None if self.facts.live else not skipped
+        return skipped
 
     @to_be_called
     def status(self) -> Status:
@@ -348,6 +350,10 @@ class Memory:
             self._optimizers = list(map(weakref.ref, optimizers))
         else:
             self._sizes = None, self._sizes[1]
+        self.check()
+
+    def check(self) -> None:
+        """Raises or warns if the run, as far as the host knows it, has been stuck for too long."""
         noted, self._noted = self._noted, None
         if noted is None or not noted[0].attempted:
             return
@@ -358,10 +364,13 @@ class Memory:
             self._stuck_check.reported = False
             return
         progress = Progress.of(state, bool(known.facts.seen().loss_finite), self._last_finite_loss)
+        optimizers = [each for reference in self._optimizers if (each := reference()) is not None]
         self._stuck_check.check(progress, known, lambda: self._weights_now(optimizers, known.parameter_names))
 
-    def metrics(self, state: ScaleState) -> dict[str, float]:
-        """Returns the newest numbers known on the host."""
+    def metrics(self, state: ScaleState, *, check: bool = False) -> dict[str, float]:
+        """Returns the newest numbers known on the host, after a `check` for a run that is stuck if asked for."""
+        if check:
+            self.check()
         return host_metrics(state, *self._sizes)
 
     def health(self, state: ScaleState, *, scaling: bool, in_bf16: bool, multiplies: bool = True) -> Health:

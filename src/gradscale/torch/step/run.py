@@ -89,7 +89,7 @@ class Stages:
             "clip_value": clip_value,
             "sample": self._memory.steps % SAMPLE_EVERY == 0,
         }
-        there = alone and not host.in_host_memory(window.scale.device)
+        there = self._rule.capturable or (alone and not host.in_host_memory(window.scale.device))
         if there and (on_device := plan_on_device(self._rule, gradients, window, **asked)) is not None:
             plan = on_device
         elif window.unscaled is None:

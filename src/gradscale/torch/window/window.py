@@ -89,15 +89,16 @@ class Window:
 
     def __post_init__(self) -> None:
         self.ahead, self.steps = self.rule.ahead, self.rule.steps
-        if (now := self.rule.catch_up(waits=self.ahead is None)).steps == self.steps:
-            self.start = now
+        now = self.rule.catch_up(waits=self.ahead is None)
+        if now.steps == self.steps and not (self.ahead is not None and self.rule.capturable):
+            self.start = now  # else the host does not know it yet
         self.scale = self.rule.scale
 
     @cached_property
     def start(self) -> RuleState:
         """Where the rule was when the window was opened. Synchronizes where the device runs the rule."""
         assert self.ahead is not None  # noqa: S101
-        return self.rule.read(self.ahead, self.steps)
+        return self.rule.read(self.ahead)
 
     @cached_property
     def divisor(self) -> np.float32:
