@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from tests.torch.device.rules import POLICIES, Numbers, differ, expected, floats, numbers, states, variants
 
-from gradscale.engine.packed import Packed
-from gradscale.kernels.triton import functions
+from gradscale.engine.packed import BLOCK, Packed
+from gradscale.kernels.triton import functions, packet, packets
 from gradscale.kernels.triton.kernel import jitted, launch
 from gradscale.policies.arithmetic import pow2_floor
 
@@ -54,6 +54,36 @@ def functions_that_differ(generator: np.random.Generator) -> list[int]:
     return (~same).sum(axis=1).tolist()
 
 
+def packets_that_differ(generator: np.random.Generator) -> int:
+    """Returns how many of 200 packets the kernels write or read otherwise than numpy, whose sums have another order."""
+    different = 0
+    for trial in range(200):
+        count, share = int(generator.integers(1, 300)), trial % 4 == 0
+        sizes = floats(2 * count, generator)
+        first = count if trial % 3 else 0
+        end = first + (count if trial % 2 == 0 or not first else 0)
+        read = torch.from_numpy(np.concatenate([sizes[:end], floats(2, generator), np.full(share, 0.25, np.float32)]))
+        if trial % 5 == 1:
+            read[int(generator.integers(0, end + 2))] = (np.inf, np.nan, -np.inf)[trial % 3]
+        weights = torch.from_numpy(generator.random((2, first)))
+        scale = torch.tensor(2.0 ** int(generator.integers(-10, 20)))
+        elements, flags = 1000.0 * share, [1.0, float(end > first)]
+        ours, amax = torch.zeros(len(packet.At), dtype=torch.float64), torch.zeros(())
+        theirs = packet.write_packet(scale, read, weights, first, end, elements, flags)
+        written = scale, read, weights, ours, amax, first, end, len(read) - share, elements, *flags
+        packets.write[(1,)](*written, BLOCK=BLOCK)
+        same = torch.allclose(ours, theirs[0], rtol=1e-12, atol=0) and torch.equal(amax, theirs[1])
+        received = theirs[0] * 2
+        received[packet.At.SCALE] *= 1.5 if trial % 7 == 5 else 1.0  # the scales of two ranks that differ
+        asked, tolerances = [first > 0, end > first, share], [1e-6, 1e-4]
+        expected = packet.read_packet(scale, received, theirs[1], 2, tolerances, asked)
+        found = torch.zeros(len(expected))
+        flags = dict(zip(("NORM", "PEAK", "SHARE"), asked, strict=True))
+        packets.read[(1,)](scale, received, theirs[1], found, 2, *tolerances, **flags)
+        different += not (same and torch.allclose(found, expected, rtol=1e-6, atol=0))
+    return different
+
+
 def main() -> None:
     generator, results = np.random.default_rng(0), {}
     with np.errstate(all="ignore"):
@@ -62,6 +92,7 @@ def main() -> None:
                 compared(packed, clip_norm, generator) for packed in variants(policy) for clip_norm in (1.0, 0.3)
             ]
             results[name] = sum(different), ROWS * len(different)
+        results["packets"] = packets_that_differ(generator), 200
         results["functions"] = functions_that_differ(generator)
     json.dump(results, sys.stdout)
 

@@ -34,6 +34,7 @@ def test_kernels_and_their_functions_are_bit_exact_with_numpy() -> None:
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert found.pop("functions") == [0, 0, 0]
+    assert found.pop("packets") == [0, 200]
     assert {name: different for name, (different, _) in found.items()} == dict.fromkeys(POLICIES, 0)
     assert all(compared >= 10_000 for _, compared in found.values())
 
@@ -53,6 +54,24 @@ def test_a_compiled_kernel_has_no_instruction_that_rounds_otherwise(policy: Poli
     assert "div.rn.f32" in text
     assert "sqrt.rn.f32" in text
     assert not INEXACT.findall(text)
+
+
+WRITE = {"scale": "*fp32", "numbers": "*fp32", "weights": "*fp64", "packet": "*fp64", "amax": "*fp32"}
+WRITE |= dict.fromkeys(("first", "end", "last"), "i32")
+WRITE |= dict.fromkeys(("elements", "holder", "sends_amax"), "fp32") | {"BLOCK": "constexpr"}
+READ = {"scale": "*fp32", "packet": "*fp64", "amax": "*fp32", "found": "*fp32", "ranks": "i32"}
+READ |= {"same_scale": "fp32", "same_gradients": "fp32"} | dict.fromkeys(("NORM", "PEAK", "SHARE"), "constexpr")
+
+
+@pytest.mark.parametrize("arch", [75, 80, 90])
+def test_the_kernels_of_packets_compile_without_such_instructions(arch: int) -> None:
+    from gradscale.kernels.triton import packets
+
+    written = assembly(packets.write, WRITE, {"BLOCK": BLOCK}, arch, enable_fp_fusion=False)
+    read = assembly(packets.read, READ, dict.fromkeys(("NORM", "PEAK", "SHARE"), 1), arch, enable_fp_fusion=False)
+    assert "div.rn.f32" in written
+    assert "sqrt.rn.f64" in read
+    assert not INEXACT.findall(written + read)
 
 
 def test_such_instructions_are_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

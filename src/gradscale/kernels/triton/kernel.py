@@ -14,6 +14,11 @@ OLDEST = (3, 6)
 """The first version of Triton whose `div_rn` is exact: before, it flushes subnormal numbers to 0."""
 
 
+# Without fused multiply-adds, which round once where the host rounds twice.
+OPTIONS: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
+"""How kernels are compiled."""
+
+
 def kernel_text(packed: Packed) -> str:
     """Returns the source of a kernel that advances the rule by a step."""
     source = TritonSource()
@@ -92,6 +97,4 @@ def launch(
     `following` gets the states after it, and may be `state`. All others are as in `operator.advance`.
     """
     length = numbers.shape[-1]
-    # Without fused multiply-adds, which round once where the host rounds twice.
-    options = {"num_warps": 1, "enable_fp_fusion": False}
-    kernel[(1,)](state, numbers, following, first, end, length, clip_norm, ROWS=rows, BLOCK=BLOCK, **options)
+    kernel[(1,)](state, numbers, following, first, end, length, clip_norm, ROWS=rows, BLOCK=BLOCK, **OPTIONS)

@@ -319,7 +319,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         noted, device, own = noted_in(state), scale.device, getattr(optimizer, "grad_scale", None)
         shares, loss_counts = self._begin_ranks(optimizer)
         plan = None
-        on_host = edited or own is not None or noted is not None or shares
+        on_host = edited or own is not None or noted is not None
         if (self._rule.capturable and not edited) or not (on_host or host.in_host_memory(device)):
             plan = plan_on_device(self._rule, gradients, window, loss_gates=False, **asked)
         if plan is None:
@@ -334,7 +334,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
                 both, scale = np.float32(float(plan.divisor) * float(own)), plan.scale * own.reshape(())
                 measured = replace(plan, divisor=both, scale=scale, grows=True, half=True, waits=True)
             if plan.kernel is not None:
-                facts = seen_on_device(plan, window, losses=loss_counts)
+                facts = seen_on_device(plan, window, losses=loss_counts, rounds=self._rounds if shares else None)
             elif shares:
                 facts = self._seen_by_ranks(measured, window)
             else:

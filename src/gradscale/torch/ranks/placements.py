@@ -42,12 +42,20 @@ class Placements:
             same, any_same = (norm * unscale).double().square(), len(gradients) > 0
             spread = torch.zeros_like(same)
         else:
-            copies = self._all_copies(gradients, ranks)
             sizes = cast(Tensor, measurement.sizes).double() * unscale
-            spread, same = (self._weights_of(copies, sizes.device) @ sizes.square()).unbind()
-            any_same = None in copies
+            rows, any_same = self.rows(gradients, ranks, sizes.device)
+            spread, same = (rows @ sizes.square()).unbind()
         finite = torch.isfinite(norm * unscale)
         return torch.where(finite, spread, 0.0), torch.where(finite, same, 0.0), finite * float(any_same)
+
+    def rows(self, gradients: Gradients, ranks: int, device: torch.device) -> tuple[Tensor, float]:
+        """Returns what the square of each gradient counts, for those that are spread and for others, in two rows.
+
+        And 1 if there are others, else 0. Does not synchronize with the device, except at the first step.
+        """
+        same = self._all_same(gradients)
+        copies = [None] * len(gradients) if same else self._all_copies(gradients, ranks)
+        return self._weights_of(copies, device), float(None in copies)
 
     def weights(self, gradients: Gradients, ranks: int) -> list[float] | None:
         """Returns, for each gradient, 1 over the number of `ranks` that hold the same elements; None if all do."""

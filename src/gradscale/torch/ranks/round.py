@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from gradscale.engine import result as engine
 from gradscale.engine.culprits import Culprit
 from gradscale.engine.measurement import LARGEST_NORM, Measurement
+from gradscale.kernels.triton.packet import SHOWN, differ, read_packet, write_packet
 from gradscale.policies.contract import Seen
 from gradscale.torch import host
-from gradscale.torch.gradients import Gradients, parameters_of
+from gradscale.torch.gradients import Gradients, count_elements, parameters_of
 from gradscale.torch.host import HostCopy
 from gradscale.torch.ranks.groups import ALONE, check_distinct, check_group
 from gradscale.torch.ranks.placements import Placements
@@ -173,8 +174,8 @@ class Rounds:
         for work in works:
             work.wait()  # type: ignore[union-attr]
         packet = Packet(*packed.unbind())
-        out_of_sync = _differ(packet.scale, packet.scale_squared, dist.get_world_size(self.group), SAME_SCALE)
-        distinct = _differ(packet.same, packet.same_squared, packet.holders, SAME_GRADIENTS)
+        out_of_sync = differ(packet.scale, packet.scale_squared, dist.get_world_size(self.group), SAME_SCALE)
+        distinct = differ(packet.same, packet.same_squared, packet.holders, SAME_GRADIENTS)
         shown = out_of_sync, distinct, packet.sends_amax, packet.asks_norm, packet.follows
         found = HostCopy(torch.stack([number.float() for number in shown]))
         if not (waits or host.in_host_memory(device)):
@@ -186,6 +187,28 @@ class Rounds:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         self._raise_faults(found, scale)
         return Received(packet, largest)
+
+    def send_from_device(
+        self, gradients: Gradients, numbers: Tensor, scale: Tensor, first: int, end: int, share: bool, amax: bool
+    ) -> Tensor:
+        """Returns what `send` does as the numbers of one step, as `advance` reads them. Every rank must call it.
+
+        The packet is written and read by a kernel each. Does not synchronize: faults are raised when the next step
+        begins. Arguments are as those of `write_packet`; `share` is whether the last number is one, and `amax` whether
+        the largest magnitude is sent.
+        """
+        rows, holder = self._placements.rows(gradients, self.ranks, scale.device)
+        elements = count_elements(gradients.values, self.weights(gradients)) if share else 0.0
+        packet, largest = write_packet(scale, numbers, rows, first, end, elements, [holder, float(amax)])
+        works = [dist.all_reduce(packet, dist.ReduceOp.SUM, group=self.group, async_op=True)]
+        if amax:
+            works.append(dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True))
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+        asked, same = [first > 0, end > first, share], [SAME_SCALE, SAME_GRADIENTS]
+        found = read_packet(scale, packet, largest, self.ranks, same, asked)
+        self._found = HostCopy(found[-SHOWN:]), scale
+        return found[:-SHOWN]
 
     def _raise_faults(self, found: HostCopy, scale: Tensor) -> None:
         """Raises the first fault that a round shows, on all ranks. Waits for its numbers, not for work queued since."""
@@ -288,9 +311,3 @@ class Rounds:
 
 def _wide(number: Number, device: torch.device) -> Tensor:
     return number.double() if isinstance(number, Tensor) else host.filled(number, device, torch.float64)
-
-
-def _differ(total: Any, squares: Any, count: Any, tolerance: float) -> Tensor:
-    """Returns whether `count` numbers, whose sum and sum of squares are given, differ relative to their mean."""
-    # Their variance, times the square of the count: 0 where all are equal.
-    return count * squares - total * total > tolerance**2 * total * total

@@ -20,6 +20,7 @@ from gradscale.torch.ranks.ddp import Reduced, check_joins
 from gradscale.torch.ranks.round import Packet, Received, Rounds
 from gradscale.torch.step.apply import StepPlan, folds
 from gradscale.torch.step.measure import measure
+from gradscale.torch.step.on_device import seen_on_device
 from gradscale.torch.window.window import Window
 
 Optimizer = torch.optim.Optimizer
@@ -79,6 +80,9 @@ class Agreement:
             ScaleDesync: the ranks have different scales.
             RuntimeError: a norm is needed, and plain gradients differ between ranks; or their arguments do.
         """
+        if plan.kernel is not None:
+            self.compared = True
+            return seen_on_device(plan, window, rounds=self.rounds)
         weights = None if plan.edge is None else self.rounds.weights(plan.gradients)
         measurement = measure(plan, weights)
         reduced = self._is_reduced(plan, window)

@@ -17,6 +17,7 @@ from gradscale.policies.contract import ScaleState, Seen
 from gradscale.torch import host
 from gradscale.torch.gradients import Gradients, keeps_masters
 from gradscale.torch.host import Facts, Rule, filled
+from gradscale.torch.ranks.round import Rounds
 from gradscale.torch.step.apply import StepPlan, folds, plan_step
 from gradscale.torch.step.measure import divide_and_check
 from gradscale.torch.window.window import Window
@@ -40,7 +41,8 @@ class DeviceFacts(Facts):
         numbers: the vector that was read, in which the sizes of gradients end at `first` and `end`, and losses follow.
         first: as said.
         end: as said.
-        losses: how many there are.
+        losses: how many the window had.
+        agreed: whether they are those of all ranks.
     """
 
     packed: Packed = None  # type: ignore[assignment]
@@ -48,6 +50,7 @@ class DeviceFacts(Facts):
     first: int = 0
     end: int = 0
     losses: int = 0
+    agreed: bool = False
 
 
 @dataclass(eq=False)
@@ -76,20 +79,22 @@ def plan_on_device(
     device, and where the device has no kernel for the rule. Arguments are as those of `Packed` and `plan_step`.
     """
     if (plan := _plan(rule, gradients, window, loss_gates, **asked)) is None and rule.capturable:
-        raise RuntimeError(
-            "A step with `capturable=True` needs a kernel for the policy on the device, optimizers that are fused, and "
-            "gradients of one type, float32 or 16 bits, all on one device that is not the CPU. It has one rank, one "
-            "`update`, and neither `retries` nor `unscaled`. Received: " + _received(rule, gradients, window) + ". "
-            "Leave out `capturable` for a step that is not to be captured."
-        )
+        raise not_capturable(rule, gradients)
     return plan
 
 
-def _received(rule: Rule, gradients: Gradients, window: Window) -> str:
+def not_capturable(rule: Rule, gradients: Gradients) -> RuntimeError:
+    """Returns the error for a step that only the host can make."""
     kinds = sorted({f"{each.dtype} on {each.device}" for each in gradients.values})
     names = [type(each).__name__ + ("" if folds(each) else " that is not fused") for each in gradients.optimizers]
     kernel = f"; no kernel: {rule.no_kernel}" if rule.no_kernel else ""
-    return f"{', '.join(names)}, with gradients of {', '.join(kinds) or 'no parameter'}{kernel}"
+    received = f"{', '.join(names)}, with gradients of {', '.join(kinds) or 'no parameter'}{kernel}"
+    return RuntimeError(
+        "A step with `capturable=True` needs a kernel for the policy on the device, optimizers that are fused, and "
+        "gradients of one type, float32 or 16 bits, all on one device that is not the CPU. It has one rank, one "
+        f"`update`, and neither `retries` nor `unscaled`. Received: {received}. Leave out `capturable` for a step "
+        "that is not to be captured."
+    )
 
 
 def _plan(rule: Rule, gradients: Gradients, window: Window, loss_gates: bool, **asked: Any) -> StepPlan | None:
@@ -125,11 +130,17 @@ def _plan(rule: Rule, gradients: Gradients, window: Window, loss_gates: bool, **
     return replace(plan, kernel=packed, waits=False)
 
 
-def seen_on_device(plan: StepPlan, window: Window, *, losses: bool = True) -> DeviceFacts:
+def seen_on_device(plan: StepPlan, window: Window, *, losses: bool = True, rounds: Rounds | None = None) -> DeviceFacts:
     """Reads the gradients, and queues the rule on the device. Returns the facts of the step.
 
-    Divides the gradients meanwhile if the plan says so. Without `losses`, none of the window counts. Does not
-    synchronize: what the host wants to know of the step arrives as a copy.
+    Divides the gradients meanwhile if the plan says so. Does not synchronize: what the host wants to know of the step
+    arrives as a copy.
+
+    Args:
+        plan: that of `plan_on_device`.
+        window: whose losses count.
+        losses: whether they do: not where other ranks have losses of their own.
+        rounds: the ranks that decide together; None for this one alone.
     """
     assert plan.kernel is not None  # noqa: S101
     packed, device = plan.kernel, plan.scale.device
@@ -147,8 +158,13 @@ def seen_on_device(plan: StepPlan, window: Window, *, losses: bool = True) -> De
         notes = [note for _, note in window.notes] if losses else [filled(0.0, device)]
         share = [] if plan.edge is None else [share_above(values, filled(plan.edge, device), device)]
         numbers = torch.stack([*found, *notes, *share])
+        sizes = None if plan.divides else numbers[: first if packed.norm else end]
+        if rounds is not None:
+            sent = packed.shares, plan.finds_amax
+            numbers = rounds.send_from_device(plan.gradients, numbers, window.scale, first, end, *sent)
+            first, end = int(packed.norm), packed.norm + (end > first)
     facts = _followed(packed, window, numbers, first, end, len(notes), plan.clip_norm)
-    facts.sizes = None if plan.divides else numbers[: first if packed.norm else end]
+    facts.sizes, facts.agreed = sizes, rounds is not None
     return facts
 
 
@@ -162,7 +178,7 @@ def merged_on_device(found: Sequence[Facts], window: Window) -> DeviceFacts | No
         return one
     packed = replace(one.packed, clips=False, shrinks=False)
     alike = all(replace(other.packed, clips=False, shrinks=False) == packed for other in each)
-    if not alike or packed.shares or any(note.device != one.numbers.device for note in notes):
+    if not alike or packed.shares or one.agreed or any(note.device != one.numbers.device for note in notes):
         return None
     norms, peaks = [x.numbers[: x.first] for x in each], [x.numbers[x.first : x.end] for x in each]
     first, end = sum(map(len, norms)), sum(map(len, norms + peaks))

@@ -22,7 +22,7 @@ from gradscale.torch.ranks.round import Rounds
 from gradscale.torch.step.agree import Agreement
 from gradscale.torch.step.apply import Gate, StepPlan, apply, decide, edit, multiply, plan_step
 from gradscale.torch.step.measure import measure_sizes, seen_here
-from gradscale.torch.step.on_device import plan_on_device, seen_on_device
+from gradscale.torch.step.on_device import not_capturable, plan_on_device, seen_on_device
 from gradscale.torch.step.result import SAMPLE_EVERY, Memory, StepResult, Traces
 from gradscale.torch.window.buffers import BufferGuard
 from gradscale.torch.window.unscaled import Unscaled
@@ -89,7 +89,9 @@ class Stages:
             "clip_value": clip_value,
             "sample": self._memory.steps % SAMPLE_EVERY == 0,
         }
-        there = self._rule.capturable or (alone and not host.in_host_memory(window.scale.device))
+        if self._rule.capturable and not alone:
+            raise not_capturable(self._rule, gradients)
+        there = self._rule.capturable or not host.in_host_memory(window.scale.device)
         if there and (on_device := plan_on_device(self._rule, gradients, window, **asked)) is not None:
             plan = on_device
         elif window.unscaled is None:
@@ -196,10 +198,10 @@ class Stages:
         # Consumed before anything is changed: whatever interrupts the step, no other can use its gradients again.
         self._windows.open = None
         try:
-            if plan.kernel is not None:
-                facts = seen_on_device(plan, window)
+            if not alone:
+                facts = self._agreement.agree(plan, window)
             else:
-                facts = seen_here(plan, window) if alone else self._agreement.agree(plan, window)
+                facts = seen_here(plan, window) if plan.kernel is None else seen_on_device(plan, window)
             seen = facts.found if steps else facts.seen()
             finite = seen is None or bool(seen.finite and seen.loss_finite) or not self._rule.reads.checks
             gate = decide(plan, facts, None if seen is None else facts.attempted and finite, facts.found_inf)

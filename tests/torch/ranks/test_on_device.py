@@ -1,0 +1,79 @@
+"""Ranks whose rule runs on the device: the facts, scales and weights of ranks whose host runs it.
+
+The ranks take the CPU for an accelerator, whose numbers the host may not look at; the operators are numpy's there.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.torch.helpers import INF, NAN
+from tests.torch.ranks.gpt import GPT, ROUNDED, batch_of
+from tests.torch.ranks.launch import run_ranks
+from tests.torch.ranks.layouts import LAYOUTS, needs_sharding
+from tests.torch.versions import SHARDS_ON_CPU
+
+from gradscale import Dynamic, Histogram, Policy
+from gradscale.policies.headroom import Headroom
+from gradscale.torch import GradScaler, LossScaler, host
+from gradscale.torch.step import on_device
+
+CASES: list[tuple[str, Policy, float | None]] = [
+    ("DDP on 2", Dynamic(init_scale=64.0, growth_interval=2), None),
+    ("DDP on 2", Headroom(), 0.5),
+    ("FSDP2 on 2", Dynamic(init_scale=64.0, growth_interval=2), 0.5),
+    ("FSDP2 on 2", Headroom(), None),
+    ("FSDP2 on 2", Histogram(period=2), None),
+    ("HSDP on 2x2", Headroom(), 0.5),
+    ("FSDP2 x TP on 2x2", Headroom(), 0.5),
+]
+CASES = [case for case in CASES if SHARDS_ON_CPU or not needs_sharding(case[0])]
+BAD_LOSS, BAD_BACKWARD, STEPS = 3, 5, 10
+
+
+def trained(name: str, policy: Policy, clip: float | None, on_host: bool, drop_in: bool) -> dict[str, Any]:
+    """Returns what a rank has seen of ten steps, of which one rank spoils two."""
+    host.in_host_memory = lambda device: False  # type: ignore[assignment]
+    if on_host:
+        on_device.refusal = lambda policy, device: "no kernel"  # type: ignore[assignment]
+    layout, rank = LAYOUTS[name], dist.get_rank()
+    torch.manual_seed(0)
+    model = layout.spread(GPT(ROUNDED))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2.0**-10, fused=True)
+    scaler: Any = GradScaler("cpu", policy=policy) if drop_in else LossScaler(model, policy)
+    status: list[tuple[str, float]] = []
+    for step in range(STEPS):
+        inputs, targets = batch_of(step, layout.part(rank), layout.parts)
+        loss = ROUNDED.loss(model(inputs), targets)
+        if step == BAD_LOSS and rank == 1:
+            loss = loss.detach() * NAN + loss  # not finite, and its gradients are
+        if step == BAD_BACKWARD and rank == 0:
+            loss.register_hook(lambda grad: grad * INF)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer, clip_norm=clip)
+        if drop_in:
+            scaler.update()
+        optimizer.zero_grad()
+        status.append((str(scaler.last.status()), float(scaler.last.next_scale)))
+    weights = [getattr(each, "to_local", lambda each=each: each)().detach() for each in model.parameters()]
+    return {"status": status, "device": scaler._rule.ahead is not None, "weights": [w.tolist() for w in weights]}
+
+
+@pytest.mark.parametrize("drop_in", [False, True], ids=["LossScaler", "drop-in"])
+@pytest.mark.parametrize(("name", "policy", "clip"), CASES, ids=str)
+def test_ranks_whose_rule_runs_on_the_device_decide_as_those_whose_host_runs_it(
+    tmp_path: Path, name: str, policy: Policy, clip: float | None, drop_in: bool
+) -> None:
+    ranks = LAYOUTS[name].ranks
+    found, expected = (
+        run_ranks(ranks, trained, name, policy, clip, on_host, drop_in, folder=tmp_path / str(on_host))
+        for on_host in (False, True)
+    )
+    assert all(each["device"] for each in found)
+    assert not any(each["device"] for each in expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["status"] == theirs["status"] == found[0]["status"]
+        for one, other in zip(ours["weights"], theirs["weights"], strict=True):
+            assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=1e-4)
