@@ -33,11 +33,23 @@ CASES = [case for case in CASES if SHARDS_ON_CPU or not needs_sharding(case[0])]
 BAD_LOSS, BAD_BACKWARD, STEPS = 3, 5, 10
 
 
-def trained(name: str, policy: Policy, clip: float | None, on_host: bool, drop_in: bool) -> dict[str, Any]:
-    """Returns what a rank has seen of ten steps, of which one rank spoils two."""
+def on_ranks(world: int) -> list[list[dict[str, Any]]]:
+    """Returns what a rank has seen in every case of so many ranks: on the device, and on the host."""
     host.in_host_memory = lambda device: False  # type: ignore[assignment]
-    if on_host:
-        on_device.refusal = lambda policy, device: "no kernel"  # type: ignore[assignment]
+    has_kernel, found = on_device.refusal, []
+    for name, policy, clip in CASES:
+        if LAYOUTS[name].ranks == world:
+            for drop_in in (False, True):
+                pair = []
+                for on_host in (False, True):
+                    on_device.refusal = (lambda policy, device: "no kernel") if on_host else has_kernel
+                    pair.append(trained(name, policy, clip, drop_in))
+                found.append(pair)
+    return found
+
+
+def trained(name: str, policy: Policy, clip: float | None, drop_in: bool) -> dict[str, Any]:
+    """Returns what a rank has seen of ten steps, of which one rank spoils two."""
     layout, rank = LAYOUTS[name], dist.get_rank()
     torch.manual_seed(0)
     model = layout.spread(GPT(ROUNDED))
@@ -61,19 +73,14 @@ def trained(name: str, policy: Policy, clip: float | None, on_host: bool, drop_i
     return {"status": status, "device": scaler._rule.ahead is not None, "weights": [w.tolist() for w in weights]}
 
 
-@pytest.mark.parametrize("drop_in", [False, True], ids=["LossScaler", "drop-in"])
-@pytest.mark.parametrize(("name", "policy", "clip"), CASES, ids=str)
-def test_ranks_whose_rule_runs_on_the_device_decide_as_those_whose_host_runs_it(
-    tmp_path: Path, name: str, policy: Policy, clip: float | None, drop_in: bool
-) -> None:
-    ranks = LAYOUTS[name].ranks
-    found, expected = (
-        run_ranks(ranks, trained, name, policy, clip, on_host, drop_in, folder=tmp_path / str(on_host))
-        for on_host in (False, True)
-    )
-    assert all(each["device"] for each in found)
-    assert not any(each["device"] for each in expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours["status"] == theirs["status"] == found[0]["status"]
-        for one, other in zip(ours["weights"], theirs["weights"], strict=True):
-            assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=1e-4)
+@pytest.mark.parametrize("world", sorted({LAYOUTS[name].ranks for name, _, _ in CASES}))
+def test_ranks_whose_rule_runs_on_the_device_decide_as_those_whose_host_runs_it(world: int, tmp_path: Path) -> None:
+    by_rank = run_ranks(world, on_ranks, world, folder=tmp_path / "ranks")
+    for of_all in zip(*by_rank, strict=True):
+        for ours, theirs in of_all:
+            assert ours["device"]
+            assert not theirs["device"]
+            assert ours["status"] == theirs["status"] == of_all[0][0]["status"]
+            assert [status for status, _ in ours["status"]].count("applied") < STEPS
+            for one, other in zip(ours["weights"], theirs["weights"], strict=True):
+                assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=1e-4)
