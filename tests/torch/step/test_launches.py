@@ -1,11 +1,16 @@
 """Kernels that a step launches on an accelerator, beside those of the optimizer: no more than torch's scaler does."""
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from tests.torch.process_group import end_process_group
+from tests.torch.sim import host
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscale.torch import GradScaler, LossScaler
@@ -121,3 +126,68 @@ def test_torchs_own_calls_launch_no_more_than_with_torchs_scaler(scaler: str) ->
     extra = [step - bare for step, bare in zip(whole, alone, strict=True)][16:]
     assert sorted(extra)[len(extra) // 2] <= mostly <= torchs
     assert max(extra) <= ever <= torchs
+
+
+MOST_OF_RANKS = 8, 9
+"""Of a clipped step of FSDP2 beside its all-reduces, at most steps and at any: with those, as many as torch's scaler."""
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
+    """Yields a mesh of two ranks that always have the same numbers, of which this process is one."""
+    store: Any = pytest.importorskip("torch.testing._internal.distributed.fake_pg").FakeStore()
+    dist.init_process_group("fake", rank=0, world_size=2, store=store)
+
+    class Done:
+        def wait(self) -> None:
+            pass
+
+    def all_reduce(tensor: Tensor, op: Any, **_: Any) -> Done:
+        if op == dist.ReduceOp.SUM:
+            tensor.copy_(tensor + tensor)
+        return Done()
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    yield DeviceMesh("sim", torch.arange(2, device="cpu"))
+    end_process_group()
+
+
+def steps_of_shards(mesh: DeviceMesh, scaler: Any, clip: bool) -> list[int]:
+    """Returns how many operators the steps on sharded parameters have, with those of the optimizer."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    def sharded(value: float) -> Tensor:
+        return DTensor.from_local(torch.full((4, 8), value), mesh, [Shard(0)], run_check=False)
+
+    weights = [nn.Parameter(sharded(1.0)) for _ in range(20)]
+    adamw, found = torch.optim.AdamW(weights, fused=True), []
+    for _ in range(STEPS):
+        loss, counted = torch.ones((), requires_grad=True) * 1.0, Launches()
+        with counted:
+            scaled = loss if scaler is None else scaler.scale(loss)
+        scaled.backward()
+        for weight in weights:
+            weight.grad = sharded(0.25)
+        with host.waits(forbid=True), counted:
+            if scaler is None:
+                adamw.step()
+            else:
+                scaler.step(adamw, **({"clip_norm": 1.0} if clip else {}))
+            if isinstance(scaler, GradScaler):
+                scaler.update()
+        del counted.found["copy_"], counted.found["add"]  # of the all-reduces
+        found.append(sum(counted.found.values()))
+    return found
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_a_step_of_fsdp2_launches_two_kernels_more_and_reads_nothing(
+    scaler: str, clip: bool, two_ranks: DeviceMesh
+) -> None:
+    alone = steps_of_shards(two_ranks, None, False)
+    whole = steps_of_shards(two_ranks, SCALERS[scaler](None), clip)
+    extra = [step - bare for step, bare in zip(whole, alone, strict=True)][16:]
+    mostly, ever = MOST_OF_RANKS
+    assert sorted(extra)[len(extra) // 2] <= mostly
+    assert max(extra) <= ever
