@@ -319,7 +319,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             if (own := getattr(optimizer, "grad_scale", None)) is not None and plan.folding:
                 # The user's own divisor, which the kernel multiplies in: a gradient must be finite after both.
                 both, scale = np.float32(float(plan.divisor) * float(own)), plan.scale * own.reshape(())
-                measured = replace(plan, divisor=both, scale=scale, grows=True, half=True, waits=True)
+                measured = plan._replace(divisor=both, scale=scale, grows=True, half=True, waits=True)
             if dist.is_available() and dist.is_initialized():
                 facts, loss_counts = self._seen_by_ranks(optimizer, measured, window)
             else:
@@ -346,7 +346,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if plan.waits or all(each.found is not None for each in checks):
             applied = all(each.seen().finite for each in checks)
         gate, earlier = apply.decide(plan, facts, applied, lambda: merged_flag(flags, device)), noted.result
-        shown = replace(plan, norm=noted.normed is not None, finds_amax=noted.amax)
+        shown = plan._replace(norm=noted.normed is not None, finds_amax=noted.amax)
         noted.result = result = StepResult(
             self._rule, shown, window, noted.facts, gate, measured=noted.normed, sizes=facts.sizes
         )

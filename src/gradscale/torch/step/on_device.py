@@ -2,7 +2,6 @@
 
 import logging
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,7 @@ def plan_on_device(
     # What it must be divided by is not known here. Any scale will do, as kernels of optimizers divide in float32.
     plan = plan_step(rule, gradients, window.scale, np.float32(1.0), rule.steps, **asked)
     kernel = _kernel_for(rule, plan)
-    return None if kernel is None else replace(plan, kernel=kernel)
+    return None if kernel is None else plan._replace(kernel=kernel)
 
 
 def advance_on_device(rule: Rule, plan: StepPlan, window: Window) -> Facts:

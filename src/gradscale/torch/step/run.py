@@ -1,7 +1,6 @@
 """One step of `LossScaler`: its stages in order, from the plan to the end of the accumulation window."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -131,7 +130,7 @@ class Stages:
         plan = plan_step(self._rule, gradients, window.scale, window.divisor, 0, norm=norm, clip_value=clip_value)
         # An optimizer that keeps masters divides in float32: multiplying would round 16-bit gradients once more.
         clips = clip_norm is not None and clip_value is None
-        plan = replace(plan, folding=list(filter(keeps_masters, optimizers)) if clips else ())
+        plan = plan._replace(folding=list(filter(keeps_masters, optimizers)) if clips else ())
         measured, total = NOTHING_READ, None
         facts, gate = Facts(Seen()), Gate(True, None, None, None)
         if norm:

@@ -50,8 +50,7 @@ class Held(NamedTuple):
 
 def held_by(parameters: Iterable[Tensor]) -> list[Held]:
     """Returns the gradients that `parameters` hold now."""
-    found = [(each, grad) for each in parameters if (grad := each.grad) is not None]
-    return [Held(each, weakref.ref(grad), grad._version) for each, grad in found]
+    return [Held(each, weakref.ref(grad), grad._version) for each in parameters if (grad := each.grad) is not None]
 
 
 @dataclass(eq=False)
@@ -164,8 +163,9 @@ class Watched:
         self._modules = modules
         # FSDP2 keeps gradients in shards, which take the place of the modules' parameters outside of forward and
         # backward passes only.
-        self._at_start = [weakref.ref(each) for module in modules for each in module.parameters()]
-        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        shards = [each for each in parameters_below(modules) if hasattr(each, "to_local")]
+        self._shards = list(map(weakref.ref, shards))
+        self._optimizers: list[weakref.ref[Optimizer]] = []
         self._held: list[Held] = []
 
     def __reduce__(self) -> tuple[type["Watched"], tuple[Sequence[nn.Module]]]:
@@ -176,17 +176,20 @@ class Watched:
         """Yields all of them, looked up now: groups and modules may be added or replaced."""
         yield from parameters_of(self.optimizers)
         yield from parameters_below(self._modules)
-        for reference in self._at_start:
-            if (parameter := reference()) is not None:
-                yield parameter
+        yield from [parameter for reference in self._shards if (parameter := reference()) is not None]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that were stepped, each once."""
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def remember(self, optimizers: Sequence[Optimizer], *, zeros: bool = True) -> None:
         """Watches the parameters of `optimizers` too, and notes the gradients that all hold now.
 
         Without `zeros` only those that are not all zeros, which synchronizes with the device.
         """
-        self.optimizers.update(optimizers)
-        held = {id(each): each for each in self if each.grad is not None}.values()
+        self._optimizers = list(map(weakref.ref, dict.fromkeys([*self.optimizers, *optimizers])))
+        held = {id(each): each for each in self}.values()
         self._held = held_by(held if zeros else [each for each in held if not all_zero([each])])
 
     def uncleared(self) -> list[Held]:
@@ -209,6 +212,7 @@ class Windows:
         self.first_loss = FirstLoss()
         self._rule = rule
         self._names = names
+        self._reducing = [each for each in names.modules if hasattr(each, "require_backward_grad_sync")]
         self._begun = -1
         self._uncleared: list[Held] = []
 
@@ -266,7 +270,7 @@ class Windows:
             window.unscaled = None
         window.passes += 1
         window.left_gradients = True  # until its end, which a backward pass that raises does not reach
-        window.synced = all(getattr(each, "require_backward_grad_sync", True) for each in self._names.modules)
+        window.synced = all(each.require_backward_grad_sync for each in self._reducing)
         if running != -1:
             # Queued again at the end: FSDP2 reduces gradients in a callback that is queued after this hook was called.
             queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
