@@ -206,7 +206,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """
         if self._views["scale"].tensor is None and (self._always_agrees or not self._rule.multiplies):
             # A rank that never has a loss, such as the first stage of a pipeline; or a loop whose losses need no scale.
-            self._lazy_init_scale_growth_tracker(next(parameters_of([optimizer])).device)
+            self._lazy_init_scale_growth_tracker(parameters_of([optimizer])[0].device)
         self._state(method)
         window = self._window
         if window is None or not window.updated:
@@ -285,7 +285,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         refusals.refuse_retries(loss, self._per_optimizer_states, self._rounds.group)
         self._first_loss.note(loss, self._rule.policy, "GradScaler")
         window = self._begin_backward(loss.device)
-        owned = list(parameters_of(self._memory.measured))
+        owned = parameters_of(self._memory.measured)
         backward_with_retries(loss, window, self._rule, retries, Tensor.tolist, (), owned, kwargs)  # type: ignore[arg-type]
 
     def _checked(
@@ -402,7 +402,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         check_clip("clip_norm", clip_norm)
         clip = math.inf if clip_norm is None else clip_norm
         if not self._enabled:
-            return torch.nn.utils.clip_grad_norm_(list(parameters_of([optimizer])), clip)
+            return torch.nn.utils.clip_grad_norm_(parameters_of([optimizer]), clip)
         window = self._window_of(optimizer, "unscale_")
         norm = self._unscale(optimizer, window, allow_fp16=self._unscales_half, clip_norm=clip).grad_norm
         return filled(0.0, window.scale.device) if norm is None else norm
@@ -474,11 +474,10 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             clip_value: bound on the magnitude of every element, unscaled. A pass of its own.
             kwargs: for its `step`; so are the two bounds if that has arguments of these names.
         """
-        clips: dict[str, Any] = {"clip_norm": clip_norm, "clip_value": clip_value}
-        for name, bound in list(clips.items()):
-            if bound is None or apply.has_argument(type(optimizer), name):
-                del clips[name]
-                kwargs |= {} if bound is None else {name: bound}  # the optimizer's own, as in torch
+        clips: dict[str, Any] = {}
+        for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+            if bound is not None:  # the optimizer's own, as in torch, if it has one of that name
+                (kwargs if apply.has_argument(type(optimizer), name) else clips)[name] = bound
         if clips != self._clips:
             for name, bound in clips.items():
                 check_clip(name, bound)
@@ -487,9 +486,9 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             refusals.refuse_arguments(optimizer, kwargs, *args)
         if not self._enabled:
             if "clip_norm" in clips:
-                torch.nn.utils.clip_grad_norm_(list(parameters_of([optimizer])), clips["clip_norm"])
+                torch.nn.utils.clip_grad_norm_(parameters_of([optimizer]), clips["clip_norm"])
             if "clip_value" in clips:
-                torch.nn.utils.clip_grad_value_(list(parameters_of([optimizer])), clips["clip_value"])
+                torch.nn.utils.clip_grad_value_(parameters_of([optimizer]), clips["clip_value"])
             return optimizer.step(*args, **kwargs)
         window, state = self._window_of(optimizer, "step"), self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -517,11 +516,10 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             self._unscale(optimizer, window, allow_fp16=self._unscales_half or handled == "attributes")
         divided = state["stage"] is OptState.UNSCALED
         plan, noted, gate = self._checked(optimizer, window, edited=divided, **clips)
-        folds = bool(plan.folding)
-        if not noted.facts.attempted and (plan.gradients.grads or not folds):
+        if not noted.facts.attempted and (plan.gradients.grads or not plan.folding):
             state["stage"] = OptState.UNSCALED  # as in torch, whose step has unscaled before it raises
             raise refusals.unchecked_gradients(optimizer)
-        if folds and gate.applied is False:  # called as by torch's scaler, whose kernel then makes its state
+        if plan.folding and gate.applied is False:  # called as by torch's scaler, whose kernel then makes its state
             gate = Gate(None, filled(1.0, plan.scale.device), None, None if plan.keeps else plan.scale)
         if plan.edits:
             apply.edit(plan, gate)
@@ -590,11 +588,13 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             if not seen.finite:
                 floor = max(STUCK_AT, torch_rule.bounds_of(self._rule.policy)[0])
                 stuck = state.stuck or window.divisor <= floor
-            normed = [each.normed.seen().norm for each in noted if each.normed is not None]
-            of_all = Facts(replace(seen, norm=np.float32(math.hypot(*normed))))
+            normed = [each.normed for each in noted if each.normed is not None]
+            of_all = facts
+            if normed != [each.facts for each in noted if each.norm]:  # those of edited gradients
+                of_all = Facts(replace(seen, norm=np.float32(math.hypot(*(each.seen().norm for each in normed)))))
             if shown is not None:
-                has_norm = len(normed) == len(noted)
-                self._memory.note(shown, of_all, has_norm, has_amax, replace(state, stuck=np.bool_(stuck)))
+                known = state if state.stuck == stuck else replace(state, stuck=np.bool_(stuck))
+                self._memory.note(shown, of_all, len(normed) == len(noted), has_amax, known)
             for result in results:
                 result.after = state
 

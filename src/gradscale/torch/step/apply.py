@@ -207,7 +207,7 @@ def step_folded(
     # Adam and Adagrad add 1 to every `step`, and then subtract `found_inf` if it is given: for many small parameters
     # that costs as much as reading the gradients. By exact type: only torch's own classes are known to do without.
     if found_inf is None and type(optimizer) not in UNGATED:
-        device = next(parameters_of([optimizer])).device if divisor is None else divisor.device
+        device = parameters_of([optimizer])[0].device if divisor is None else divisor.device
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]

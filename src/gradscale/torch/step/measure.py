@@ -58,7 +58,7 @@ def seen_here(plan: StepPlan, window: Window, *, gates_on_loss: bool = True) -> 
     if not plan.gradients.grads:
         return Facts(Seen(), attempted=False)
     values, device, divisor = plan.gradients.values, plan.scale.device, plan.divisor
-    count, dtypes, half, edge = len(values), [grad.dtype for grad in values], plan.half, plan.edge is not None
+    count, half, edge = len(values), plan.half, plan.edge is not None
     if plan.divides:
         norm = amax = False
         parts = [_divided(plan).reshape(1)]
@@ -80,6 +80,8 @@ def seen_here(plan: StepPlan, window: Window, *, gates_on_loss: bool = True) -> 
     edited = plan.edited and window.unscaled is not None
     parts += window.unscaled.sizes() if edited else []  # type: ignore[union-attr]
     vector = torch.hstack(parts) if len(parts) > 1 else parts[0]
+    wide = vector.dtype is torch.float64
+    dtypes = [grad.dtype for grad in values] if wide or half else []
     marks = [marked for marked, _ in window.notes]  # with the drop-in, others may follow before the numbers arrive
 
     def read(numbers: list[float]) -> Seen:  # it holds neither plan nor window, and so no gradient
@@ -95,16 +97,14 @@ def seen_here(plan: StepPlan, window: Window, *, gates_on_loss: bool = True) -> 
             if not (norm or amax):
                 measurement = Measurement(None, np.float32(math.inf if numbers[0] else 0.0))
             else:
-                sizes = numbers[:count]
-                peaks = numbers[count * norm :][:count] if amax else sizes
-                wide = not DOUBLE.isdisjoint(dtypes)
-                narrow = [one for one, dtype in zip(sizes, dtypes, strict=True) if dtype not in DOUBLE] if wide else []
-                halves = [peak for peak, dtype in zip(peaks, dtypes, strict=True) if dtype in HALF] if half else []
-                norm_of_all = numbers[first - edge - 1]
+                peaks = numbers[count * norm :][:count] if amax else []
+                narrow = [size for size, dtype in zip(numbers, dtypes, strict=False) if wide and dtype not in DOUBLE]
+                halves = [peak for peak, dtype in zip(peaks, dtypes, strict=False) if half and dtype in HALF]
+                norm_of_all, peak = numbers[first - edge - 1], greatest(peaks)
                 measurement = Measurement(
                     None,
-                    (np.float64 if wide else np.float32)(norm_of_all if norm else greatest(sizes)),
-                    amax=np.float32(min(greatest(peaks), FP32.max)) if amax else None,
+                    (np.float64 if wide else np.float32)(norm_of_all if norm else peak),
+                    amax=np.float32(min(peak, FP32.max)) if amax else None,
                     norm=np.float32(norm_of_all) if norm else None,
                     upper_share=np.float32(numbers[first - 1]) if edge else None,
                     half_amax=np.float32(greatest(halves)) if halves else None,
@@ -132,8 +132,8 @@ def seen_here(plan: StepPlan, window: Window, *, gates_on_loss: bool = True) -> 
 
 
 def greatest(sizes: Sequence[float]) -> float:
-    """Returns the largest size; NaN if one of them is."""
-    return math.nan if any(map(math.isnan, sizes)) else max(sizes)
+    """Returns the largest size; NaN if one of them is, and 0 without any."""
+    return math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
 
 
 def nonfinite(vector: Tensor) -> Tensor:
