@@ -73,16 +73,16 @@ def of_all(kernel: Callable[[TensorGroup], Tensor]) -> Callable[[Sequence[Tensor
         if not tensors:
             return torch.zeros(0, dtype=torch.float32, device=device)
         groups = tensor_groups(tensors)
-        # Float64 sizes stay: a finite one that does not fit float32 would be inf there.
-        wide = torch.float64 if torch.float64 in [group.dtype for group in groups] else torch.float32
         # Only gradients made with `create_graph` have a graph. `no_grad` would take as long as a small kernel.
-        sizes = [kernel(group).detach().to(device, wide) for group in groups]
+        sizes = [kernel(group).detach().to(device) for group in groups]
         if len(groups) == 1:
             return sizes[0]
+        # Float64 sizes stay: a finite one that does not fit float32 would be inf there.
+        wide = torch.float64 if torch.float64 in [group.dtype for group in groups] else torch.float32
         placed = {
             position: size
             for group, vector in zip(groups, sizes, strict=True)
-            for position, size in zip(group.positions, vector.unbind(), strict=True)
+            for position, size in zip(group.positions, vector.to(wide).unbind(), strict=True)
         }
         return torch.stack([placed[position] for position in range(len(placed))])
 
@@ -117,13 +117,13 @@ def largest(group: TensorGroup) -> Tensor:
     tensors = group.tensors
     if 0 in map(Tensor.numel, tensors):  # for which the kernels raise
         tensors = [grad if grad.numel() else grad.new_zeros(1) for grad in tensors]
+    wide = torch.float64 if group.dtype is torch.float64 else torch.float32
     # `_foreach_max` alone would miss -inf.
     if group.device.type == "cpu":
         # `aminmax` carries NaN, makes no copy as `abs` would, and is ten times as fast here as `_foreach_norm`.
         extremes = [extreme for pair in map(torch.aminmax, tensors) for extreme in pair]
-        return torch.linalg.vector_norm(torch.stack(extremes).view(-1, 2), math.inf, 1)
+        return torch.linalg.vector_norm(torch.stack(extremes).view(-1, 2), math.inf, 1, dtype=wide)
     # On an accelerator one launch for all of them.
-    wide = torch.float64 if group.dtype is torch.float64 else torch.float32
     return torch.stack(torch._foreach_norm(tensors, math.inf, dtype=wide))  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -40,7 +40,7 @@ from gradscale.torch.ranks.round import Rounds
 from gradscale.torch.step import apply
 from gradscale.torch.step.agree import agreed_by, send_round
 from gradscale.torch.step.apply import Gate, StepPlan, plan_step
-from gradscale.torch.step.measure import measure, measure_sizes, merged_flag, multiply_and_check, seen_here
+from gradscale.torch.step.measure import measure, measure_sizes, merged_flag, multiply_and_check, one, seen_here
 from gradscale.torch.step.result import Memory, StepResult, Traces
 from gradscale.torch.window.retry import backward_with_retries, check_backward
 
@@ -178,8 +178,9 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
                     found = replace(found, **{name: VIEWS[name](number)})
         if found is not state:
             lowest, highest = torch_rule.bounds_of(self._rule.policy)
-            self._set_state(replace(found, scale=np.float32(min(max(float(found.scale), lowest), highest))))
-        return self._rule.catch_up().state
+            state = replace(found, scale=np.float32(min(max(float(found.scale), lowest), highest)))
+            self._set_state(state)
+        return state
 
     def _set_state(self, state: ScaleState) -> None:
         """Sets the state to one that no step has led to, from which the present window goes on."""
@@ -236,9 +237,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             return product
         if not isinstance(outputs, Iterable) or isinstance(outputs, str):
             raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-        return (
-            type(outputs)(map(self.scale, outputs)) if isinstance(outputs, list | tuple) else map(self.scale, outputs)
-        )
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 
     def _on_backward(self, made_with: Tensor, loss: Tensor, grad: Tensor) -> Tensor | None:
         """Notes a loss whose backward pass begins, and returns its gradient for the scale it will be divided by."""
@@ -302,7 +302,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         )
         scale, divisor = window.scale, window.divisor
         if edited or not self._rule.multiplies:
-            scale, divisor = torch.ones_like(scale), np.float32(1.0)
+            scale, divisor = one(scale.device), np.float32(1.0)
         else:
             if window.divided:
                 refusals.refuse_divided(optimizer, window.divided)

@@ -98,8 +98,9 @@ def seen_here(plan: StepPlan, window: Window, *, gates_on_loss: bool = True) -> 
                 measurement = Measurement(None, np.float32(math.inf if numbers[0] else 0.0))
             else:
                 peaks = numbers[count * norm :][:count] if amax else []
-                narrow = [size for size, dtype in zip(numbers, dtypes, strict=False) if wide and dtype not in DOUBLE]
-                halves = [peak for peak, dtype in zip(peaks, dtypes, strict=False) if half and dtype in HALF]
+                sizes = zip(numbers, dtypes, strict=False)
+                narrow = [size for size, dtype in sizes if dtype not in DOUBLE] if wide else []
+                halves = [peak for peak, dtype in zip(peaks, dtypes, strict=True) if dtype in HALF] if half else []
                 norm_of_all, peak = numbers[first - edge - 1], greatest(peaks)
                 measurement = Measurement(
                     None,
@@ -140,12 +141,13 @@ def nonfinite(vector: Tensor) -> Tensor:
     """Returns 1 if a number is not finite, else 0, as a 0-d float32 on their device. Does not synchronize."""
     flag = torch.zeros((), dtype=torch.float32, device=vector.device)
     # The kernel multiplies what it has read by 1.
-    torch._amp_foreach_non_finite_check_and_unscale_([vector], flag, _one(flag.device))  # type: ignore[attr-defined]
+    torch._amp_foreach_non_finite_check_and_unscale_([vector], flag, one(flag.device))  # type: ignore[attr-defined]
     return flag
 
 
 @cache
-def _one(device: torch.device) -> Tensor:
+def one(device: torch.device) -> Tensor:
+    """Returns 1 as a 0-d float32 on `device`, which nobody writes to."""
     return filled(1.0, device)
 
 

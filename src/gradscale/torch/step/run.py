@@ -20,7 +20,7 @@ from gradscale.torch.ranks.pipeline import Pipeline
 from gradscale.torch.ranks.round import Rounds
 from gradscale.torch.step.agree import Agreement
 from gradscale.torch.step.apply import Gate, StepPlan, apply, decide, edit, multiply, plan_step
-from gradscale.torch.step.measure import measure_sizes, seen_here
+from gradscale.torch.step.measure import measure_sizes, one, seen_here
 from gradscale.torch.step.on_device import advance_on_device, plan_on_device
 from gradscale.torch.step.result import SAMPLE_EVERY, Memory, StepResult, Traces
 from gradscale.torch.window.buffers import BufferGuard
@@ -183,7 +183,7 @@ class Stages:
             # Of a group that was added since. An optimizer that was not named is an error: the edits missed it.
             refuse_unnamed(unscaled, rest)
             self.unscale(rest, window)
-        scale, divisor = (torch.ones_like(window.scale), np.float32(1.0)) if edited else (window.scale, window.divisor)
+        scale, divisor = (one(window.scale.device), np.float32(1.0)) if edited else (window.scale, window.divisor)
         return plan_step(self._rule, gradients, scale, divisor, window.start.steps, edited=edited, **asked)
 
     def _finish(self, plan: StepPlan, window: Window, alone: bool, *, steps: bool = True) -> StepResult:
