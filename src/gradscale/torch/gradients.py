@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import mul
 
 import torch
@@ -77,11 +77,12 @@ def collect(optimizers: Sequence[Optimizer], *, coalesce: bool = True) -> Gradie
         with torch.no_grad():
             values = [values_of(each, each.grad, coalesce=coalesce) for each in parameters]  # type: ignore[arg-type]
         grads = [parameter.grad for parameter in parameters]  # type: ignore[misc]
-    gradients = Gradients(parameters, grads, values, optimizers)
     # A parameter may be listed twice, or belong to two optimizers, and two parameters may hold one `.grad`. Divided
     # for each of them, such a gradient would be too small by a factor of the scale.
+    if len(set(map(id, grads))) == len(grads):
+        return Gradients(parameters, grads, values, optimizers)
     first = {id(grad): index for index, grad in reversed(list(enumerate(grads)))}
-    return gradients if len(first) == len(grads) else replace(gradients, shared=True).at(sorted(first.values()))
+    return Gradients(parameters, grads, values, optimizers, shared=True).at(sorted(first.values()))
 
 
 def count_elements(values: Sequence[Tensor], weights: Sequence[float] | None = None) -> float:
@@ -90,21 +91,19 @@ def count_elements(values: Sequence[Tensor], weights: Sequence[float] | None = N
     return float(sum(sizes if weights is None else map(mul, sizes, weights)))
 
 
-def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
-    """Yields every parameter of the optimizers."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
+def parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Returns every parameter of the optimizers."""
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def parameters_below(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Yields every parameter of the modules and of those inside them; one that several hold more than once."""
-    # A quarter of the cost of `Module.parameters`, which makes a name for each, at every step.
+def parameters_below(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Returns every parameter of the modules and of those inside them; one that several hold more than once."""
+    # A seventh of the cost of `Module.parameters`, which makes a name for each, at every step.
     pending: list[nn.Module | None] = list(modules)
-    while pending:
-        if (module := pending.pop()) is not None:
-            pending += module._modules.values()
-            yield from (each for each in module._parameters.values() if each is not None)
+    for module in pending:  # which grows meanwhile
+        pending += () if module is None else module._modules.values()
+    found = [each for module in pending if module is not None for each in module._parameters.values()]
+    return [each for each in found if each is not None]
 
 
 def keeps_masters(optimizer: Optimizer) -> bool:

@@ -181,10 +181,10 @@ class LossScaler(OtherNames):
         if self._stages.pipeline is not None:
             self._stages.pipeline.refuse_scale()
         if not retries:
-            self._windows.scaled(loss).backward(**kwargs)
+            self._windows.backward(loss, kwargs)
             return
         check_retriable(self._modules, self._rounds.ranks)
-        self._backward_again(loss, retries, kwargs, list(parameters_of(self._windows.watched.optimizers)))
+        self._backward_again(loss, retries, kwargs, parameters_of(self._windows.watched.optimizers))
 
     def _backward_again(self, loss: Tensor, retries: int, kwargs: dict[str, Any], owned: Sequence[Tensor]) -> None:
         """Runs the backward pass of `loss`, again at a lower scale while gradients of `owned` overflow."""
@@ -309,7 +309,7 @@ class LossScaler(OtherNames):
                     "`closure` needs parameters. Build the scaler as `LossScaler(model)` or pass the optimizer."
                 )
             owner = torch.optim.SGD(dict.fromkeys(self._names.parameters()))  # holds them, and is never stepped
-        parameters = list(parameters_of([owner]))
+        parameters = parameters_of([owner])
         once = not self.policy.needs or self._rounds.ranks > 1 or any(map(synchronizing, self._modules))
         refuse_narrow("`closure`", [owner], self._names)
 

@@ -128,8 +128,8 @@ def test_torchs_own_calls_launch_no_more_than_with_torchs_scaler(scaler: str) ->
     assert max(extra) <= ever <= torchs
 
 
-MOST_OF_RANKS = 8, 9
-"""Of a clipped step of FSDP2 beside its all-reduces, at most steps and at any: with those, as many as torch's scaler."""
+MOST_OF_RANKS = 9, 10
+"""Of a step of FSDP2 beside its all-reduces, at most steps and at any: two kernels and a copy to the host more."""
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def steps_of_shards(mesh: DeviceMesh, scaler: Any, clip: bool) -> list[int]:
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("scaler", SCALERS)
-def test_a_step_of_fsdp2_launches_two_kernels_more_and_reads_nothing(
+def test_a_step_of_fsdp2_launches_three_operators_more_and_reads_nothing(
     scaler: str, clip: bool, two_ranks: DeviceMesh
 ) -> None:
     alone = steps_of_shards(two_ranks, None, False)

@@ -215,7 +215,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """
         if self._views["scale"].tensor is None and (self._always_agrees or not self._rule.multiplies):
             # A rank that never has a loss, such as the first stage of a pipeline; or a loop whose losses need no scale.
-            self._lazy_init_scale_growth_tracker(next(parameters_of([optimizer])).device)
+            self._lazy_init_scale_growth_tracker(parameters_of([optimizer])[0].device)
         self._take_over(method)
         window = self._window
         if window is None or not window.updated:
@@ -245,9 +245,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             return product
         if not isinstance(outputs, Iterable) or isinstance(outputs, str):
             raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-        return (
-            type(outputs)(map(self.scale, outputs)) if isinstance(outputs, list | tuple) else map(self.scale, outputs)
-        )
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 
     def _on_backward(self, made_with: Tensor, loss: Tensor, grad: Tensor) -> Tensor | None:
         """Notes a loss whose backward pass begins, and returns its gradient for the scale it will be divided by."""
@@ -294,7 +293,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         refusals.refuse_retries(loss, self._per_optimizer_states, self._rounds.group)
         self._first_loss.note(loss, self._rule.policy, "GradScaler")
         window = self._begin_backward(loss.device)
-        owned = list(parameters_of(self._memory.measured))
+        owned = parameters_of(self._memory.measured)
         backward_with_retries(loss, window, self._rule, retries, Tensor.tolist, (), owned, kwargs)  # type: ignore[arg-type]
 
     def _checked(
@@ -332,7 +331,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             if own is not None and plan.folding:
                 # The user's own divisor, which the kernel multiplies in: a gradient must be finite after both.
                 both, scale = np.float32(float(plan.divisor) * float(own)), plan.scale * own.reshape(())
-                measured = replace(plan, divisor=both, scale=scale, grows=True, half=True, waits=True)
+                measured = plan._replace(divisor=both, scale=scale, grows=True, half=True, waits=True)
             if plan.kernel is not None:
                 facts = seen_on_device(plan, window, losses=loss_counts, rounds=self._rounds if shares else None)
             elif shares:
@@ -361,7 +360,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if plan.waits or all(each.found is not None for each in checks):
             applied = all(each.seen().finite for each in checks)
         gate, earlier = apply.decide(plan, facts, applied, lambda: merged_flag(flags, device)), noted.result
-        shown = replace(plan, norm=noted.normed is not None, finds_amax=noted.amax)
+        shown = plan._replace(norm=noted.normed is not None, finds_amax=noted.amax)
         noted.result = result = StepResult(
             self._rule, shown, window, noted.facts, gate, measured=noted.normed, sizes=facts.sizes
         )
@@ -421,7 +420,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         check_clip("clip_norm", clip_norm)
         clip = math.inf if clip_norm is None else clip_norm
         if not self._enabled:
-            return torch.nn.utils.clip_grad_norm_(list(parameters_of([optimizer])), clip)
+            return torch.nn.utils.clip_grad_norm_(parameters_of([optimizer]), clip)
         window = self._window_of(optimizer, "unscale_")
         norm = self._unscale(optimizer, window, allow_fp16=self._unscales_half, clip_norm=clip).grad_norm
         return filled(0.0, window.scale.device) if norm is None else norm
@@ -493,11 +492,10 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             clip_value: bound on the magnitude of every element, unscaled. A pass of its own.
             kwargs: for its `step`; so are the two bounds if that has arguments of these names.
         """
-        clips: dict[str, Any] = {"clip_norm": clip_norm, "clip_value": clip_value}
-        for name, bound in list(clips.items()):
-            if bound is None or apply.has_argument(type(optimizer), name):
-                del clips[name]
-                kwargs |= {} if bound is None else {name: bound}  # the optimizer's own, as in torch
+        clips: dict[str, Any] = {}
+        for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+            if bound is not None:  # the optimizer's own, as in torch, if it has one of that name
+                (kwargs if apply.has_argument(type(optimizer), name) else clips)[name] = bound
         if clips != self._clips:
             for name, bound in clips.items():
                 check_clip(name, bound)
@@ -506,9 +504,9 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             refusals.refuse_arguments(optimizer, kwargs, *args)
         if not self._enabled:
             if "clip_norm" in clips:
-                torch.nn.utils.clip_grad_norm_(list(parameters_of([optimizer])), clips["clip_norm"])
+                torch.nn.utils.clip_grad_norm_(parameters_of([optimizer]), clips["clip_norm"])
             if "clip_value" in clips:
-                torch.nn.utils.clip_grad_value_(list(parameters_of([optimizer])), clips["clip_value"])
+                torch.nn.utils.clip_grad_value_(parameters_of([optimizer]), clips["clip_value"])
             return optimizer.step(*args, **kwargs)
         window, state = self._window_of(optimizer, "step"), self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -536,11 +534,10 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             self._unscale(optimizer, window, allow_fp16=self._unscales_half or handled == "attributes")
         divided = state["stage"] is OptState.UNSCALED
         plan, noted, gate = self._checked(optimizer, window, edited=divided, **clips)
-        folds = bool(plan.folding)
-        if not noted.facts.attempted and (plan.gradients.grads or not folds):
+        if not noted.facts.attempted and (plan.gradients.grads or not plan.folding):
             state["stage"] = OptState.UNSCALED  # as in torch, whose step has unscaled before it raises
             raise refusals.unchecked_gradients(optimizer)
-        if folds and gate.applied is False:  # called as by torch's scaler, whose kernel then makes its state
+        if plan.folding and gate.applied is False:  # called as by torch's scaler, whose kernel then makes its state
             gate = Gate(None, filled(1.0, plan.scale.device), None, None if plan.keeps else plan.scale)
         if plan.edits:
             apply.edit(plan, gate)
@@ -617,11 +614,13 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             if not seen.finite:
                 floor = max(STUCK_AT, torch_rule.bounds_of(self._rule.policy)[0])
                 stuck = state.stuck or (window.divisor if facts.after is None else facts.after()[1].made_with) <= floor
-            normed = [each.normed.seen().norm for each in noted if each.normed is not None]
-            of_all = Facts(replace(seen, norm=np.float32(math.hypot(*normed))))
+            normed = [each.normed for each in noted if each.normed is not None]
+            of_all = facts
+            if normed != [each.facts for each in noted if each.norm]:  # those of edited gradients
+                of_all = Facts(replace(seen, norm=np.float32(math.hypot(*(each.seen().norm for each in normed)))))
             if shown is not None:
-                has_norm = len(normed) == len(noted)
-                self._memory.note(shown, of_all, has_norm, has_amax, replace(state, stuck=np.bool_(stuck)))
+                known = state if state.stuck == stuck else replace(state, stuck=np.bool_(stuck))
+                self._memory.note(shown, of_all, len(normed) == len(noted), has_amax, known)
             for result in results:
                 result.after = state
 

@@ -114,7 +114,7 @@ def unchecked_gradients(optimizer: Optimizer) -> AssertionError:
         error.add_note("Its gradients were made after `unscale_`. Call `unscale_` after the backward pass.")
         return error
     error.add_note(
-        f"None of the {sum(1 for _ in parameters_of([optimizer]))} parameters of this {type(optimizer).__name__} "
+        f"None of the {len(parameters_of([optimizer]))} parameters of this {type(optimizer).__name__} "
         "has a gradient: frozen, unused by the loss, or not the model's (was the model moved or wrapped afterwards?)."
     )
     return error

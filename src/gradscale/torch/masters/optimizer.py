@@ -260,7 +260,7 @@ class MasterWeights(Optimizer):
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         self._make_fit()
-        loaded = _values_in(state_dict, list(parameters_of([self])))
+        loaded = _values_in(state_dict, parameters_of([self]))
         of_inner = {name: value for name, value in state_dict.items() if name != KEY}
         of_inner["state"] = {
             key: {name: value for name, value in each.items() if name != VALUE} if isinstance(each, Mapping) else each

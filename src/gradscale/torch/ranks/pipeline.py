@@ -83,7 +83,7 @@ class Pipeline:
         window = self._windows.open
         if window is not None and window.passes:
             return
-        parameters = list(parameters_of(optimizers))
+        parameters = parameters_of(optimizers)
         trained = any(each.requires_grad or each.grad is not None for each in parameters)
         scaled = window is not None or not self._has_loss
         if trained and not (scaled and self._windows.any_written(parameters)):

@@ -132,7 +132,9 @@ class Agreement:
 
     def _is_reduced(self, plan: StepPlan, window: Window) -> bool:
         """Returns whether DDP has reduced all gradients, so that every rank makes the same decision from them alone."""
-        if self._always or not window.synced or window.unscaled is not None or window.noted_overflow:
+        # Other ranks may know nothing of an overflow that was noted outside of the step.
+        noted = window.unscaled is not None or any(marked for marked, _ in window.notes)
+        if self._always or not window.synced or noted:
             return False
         # On an accelerator not if a fused kernel gates the update: the host would have to wait for the gradients.
         optimizers = plan.gradients.optimizers

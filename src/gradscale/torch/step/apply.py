@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -26,8 +25,7 @@ UNGATED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Ada
 """Fused optimizers that take a `grad_scale` without a `found_inf`."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """What a step works on, and how.
 
     Attributes:
@@ -209,7 +207,7 @@ def step_folded(
     # Adam and Adagrad add 1 to every `step`, and then subtract `found_inf` if it is given: for many small parameters
     # that costs as much as reading the gradients. By exact type: only torch's own classes are known to do without.
     if found_inf is None and type(optimizer) not in UNGATED:
-        device = next(parameters_of([optimizer])).device if divisor is None else divisor.device
+        device = parameters_of([optimizer])[0].device if divisor is None else divisor.device
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -265,12 +263,12 @@ def decide(plan: StepPlan, facts: Facts, applied: bool | None, found_inf: Callab
         return Gate(None, flag, clip * unscale if plan.divided_first else None, divisor / clip)
     if not applied or plan.divides or plan.keeps:
         return Gate(applied, None, None, None)
-    with np.errstate(all="ignore"):
-        factor = np.float32(1.0) / plan.divisor
-        if plan.clip_norm is not None:
+    factor = 1.0 / float(plan.divisor)  # rounded to float32, the same as the quotient there
+    if plan.clip_norm is not None:
+        with np.errstate(all="ignore"):
             factor = factor_on_host(plan.divisor, facts.seen().norm, np.float32(plan.clip_norm))
             divisor = filled(float(np.float32(1.0) / factor), device)
-    return Gate(True, None, filled(float(factor), device), divisor)
+    return Gate(True, None, filled(float(factor), device) if plan.edits else None, divisor)
 
 
 def apply(plan: StepPlan, gate: Gate, *args: Any, **kwargs: Any) -> Any:

@@ -58,7 +58,7 @@ def seen_here(plan: StepPlan, window: Window, *, gates_on_loss: bool = True) -> 
     if not plan.gradients.grads:
         return Facts(Seen(), attempted=False)
     values, device, divisor = plan.gradients.values, plan.scale.device, plan.divisor
-    count, dtypes, half, edge = len(values), [grad.dtype for grad in values], plan.half, plan.edge is not None
+    count, half, edge = len(values), plan.half, plan.edge is not None
     if plan.divides:
         norm = amax = False
         parts = [divide_and_check(plan).reshape(1)]
@@ -71,18 +71,19 @@ def seen_here(plan: StepPlan, window: Window, *, gates_on_loss: bool = True) -> 
     if plan.norm:
         total = torch.linalg.vector_norm(parts[0])  # the norm of the norms is the norm of all gradients
         total = total if total.dtype is torch.float32 else single_norm(total)
-        parts.append(total.reshape(1))
+        parts.append(total)
     if plan.edge is not None:
-        parts.append(share_above(values, filled(plan.edge, device), device).reshape(1))
-    first = sum(map(len, parts))
+        parts.append(share_above(values, filled(plan.edge, device), device))
+    first = (count * (norm + amax) or 1) + plan.norm + edge
     end = first + len(window.notes)
-    parts += [note.reshape(1) for _, note in window.notes]
+    parts += [to_device(note, device) for _, note in window.notes]
     edited = plan.edited and window.unscaled is not None
-    parts += [size.reshape(1) for size in window.unscaled.sizes()] if edited else []  # type: ignore[union-attr]
-    vector = torch.cat([part.to(device, parts[0].dtype) for part in parts]) if len(parts) > 1 else parts[0]
+    parts += window.unscaled.sizes() if edited else []  # type: ignore[union-attr]
+    vector = torch.hstack(parts) if len(parts) > 1 else parts[0]
+    wide = vector.dtype is torch.float64
+    dtypes = [grad.dtype for grad in values] if wide or half else []
     marks = [marked for marked, _ in window.notes]  # with the drop-in, others may follow before the numbers arrive
 
-    @np.errstate(all="ignore")
     def read(numbers: list[float]) -> Seen:  # it holds neither plan nor window, and so no gradient
         loss_finite, overflowed = True, False
         for marked, number in zip(marks, numbers[first:end], strict=True):
@@ -92,25 +93,25 @@ def seen_here(plan: StepPlan, window: Window, *, gates_on_loss: bool = True) -> 
                 loss_finite = loss_finite and math.isfinite(number)
         # An overflow is the cause of a loss that was made from its gradients.
         flags = np.bool_(loss_finite or overflowed), np.bool_(overflowed)
-        if not (norm or amax):
-            measurement = Measurement(None, np.float32(math.inf if numbers[0] else 0.0))
-        else:
-            sizes = numbers[:count]
-            peaks = numbers[count * norm :][:count] if amax else sizes
-            wide = not DOUBLE.isdisjoint(dtypes)
-            narrow = [size for size, dtype in zip(sizes, dtypes, strict=True) if dtype not in DOUBLE] if wide else []
-            halves = [peak for peak, dtype in zip(peaks, dtypes, strict=True) if dtype in HALF] if half else []
-            norm_of_all = numbers[first - edge - 1]
-            measurement = Measurement(
-                None,
-                (np.float64 if wide else np.float32)(norm_of_all if norm else greatest(sizes)),
-                amax=np.float32(min(greatest(peaks), FP32.max)) if amax else None,
-                norm=np.float32(norm_of_all) if norm else None,
-                upper_share=np.float32(numbers[first - 1]) if edge else None,
-                half_amax=np.float32(greatest(halves)) if halves else None,
-                single_total=np.float32(greatest(narrow)) if narrow else None,
-            )
-        seen = seeing(tuple(map(type, measurement)))(measurement, divisor, *flags)
+        with np.errstate(all="ignore"):
+            if not (norm or amax):
+                measurement = Measurement(None, np.float32(math.inf if numbers[0] else 0.0))
+            else:
+                peaks = numbers[count * norm :][:count] if amax else []
+                sizes = zip(numbers, dtypes, strict=False)
+                narrow = [size for size, dtype in sizes if dtype not in DOUBLE] if wide else []
+                halves = [peak for peak, dtype in zip(peaks, dtypes, strict=True) if dtype in HALF] if half else []
+                norm_of_all, peak = numbers[first - edge - 1], greatest(peaks)
+                measurement = Measurement(
+                    None,
+                    (np.float64 if wide else np.float32)(norm_of_all if norm else peak),
+                    amax=np.float32(min(peak, FP32.max)) if amax else None,
+                    norm=np.float32(norm_of_all) if norm else None,
+                    upper_share=np.float32(numbers[first - 1]) if edge else None,
+                    half_amax=np.float32(greatest(halves)) if halves else None,
+                    single_total=np.float32(greatest(narrow)) if narrow else None,
+                )
+            seen = seeing(tuple(map(type, measurement)))(measurement, divisor, *flags)
         if not edited:
             return seen
         # From before the edits inside `unscaled`: a policy that saw clipped gradients would raise the scale until the
@@ -118,7 +119,7 @@ def seen_here(plan: StepPlan, window: Window, *, gates_on_loss: bool = True) -> 
         amax_before, share = map(np.float32, numbers[end:])
         return replace(seen, amax=amax_before if seen.finite else np.float32(np.inf), upper_share=share)
 
-    sizes = vector[:count] if norm or amax else None
+    sizes = parts[0] if norm or amax else None
     if plan.waits:
         return Facts(read(vector.tolist()), sizes=sizes)  # type: ignore[arg-type]
     unscale, gated = 1.0 / float(divisor), vector if gates_on_loss else vector[:first]
@@ -132,8 +133,8 @@ def seen_here(plan: StepPlan, window: Window, *, gates_on_loss: bool = True) -> 
 
 
 def greatest(sizes: Sequence[float]) -> float:
-    """Returns the largest size; NaN if one of them is."""
-    return math.nan if any(map(math.isnan, sizes)) else max(sizes)
+    """Returns the largest size; NaN if one of them is, and 0 without any."""
+    return math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
 
 
 def nonfinite(vector: Tensor) -> Tensor:

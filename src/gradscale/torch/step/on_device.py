@@ -127,7 +127,7 @@ def _plan(rule: Rule, gradients: Gradients, window: Window, loss_gates: bool, **
         return None
     reads = {"norm": plan.norm, "amax": plan.amax or not plan.norm, "clips": plan.clip_norm is not None}
     packed = Packed(rule.policy, **reads, shrinks=narrow or plan.divides, loss_gates=loss_gates)
-    return replace(plan, kernel=packed, waits=False)
+    return plan._replace(kernel=packed, waits=False)
 
 
 def seen_on_device(plan: StepPlan, window: Window, *, losses: bool = True, rounds: Rounds | None = None) -> DeviceFacts:

@@ -1,7 +1,6 @@
 """One step of `LossScaler`: its stages in order, from the plan to the end of the accumulation window."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from gradscale.torch.ranks.pipeline import Pipeline
 from gradscale.torch.ranks.round import Rounds
 from gradscale.torch.step.agree import Agreement
 from gradscale.torch.step.apply import Gate, StepPlan, apply, decide, edit, multiply, plan_step
-from gradscale.torch.step.measure import measure_sizes, seen_here
+from gradscale.torch.step.measure import measure_sizes, one, seen_here
 from gradscale.torch.step.on_device import not_capturable, plan_on_device, seen_on_device
 from gradscale.torch.step.result import SAMPLE_EVERY, Memory, StepResult, Traces
 from gradscale.torch.window.buffers import BufferGuard
@@ -133,7 +132,7 @@ class Stages:
         plan = plan_step(self._rule, gradients, window.scale, window.divisor, 0, norm=norm, clip_value=clip_value)
         # An optimizer that keeps masters divides in float32: multiplying would round 16-bit gradients once more.
         clips = clip_norm is not None and clip_value is None
-        plan = replace(plan, folding=list(filter(keeps_masters, optimizers)) if clips else ())
+        plan = plan._replace(folding=list(filter(keeps_masters, optimizers)) if clips else ())
         measured, total = NOTHING_READ, None
         facts, gate = Facts(Seen()), Gate(True, None, None, None)
         if norm:
@@ -186,7 +185,7 @@ class Stages:
             # Of a group that was added since. An optimizer that was not named is an error: the edits missed it.
             refuse_unnamed(unscaled, rest)
             self.unscale(rest, window)
-        scale, divisor = (torch.ones_like(window.scale), np.float32(1.0)) if edited else (window.scale, window.divisor)
+        scale, divisor = (one(window.scale.device), np.float32(1.0)) if edited else (window.scale, window.divisor)
         return plan_step(self._rule, gradients, scale, divisor, window.start.steps, edited=edited, **asked)
 
     def _finish(self, plan: StepPlan, window: Window, alone: bool, *, steps: bool = True) -> StepResult:

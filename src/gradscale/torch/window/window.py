@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
@@ -37,21 +37,20 @@ class Held(NamedTuple):
     version: int
 
     @property
-    def unwritten(self) -> bool:
-        """Whether the parameter holds it still, and nobody has written to it, as `zero_grad` does, since."""
-        grad = self.parameter.grad
-        return grad is not None and grad is self.grad() and grad._version == self.version
-
-    @property
     def uncleared(self) -> bool:
         """Whether the parameter holds it still, or an edit of it that is not all zeros, which synchronizes."""
-        return self.unwritten or not all_zero([self.parameter])
+        return bool(unwritten([self])) or not all_zero([self.parameter])
+
+
+def unwritten(held: Iterable[Held]) -> list[Held]:
+    """Returns those that their parameters hold still, and nobody has written to, as `zero_grad` does, since."""
+    present = [(each, grad) for each in held if (grad := each.parameter.grad) is not None]
+    return [each for each, grad in present if grad is each.grad() and grad._version == each.version]
 
 
 def held_by(parameters: Iterable[Tensor]) -> list[Held]:
     """Returns the gradients that `parameters` hold now."""
-    found = [(each, grad) for each in parameters if (grad := each.grad) is not None]
-    return [Held(each, weakref.ref(grad), grad._version) for each, grad in found]
+    return [Held(each, weakref.ref(grad), grad._version) for each in parameters if (grad := each.grad) is not None]
 
 
 @dataclass(eq=False)
@@ -131,11 +130,6 @@ class Window:
         """
         self.notes.append((True, torch.where(overflowed.to(self.scale.device), math.inf, 0.0)))
 
-    @property
-    def noted_overflow(self) -> bool:
-        """Whether an overflow may have been noted outside of the step, of which other ranks may know nothing."""
-        return any(marked for marked, _ in self.notes)
-
     def flags(self) -> tuple[Tensor, Tensor]:
         """Returns whether every loss was finite, and whether gradients overflowed outside of the step.
 
@@ -156,7 +150,7 @@ class Window:
 class Watched:
     """The parameters whose gradients have the scale: those of the modules and of all `optimizers` that were stepped.
 
-    And the gradients that exist when a step ends, which must be cleared before the next one: not only those of the
+    And the gradients `held` when a step ends, which must be cleared before the next one: not only those of the
     step, since a generator's backward pass fills the gradients of the discriminator. A gradient is recognized by
     identity and version, and nothing is read from the device: `zero_grad(set_to_none=False)` counts as clearing, as
     does any other write in place, until a backward pass is added to it.
@@ -168,9 +162,10 @@ class Watched:
         self._modules = modules
         # FSDP2 keeps gradients in shards, which take the place of the modules' parameters outside of forward and
         # backward passes only.
-        self._at_start = [weakref.ref(each) for module in modules for each in module.parameters()]
+        shards = [each for each in parameters_below(modules) if hasattr(each, "to_local")]
+        self._shards = list(map(weakref.ref, shards))
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._held: list[Held] = []
+        self.held: list[Held] = []
 
     def __reduce__(self) -> tuple[type["Watched"], tuple[Sequence[nn.Module]]]:
         """A copy starts empty."""
@@ -180,9 +175,7 @@ class Watched:
         """Yields all of them, looked up now: groups and modules may be added or replaced."""
         yield from parameters_of(self.optimizers)
         yield from parameters_below(self._modules)
-        for reference in self._at_start:
-            if (parameter := reference()) is not None:
-                yield parameter
+        yield from [parameter for reference in self._shards if (parameter := reference()) is not None]
 
     def remember(self, optimizers: Sequence[Optimizer], *, zeros: bool = True) -> None:
         """Watches the parameters of `optimizers` too, and notes the gradients that all hold now.
@@ -190,12 +183,8 @@ class Watched:
         Without `zeros` only those that are not all zeros, which synchronizes with the device.
         """
         self.optimizers.update(optimizers)
-        held = {id(each): each for each in self if each.grad is not None}.values()
-        self._held = held_by(held if zeros else [each for each in held if not all_zero([each])])
-
-    def uncleared(self) -> list[Held]:
-        """Returns the gradients that were neither cleared, replaced nor written to since."""
-        return [each for each in self._held if each.unwritten]
+        held = {id(each): each for each in self}.values()
+        self.held = held_by(held if zeros else [each for each in held if not all_zero([each])])
 
 
 class Windows:
@@ -213,6 +202,7 @@ class Windows:
         self.first_loss = FirstLoss()
         self._rule = rule
         self._names = names
+        self._reducing = [each for each in names.modules if hasattr(each, "require_backward_grad_sync")]
         self._begun = -1
         self._uncleared: list[Held] = []
 
@@ -223,9 +213,18 @@ class Windows:
             self.open = Window(self._rule)
         return self.open
 
+    def backward(self, loss: Tensor, kwargs: Mapping[str, Any]) -> None:
+        """Runs the backward pass of `loss` times the scale."""
+        check_loss(loss)
+        if not self.first_loss.seen:
+            self.first_loss.note(loss, self._rule.policy, "LossScaler")
+        window = self.begin(loss.device)
+        window.note_loss(loss)
+        window.product(loss).backward(**kwargs)
+        self.end_backward(window)
+
     def scaled(self, loss: Tensor, *, counts: bool = True) -> Tensor:
         """Returns `loss` times the scale, with a hook on its backward pass, which notes it unless not to `counts`."""
-        # Without a call for what is right: this is a part of every step.
         check_loss(loss)
         if not self.first_loss.seen:
             self.first_loss.note(loss, self._rule.policy, "LossScaler")
@@ -263,14 +262,14 @@ class Windows:
         window = self.get(device)
         if self._uncleared:  # the last backward pass has raised
             self.end_backward(window)
-        window.stale = [each for each in window.stale if each.unwritten]
-        self._uncleared = self.watched.uncleared()
+        window.stale = unwritten(window.stale)
+        self._uncleared = unwritten(self.watched.held)
         if window.unscaled is not None:  # to which the gradients of this pass would be added
             window.unscaled.refuse_backward()
             window.unscaled = None
         window.passes += 1
         window.left_gradients = True  # until its end, which a backward pass that raises does not reach
-        window.synced = all(getattr(each, "require_backward_grad_sync", True) for each in self._names.modules)
+        window.synced = all(each.require_backward_grad_sync for each in self._reducing)
         if running != -1:
             # Queued again at the end: FSDP2 reduces gradients in a callback that is queued after this hook was called.
             queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
@@ -282,8 +281,8 @@ class Windows:
         window.left_gradients = any(each.grad is not None for each in self.watched)
         if self._uncleared or window.stale:
             # Written to by the pass, which has added to them: the rest may still be cleared before the next one.
-            added = [each.parameter for each in self._uncleared if not each.unwritten]
-            window.stale = held_by([*(each.parameter for each in window.stale), *added])
+            added = [each for each in self._uncleared if not unwritten([each])]
+            window.stale = held_by([each.parameter for each in (*window.stale, *added)])
             self._uncleared = []
 
     def ready(self, optimizers: Sequence[Optimizer]) -> Window:
@@ -294,7 +293,7 @@ class Windows:
         if self._uncleared:  # the end of the last backward pass was not seen: it has raised, or was compiled
             self.end_backward(window)
             window.stale = [each for each in window.stale if not all_zero([each.parameter])]
-        if left := [*window.stale, *self.watched.uncleared()]:
+        if left := [*window.stale, *unwritten(self.watched.held)]:
             try:
                 refuse_stale(left, optimizers, self._names)
             except RuntimeError:
@@ -305,7 +304,7 @@ class Windows:
 
     def any_written(self, parameters: Sequence[Tensor]) -> bool:
         """Returns whether one of `parameters` has a gradient that was made or written to since the last step."""
-        stale = {id(each.parameter) for each in self.watched.uncleared()}
+        stale = {id(each.parameter) for each in unwritten(self.watched.held)}
         return any(each.grad is not None and id(each) not in stale for each in parameters)
 
     def close(self, optimizers: Sequence[Optimizer] = (), *, zeros: bool = True) -> None:
