@@ -48,15 +48,15 @@ def plan_on_device(
     return None if kernel is None else replace(plan, kernel=kernel)
 
 
-def advance_on_device(rule: Rule, plan: StepPlan, window: Window) -> Facts:
-    """Reads the gradients, and queues the rule on the device. Returns the facts of the step.
+def advance_on_device(rule: Rule, plan: StepPlan, window: Window, found: tuple[Any, ...] = ()) -> Facts:
+    """Reads the gradients, unless what is read was `found`, and queues the rule on the device. Returns the facts.
 
     Does not synchronize: what the host wants to know of the step arrives as a copy.
     """
     assert plan.kernel is not None and rule.ahead is not None  # noqa: S101, PT018
     packed, number = plan.kernel
     with torch.no_grad():  # gradients made with `create_graph` have a graph
-        numbers, first, end = _numbers(plan, packed, window)
+        numbers, first, end = found or _numbers(plan, packed, window)
         vector = rule.ahead = advance(rule.ahead, numbers, first, end, plan.clip_norm or 0.0, number)
     floats = vector.view(torch.float32)
     known: list[tuple[ScaleState, Any]] = []
