@@ -105,7 +105,7 @@ def refuse_stepped_in_backward(optimizers: Sequence[Optimizer], names: Names) ->
     if hooked:
         raise RuntimeError(
             "`step` needs gradients, and a backward pass was run that has left none. These parameters have hooks that "
-            f"are called when a gradient is accumulated: {some(names, hooked, optimizers)}. A hook that steps has used "
+            f"are called when a gradient is accumulated: {some(names, hooked, optimizers)}. A hook that steps uses "
             "gradients that are scaled and not checked. Remove it, and call `scaler.step_in_backward(optimizer)` once."
         )
 

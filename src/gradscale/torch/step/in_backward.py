@@ -40,8 +40,7 @@ class InBackward(Stages):
         check_step(optimizers, None, None)
         owners = {each: optimizer for optimizer in optimizers for each in parameters_of([optimizer])}
         held = Counter([*self._owners, *parameters_of(optimizers)])
-        devices = {each.device for each in held}
-        if wrong := [each for each in owners if not each.requires_grad or held[each] > 1 or len(devices) > 1]:
+        if wrong := [p for p in owners if not p.requires_grad or held[p] > 1 or p.device != next(iter(held)).device]:
             raise ValueError(
                 "`step_in_backward` takes parameters that require gradients, each once, all on one device. "
                 f"Received: {some(self._names, wrong, optimizers)}. Leave them out of its optimizers."
@@ -79,7 +78,8 @@ class InBackward(Stages):
         self._applied = not self._flag.item() if self._waits else None
         gate = decide(plan, Facts(), self._applied, lambda: self._flag)
         try:
-            edit(plan, gate)
+            if plan.edits:
+                edit(plan, gate)
             apply(plan, gate)
         finally:  # whatever interrupts it: no other step can use the gradient again
             parameter.grad = None
