@@ -117,5 +117,4 @@ class InBackward(Stages):
         gate = Gate(self._applied, None if self._waits else self._flag, None, None)
         result = StepResult(self._rule, plan, window, facts, gate, sizes=facts.sizes, names=self._names)
         self._rule.follow(facts, partial(self._memory.note, result, facts, False, True))
-        self._windows.watched.remember(self._optimizers)
         self._memory.keep(result, self._optimizers)
