@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -161,7 +162,7 @@ def test_a_gradient_that_overflows_when_it_is_divided_is_not_applied(dtype: torc
         scaler = LossScaler(policy=Static(2.0**-4), on_stuck="ignore")
         with pytest.warns(UserWarning, match="are FP16") if dtype is torch.float16 else nullcontext():
             scaler.step_in_backward(torch.optim.SGD([weight], lr=2.0**-8))
-        scaler.backward(sum((weight * (largest * part)).sum() for part in (1.0, factor - 1.0)))
+        scaler.backward((weight * largest).sum() + (weight * (largest * (factor - 1.0))).sum())
         assert scaler.last is not None
         assert scaler.last.loss_finite
         changed.append(weight.item() != 2.0**-4)
@@ -190,6 +191,24 @@ def test_a_stuck_run_raises_from_the_backward_pass() -> None:
         for _ in range(5):
             run.step(factor=INF)
     assert run.scaler.metrics()["skipped"] >= 3
+
+
+def test_a_gradient_is_freed_before_the_next_is_made() -> None:
+    model = small_model()
+    alive, made = list[int](), list[weakref.ref[Tensor]]()
+
+    def look(parameter: Tensor) -> None:
+        alive.append(sum(each() is not None for each in made))
+        assert parameter.grad is not None
+        made.append(weakref.ref(parameter.grad))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(look)  # type: ignore[attr-defined]
+    scaler = LossScaler(model, Static(8.0))
+    scaler.step_in_backward(*(OPTIMIZERS["adamw fused"]([each]) for each in model.parameters()))
+    scaler.backward(loss_of(model))
+    scaler.backward(loss_of(model))
+    assert alive == [0] * 8
 
 
 def test_losses_scaled_by_hand_are_steps_too() -> None:
