@@ -60,7 +60,8 @@ class Poison(torch.autograd.Function):
 def poisoned_between_layers(model: nn.Sequential, value: float = INF) -> Tensor:
     """Returns a loss whose gradient overflows between the second layer, which comes first, and the first."""
     first, activation, second = model
-    hidden: Tensor = Poison.apply(activation(first(torch.ones(4, 4))), value)  # type: ignore[assignment]
+    x = torch.ones(4, 4, device=first.weight.device)  # also in a thread of the backward pass, as a probe
+    hidden: Tensor = Poison.apply(activation(first(x)), value)  # type: ignore[assignment]
     return second(hidden).square().mean()
 
 
