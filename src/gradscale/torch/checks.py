@@ -78,9 +78,9 @@ def out_of_order(window: "Window | None") -> RuntimeError:
     """Returns the error that names the call that is missing before `step`."""
     if window is None:
         return RuntimeError(
-            "`step` needs gradients of a scaled loss, and none was scaled since the last step. "
-            "Call `scaler.backward(loss)`, or `scaler.scale(loss).backward()`, before every `scaler.step(...)`; "
-            "optimizers that share a backward pass go into one call, `scaler.step(a, b)`."
+            "`step` needs gradients of a scaled loss, and none was scaled since the last step. Call "
+            "`scaler.backward(loss)`, or `scaler.scale(loss).backward()`, before every `scaler.step(...)`; optimizers "
+            "that share a backward pass go into one call, `scaler.step(a, b)`, those of `step_in_backward` into none."
         )
     return RuntimeError(
         "`step` needs gradients, and no backward pass has been run since the loss was scaled. "
@@ -105,8 +105,8 @@ def refuse_stepped_in_backward(optimizers: Sequence[Optimizer], names: Names) ->
     if hooked:
         raise RuntimeError(
             "`step` needs gradients, and a backward pass was run that has left none. These parameters have hooks that "
-            f"are called when a gradient is accumulated: {some(names, hooked, optimizers)}. A hook that steps an "
-            "optimizer there has used gradients that are scaled and not checked. Remove it, and let `scaler.step` step."
+            f"are called when a gradient is accumulated: {some(names, hooked, optimizers)}. A hook that steps uses "
+            "gradients that are scaled and not checked. Remove it, and call `scaler.step_in_backward(optimizer)` once."
         )
 
 

@@ -30,6 +30,7 @@ from gradscale.torch.ranks.groups import note_loaded_policy
 from gradscale.torch.ranks.pipeline import Pipeline, wrapped
 from gradscale.torch.ranks.round import Rounds
 from gradscale.torch.step.agree import Agreement, check_agree
+from gradscale.torch.step.in_backward import InBackward
 from gradscale.torch.step.result import Memory, StepResult
 from gradscale.torch.step.run import Stages
 from gradscale.torch.window.buffers import BufferGuard
@@ -230,6 +231,19 @@ class LossScaler(OtherNames):
             result = self._stages.run_without_scaling(optimizers, clip_norm, clip_value, norm=norm)
         self._memory.keep(result, optimizers)
         return result
+
+    def step_in_backward(self, *optimizers: Optimizer) -> None:
+        """Steps `optimizers` in every backward pass from now on: each parameter as soon as it has its gradient.
+
+            scaler.step_in_backward(*(torch.optim.AdamW([each], fused=True) for each in model.parameters()))
+
+        A hook checks, unscales, applies and clears each gradient. A backward pass takes the place of `step`; `last` is
+        its result. From the first gradient on that is not finite, no parameter is updated. Those before have been, and
+        the step counts as skipped. Synchronizes as `step`, but once for each parameter where an optimizer is not fused.
+        Not with clipping, accumulation, retries, several ranks or devices.
+        """
+        self._stages = self._stages if isinstance(self._stages, InBackward) else InBackward(self._stages)
+        self._stages.register(optimizers)
 
     @contextmanager
     def unscaled(self, *optimizers: Optimizer) -> Iterator[None]:

@@ -137,9 +137,9 @@ def greatest(sizes: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
 
 
-def nonfinite(vector: Tensor) -> Tensor:
-    """Returns 1 if a number is not finite, else 0, as a 0-d float32 on their device. Does not synchronize."""
-    flag = torch.zeros((), dtype=torch.float32, device=vector.device)
+def nonfinite(vector: Tensor, flag: Tensor | None = None) -> Tensor:
+    """Returns 1 if a number is not finite, else what `flag` was, which is written to. Does not synchronize."""
+    flag = torch.zeros((), dtype=torch.float32, device=vector.device) if flag is None else flag
     # The kernel multiplies what it has read by 1.
     torch._amp_foreach_non_finite_check_and_unscale_([vector], flag, one(flag.device))  # type: ignore[attr-defined]
     return flag

@@ -163,7 +163,7 @@ def seen_on_device(plan: StepPlan, window: Window, *, losses: bool = True, round
             sent = packed.shares, plan.finds_amax
             numbers = rounds.send_from_device(plan.gradients, numbers, window.scale, first, end, *sent)
             first, end = int(packed.norm), packed.norm + (end > first)
-    facts = _followed(packed, window, numbers, first, end, len(notes), plan.clip_norm)
+    facts = followed(packed, window, numbers, first, end, len(notes), plan.clip_norm)
     facts.sizes, facts.agreed = sizes, rounds is not None
     return facts
 
@@ -182,10 +182,10 @@ def merged_on_device(found: Sequence[Facts], window: Window) -> DeviceFacts | No
         return None
     norms, peaks = [x.numbers[: x.first] for x in each], [x.numbers[x.first : x.end] for x in each]
     first, end = sum(map(len, norms)), sum(map(len, norms + peaks))
-    return _followed(packed, window, torch.cat([*norms, *peaks, *notes]), first, end, len(notes), None)
+    return followed(packed, window, torch.cat([*norms, *peaks, *notes]), first, end, len(notes), None)
 
 
-def _followed(
+def followed(
     packed: Packed, window: Window, numbers: Tensor, first: int, end: int, losses: int, clip_norm: float | None
 ) -> DeviceFacts:
     """Queues the rule for the numbers that were read, from the start of the window."""

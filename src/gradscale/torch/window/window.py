@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
@@ -70,6 +70,7 @@ class Window:
         steps: how many steps the rule had followed.
         notes: losses, and marks: inf where gradients overflowed outside of the step, else 0; and which of the two each
             is. In the order they came.
+        at_end: called with the window when a backward pass has ended; None for nothing.
     """
 
     rule: Rule
@@ -83,6 +84,7 @@ class Window:
     unscaled: Unscaled | None = None
     synced: bool = False
     notes: list[tuple[bool, Tensor]] = field(default_factory=list)
+    at_end: Callable[["Window"], None] | None = None
 
     widened: ClassVar[tuple[torch.dtype, ...]] = torch.float16, torch.bfloat16
 
@@ -221,7 +223,7 @@ class Windows:
         window = self.begin(loss.device)
         window.note_loss(loss)
         window.product(loss).backward(**kwargs)
-        self.end_backward(window)
+        self.end_backward(window, ended=True)
 
     def scaled(self, loss: Tensor, *, counts: bool = True) -> Tensor:
         """Returns `loss` times the scale, with a hook on its backward pass, which notes it unless not to `counts`."""
@@ -273,17 +275,19 @@ class Windows:
         if running != -1:
             # Queued again at the end: FSDP2 reduces gradients in a callback that is queued after this hook was called.
             queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
-            queue(partial(queue, partial(self.end_backward, window)))
+            queue(partial(queue, partial(self.end_backward, window, ended=True)))
         return window
 
-    def end_backward(self, window: Window) -> None:
-        """Notes whether the backward pass of a window has left gradients, and which of them were stale."""
+    def end_backward(self, window: Window, *, ended: bool = False) -> None:
+        """Notes whether a backward pass has left gradients, and which were stale; calls `at_end` if it has `ended`."""
         window.left_gradients = any(each.grad is not None for each in self.watched)
         if self._uncleared or window.stale:
             # Written to by the pass, which has added to them: the rest may still be cleared before the next one.
             added = [each for each in self._uncleared if not unwritten([each])]
             window.stale = held_by([each.parameter for each in (*window.stale, *added)])
             self._uncleared = []
+        if ended and window.at_end is not None:
+            window.at_end(window)
 
     def ready(self, optimizers: Sequence[Optimizer]) -> Window:
         """Returns the window whose gradients are used, or raises if the order of calls is wrong."""
