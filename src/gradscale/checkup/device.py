@@ -69,6 +69,7 @@ def check_device(device: str) -> list[DeviceFinding]:
         **{f"fused {name}": _fused(name) for name in FUSED},
         "host reads of a step": _host_reads,
         **{f"rule on the device, {name}": _rule(policy) for name, policy in RULES.items()},
+        "a captured step": _capture,
     }
     return [_tested(name, test, device) for name, test in tests.items()]
 
@@ -200,6 +201,54 @@ def _rule(policy: Policy) -> Callable[[str], tuple[bool | None, str]]:
         return True, f"bit-exact with the host's for {len(numbers)} steps"
 
     return test
+
+
+def _capture(device: str) -> tuple[bool | None, str]:
+    """Captures a step in a CUDA graph, and compares its replays with steps that are run one by one."""
+    if torch.device(device).type != "cuda":
+        return None, "only CUDA has graphs"
+    if refused := refusal(Headroom(), torch.device(device)):
+        return None, f"no kernel: {refused}"
+    runs = [_Captured(device) for _ in range(2)]
+    for run in runs:
+        stream: Any = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for number in range(3):
+                run.load(number)
+                run.step()
+        torch.cuda.current_stream(device).wait_stream(stream)
+    replayed, plain = runs
+    replayed.optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed.step()
+    for number in range(3, 20):
+        replayed.load(number)
+        graph.replay()
+        plain.load(number)
+        plain.step()
+    counts = [[run.scaler.metrics()[name] for name in ("scale", "applied", "skipped")] for run in runs]
+    same = counts[0] == counts[1] and torch.equal(replayed.weight, plain.weight)
+    return same, f"scale, applied and skipped are {counts[0]}, and {counts[1]} one by one"
+
+
+class _Captured:
+    """A weight whose gradient is that of its input, which overflows at every fifth step."""
+
+    def __init__(self, device: str) -> None:
+        self.weight = nn.Parameter(torch.ones(1000, device=device))
+        self.input = torch.ones(1000, device=device)
+        self.optimizer = torch.optim.AdamW([self.weight], lr=1e-2, fused=True)
+        self.scaler = LossScaler(None, Headroom(), device=device, capturable=True)
+
+    def load(self, number: int) -> None:
+        self.input.copy_(_numbers(1000, "cpu", number) * (1e38 if number % 5 == 4 else 1.0))
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.scaler.backward((self.weight * self.input).mean())
+        self.scaler.step(self.optimizer, clip_norm=1.0)
 
 
 def _readings() -> Tensor:
