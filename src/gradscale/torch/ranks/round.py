@@ -73,6 +73,8 @@ class Packet(NamedTuple):
     scale_squared: Number = 0.0  # which shows whether all ranks have the same
     sends_amax: Number = 0.0  # 1 if the rank sends its largest magnitude, too
     asks_norm: Number = 0.0  # 1 if the rank has read a norm
+    bounds: Number = 0.0  # `clip_norm` and `clip_value`, added up
+    bounds_squared: Number = 0.0  # which shows whether all ranks have the same
     follows: Number = 0.0  # 1 if the rank has no batches left, and only follows the others
 
 
@@ -175,11 +177,12 @@ class Rounds:
         packet = Packet(*packed.unbind())
         out_of_sync = _differ(packet.scale, packet.scale_squared, dist.get_world_size(self.group), SAME_SCALE)
         distinct = _differ(packet.same, packet.same_squared, packet.holders, SAME_GRADIENTS)
-        shown = out_of_sync, distinct, packet.sends_amax, packet.asks_norm, packet.follows
+        clips = _differ(packet.bounds, packet.bounds_squared, dist.get_world_size(self.group) - packet.follows, SAME_SCALE)
+        shown = out_of_sync, distinct, packet.sends_amax, packet.asks_norm, packet.follows, clips
         found = HostCopy(torch.stack([number.float() for number in shown]))
         if not (waits or host.in_host_memory(device)):
             self._found = found, scale
-            return Received(packet._replace(bad=packet.bad + out_of_sync + distinct), largest)
+            return Received(packet._replace(bad=packet.bad + out_of_sync + distinct + clips), largest)
         if largest is None and packet.sends_amax:
             # This rank follows, or its arguments differ: the others do not wait for it, and send their maximum.
             largest = torch.zeros((), device=device)
@@ -189,7 +192,7 @@ class Rounds:
 
     def _raise_faults(self, found: HostCopy, scale: Tensor) -> None:
         """Raises the first fault that a round shows, on all ranks. Waits for its numbers, not for work queued since."""
-        out_of_sync, distinct, sent_amax, asked_norm, follow = map(round, found.read())
+        out_of_sync, distinct, sent_amax, asked_norm, follow, clips = map(round, found.read())
         ranks = dist.get_world_size(self.group)
         if out_of_sync:
             scales: list[Any] = [None] * ranks
@@ -209,6 +212,11 @@ class Rounds:
                     f"All ranks must call `step` with the same arguments and the same policy. Received: {what} on "
                     f"{asked} of {ranks - follow} ranks. Pass the same everywhere."
                 )
+        if clips:
+            raise RuntimeError(
+                "All ranks must call `step` with the same arguments. Received: different values of `clip_norm` or "
+                "`clip_value`. Pass the same everywhere."
+            )
 
     def send_with_norm(
         self,

@@ -182,7 +182,10 @@ def send_round(rounds: Rounds, plan: StepPlan, window: Window, measurement: Meas
         own = replace(own, amax=torch.where(own.finite, amax, torch.inf), upper_share=share)
     counted = plan.edited or plan.edge is not None
     elements = count_elements(gradients.values, rounds.weights(gradients)) if counted else 0.0
+    bounds = (plan.clip_norm or 0.0) + (plan.clip_value or 0.0)
     packet = Packet(
+        bounds=bounds,
+        bounds_squared=bounds * bounds,
         gradients=float(len(gradients) > 0),
         bad=1.0 - own.finite.double(),
         bad_loss=1.0 - loss_finite.double(),
