@@ -266,6 +266,15 @@ def test_of_tensors_that_are_views_the_memory_is_read(tmp_path: Path) -> None:
         assert [(one["name"], one["elements"]) for one in json.loads(found.stdout)["tensors"]] == [(name, numbers)]
 
 
+def test_overlapping_tensors_of_safetensors_are_refused(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [1024], "data_offsets": [0, 4096]}
+    text = json.dumps({f"w{number}": entry for number in range(9)}).encode()
+    (tmp_path / "m.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4096))
+    found = check(tmp_path / "m.safetensors")
+    assert found.exit_code == 2
+    assert "its tensors overlap" in found.output
+
+
 @pytest.mark.parametrize("kind", ["meta", "overlapping"])
 def test_tensors_that_cannot_be_read_are_an_error_and_no_verdict(kind: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")

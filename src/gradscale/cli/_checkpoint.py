@@ -1,6 +1,7 @@
 """The tensors of a checkpoint, one after the other: safetensors, or torch's own files. No pickled code is run."""
 
 import json
+import math
 import os
 import re
 import warnings
@@ -30,7 +31,7 @@ LARGEST_HEADER = 100_000_000
 """Bytes. The limit of the format's own reader."""
 
 MOST_READS = 100
-"""How often the memory of a file of torch's may be read, by tensors that are views of it. Tied weights are read twice."""
+"""How often the numbers of a file of torch's may be read, by tensors that are views of them, as tied weights are."""
 
 TORCH_FILES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -104,6 +105,8 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Array]]:
     try:
         header = cast(dict[str, Any], json.loads(text))
         entries = [(name, _entry(each, 8 + length, size)) for name, each in header.items() if name != "__metadata__"]
+        if sum(math.prod(entry[1]) * entry[0].itemsize for _, entry in entries if entry) > size:
+            raise ValueError("its tensors overlap")
     except DAMAGED as error:
         raise ValueError(f"{file} is not a safetensors file, or is cut short: {error}.") from None
     for name, entry in entries:

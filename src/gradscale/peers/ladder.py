@@ -72,7 +72,7 @@ class Ladder(Record):
         counters = {"hysteresis": self.hysteresis, "init_clean_steps - late": self.init_clean_steps - self.late}
         for name, value in counters.items():
             if not -(2**31) <= value < 2**31:
-                raise ValueError(f"`{name}` must lie between -2**31 and 2**31 - 1. Received: {value}. Use a smaller one.")
+                raise ValueError(f"`{name}` must fit int32. Received: {value}. Use one between -2**31 and 2**31 - 1.")
 
     @property
     def backoff(self) -> float:

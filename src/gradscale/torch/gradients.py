@@ -78,7 +78,7 @@ def collect(optimizers: Sequence[Optimizer], *, coalesce: bool = True) -> Gradie
         wide = {id(parameter) for parameter in parameters_of(filter(keeps_masters, optimizers))}
         with torch.no_grad():
             values = [
-                # Masters cast it and divide that: nothing is written to it, and no sum is rounded to 16 bits.
+                # Masters cast it and divide that: it is not written to, and no sum is rounded to 16 bits.
                 numbers_of(grad.float())
                 if id(each) in wide and grad.is_sparse and grad.dtype.itemsize == 2
                 else values_of(each, grad, coalesce=coalesce)

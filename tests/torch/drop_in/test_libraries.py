@@ -176,7 +176,7 @@ CASES = [*BY_GRADIENT, ("speechbrain", "loss"), ("fastai", "loss")]
 
 def trained(library: str, kind: Any, bad: str) -> tuple[list[Tensor], list[float]]:
     """Returns the weights after some steps, of which one overflows, and the scales after each."""
-    model = linear_pair()
+    model: Any = linear_pair()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scaler = kind("cpu", init_scale=2.0**10, growth_interval=2)
     step, scales = LIBRARIES[library](scaler, model, optimizer), []

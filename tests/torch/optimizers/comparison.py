@@ -18,6 +18,9 @@ STEPS, BAD = 6, 3
 SCALE, GROWTH_INTERVAL = 2.0**16, 2
 """The scale grows twice before the overflow, and backs off after it. All of them are powers of two."""
 
+OTHERS = type | FunctionType | MethodType | ModuleType | nn.Module
+"""What an optimizer may refer to and does not own."""
+
 OF_SCHEDULERS = "_opt_called"
 """An attribute by which torch's schedulers know whether an optimizer was stepped."""
 
@@ -166,7 +169,7 @@ def _contents(path: str, value: Any, inside: set[int]) -> Iterator[tuple[str, by
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for index, each in enumerate(value):
             yield from _contents(f"{path}[{index}]", each, inside)
-    elif hasattr(value, "__dict__") and not isinstance(value, type | FunctionType | MethodType | ModuleType | nn.Module):
+    elif hasattr(value, "__dict__") and not isinstance(value, OTHERS):
         yield from _contents(path, vars(value), inside)
     elif isinstance(value, bool | int | float | complex | str | None):
         yield path, repr(value).encode()
@@ -178,4 +181,5 @@ def _of_tensor(path: str, tensor: Any, inside: set[int]) -> Iterator[tuple[str, 
             yield from _contents(f"{path}.{name}", getattr(tensor, name), inside)
     else:
         dense = tensor.to_dense() if tensor.is_sparse else tensor
-        yield f"{path} {dense.dtype} {tuple(dense.shape)}", dense.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        bits = dense.contiguous().view(-1).view(torch.uint8)
+        yield f"{path} {dense.dtype} {tuple(dense.shape)}", bits.numpy().tobytes()

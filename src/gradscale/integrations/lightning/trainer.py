@@ -144,8 +144,8 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
 
     def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Returns a context in which operations run in FP16, or BF16."""
-        # Lightning's, which decides about the cache of autocast: 2.6 turns it off, and later releases do not. A `Fabric`
-        # does not say on which device it is.
+        # Lightning decides about autocast's cache: 2.6 turns it off, later releases do not.
+        # A `Fabric` does not say on which device it is.
         return super().forward_context() if self._in_trainer else self._in_fabric.forward_context()
 
     def convert_input(self, data: Any) -> Any:

@@ -433,7 +433,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the flags of an optimizer, for the caller to reduce over ranks."""
         # Whatever becomes of them counts: torch does not count what a collective writes.
-        if (noted := noted_in(self._per_optimizer_states[id(optimizer)])) is not None:
+        if (noted := self._per_optimizer_states[id(optimizer)].get("noted")) is not None:
             noted.version = WRITTEN
         return super()._found_inf_per_device(optimizer)
 

@@ -339,7 +339,7 @@ def _parts(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Iterato
 def _set_gradients(masters: Sequence[Tensor], weights: Sequence[Any]) -> None:
     """Sets the gradient of every master to that of its weight: the same tensor if it is float32, else a cast.
 
-    One multi-tensor kernel casts all that need it. A sparse gradient is cast separately, before duplicates are added up.
+    One multi-tensor kernel casts all that need it. A sparse one is cast separately: duplicates are summed after that.
     """
     to_cast: list[tuple[Tensor, Tensor]] = []
     for master, weight in zip(masters, weights, strict=True):

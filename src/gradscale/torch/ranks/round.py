@@ -175,9 +175,9 @@ class Rounds:
         for work in works:
             work.wait()  # type: ignore[union-attr]
         packet = Packet(*packed.unbind())
-        out_of_sync = _differ(packet.scale, packet.scale_squared, dist.get_world_size(self.group), SAME_SCALE)
+        out_of_sync = _differ(packet.scale, packet.scale_squared, self.ranks, SAME_SCALE)
         distinct = _differ(packet.same, packet.same_squared, packet.holders, SAME_GRADIENTS)
-        clips = _differ(packet.bounds, packet.bounds_squared, dist.get_world_size(self.group) - packet.follows, SAME_SCALE)
+        clips = _differ(packet.bounds, packet.bounds_squared, self.ranks - packet.follows, SAME_SCALE)
         shown = out_of_sync, distinct, packet.sends_amax, packet.asks_norm, packet.follows, clips
         found = HostCopy(torch.stack([number.float() for number in shown]))
         if not (waits or host.in_host_memory(device)):
