@@ -153,6 +153,12 @@ def test_a_mapping_without_its_header_is_refused(key: str) -> None:
         ScaleState.from_dict(mapping)
 
 
+@pytest.mark.parametrize("schema", [np.ones(2), np.ones(()), True])
+def test_a_schema_of_another_type_is_refused(schema: Any) -> None:
+    with pytest.raises(ValueError, match=r"ScaleState reads schema 1. Received: .*version of gradscale"):
+        ScaleState.from_dict(edited(STATE, schema=schema))
+
+
 @pytest.mark.parametrize("schema", [0, 2, "1", None])
 def test_another_schema_version_is_refused(schema: Any) -> None:
     with pytest.raises(ValueError, match=rf"ScaleState reads schema 1. Received: {schema!r}.*version of gradscale"):
@@ -196,8 +202,10 @@ def test_an_unknown_key_that_is_no_string_is_refused_too() -> None:
         (SAMPLE, "number", "2.5", "`Sample.number` must be a number. Received: '2.5'"),
         (SAMPLE, "number", False, "`Sample.number` must be a number. Received: False"),
         (SAMPLE, "number", None, "`Sample.number` must be a number. Received: None"),
+        (SAMPLE, "number", np.ones(2), "`Sample.number` must be a number. Received: array"),
         (SAMPLE, "maybe", "x", "`Sample.maybe` must be a number. Received: 'x'"),
         (SAMPLE, "count", 2.0, "`Sample.count` must be an integer. Received: 2.0"),
+        (SAMPLE, "count", [1, 2], r"`Sample.count` must be an integer. Received: \[1, 2\]"),
         (SAMPLE, "flag", 0, "`Sample.flag` must be a bool. Received: 0"),
         (SAMPLE, "choice", 1, "`Sample.choice` must be a string. Received: 1"),
         (SAMPLE, "text", 1, "`Sample.text` must be a string. Received: 1"),

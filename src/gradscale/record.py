@@ -192,7 +192,7 @@ def _checked_body(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
                 f"A saved {cls.__name__} carries the key {key!r}. Received keys: {shown_keys(body)}. "
                 "Another system's state is read by `gradscale.import_state`."
             )
-        if body[key] != expected:
+        if type(body[key]) is not type(expected) or body[key] != expected:  # a tensor compares element by element
             raise ValueError(
                 f"{cls.__name__} reads {key} {expected!r}. Received: {short(body[key])}. "
                 "Load it with the version of gradscale, and the class, that wrote it."
@@ -226,7 +226,7 @@ def _read(cls: type, field: dataclasses.Field[Any], hint: Any, value: Any) -> An
 
 def _read_leaf(name: str, dtype: str, signed: bool, value: Any, scalar_type: type | None = None) -> Any:
     """Returns numbers of a dict as an array of `dtype`, or as a Python scalar of `scalar_type` where there is one."""
-    items = cast(list[Any], value) if isinstance(value, list) else [value]
+    items = cast(list[Any], value) if scalar_type is None and isinstance(value, list) else [value]
     read = [_read_number(name, np.dtype(dtype).kind, item) for item in items]
     if not signed and any(item < 0 for item in read):
         raise ValueError(f"`{name}` must not be negative. Received: {short(value)}.")
@@ -238,7 +238,7 @@ def _read_leaf(name: str, dtype: str, signed: bool, value: Any, scalar_type: typ
 
 def _read_number(name: str, kind: str, value: Any) -> float | int | bool:
     """Returns one number of a dict, whose JSON type must fit the leaf's `kind`."""
-    if kind == "f" and value == "inf":
+    if kind == "f" and isinstance(value, str) and value == "inf":
         return math.inf
     expected = {"b": (bool,), "i": (int,), "f": (int, float)}[kind]
     if not isinstance(value, expected) or (kind != "b" and isinstance(value, bool)):

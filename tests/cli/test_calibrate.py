@@ -94,6 +94,7 @@ def test_the_losses_are_drawn(tmp_path: Path) -> None:
         (("own_parts:batches_that_are_none",), "Received: Sequential, int, function from own_parts"),
         (("own_parts:optimizer_that_is_none",), "Received: Sequential, list, function, float from own_parts"),
         (("own_parts",), "must be MODULE:FUNCTION"),
+        (("../own_parts:parts",), "must be MODULE:FUNCTION"),
         (("own_parts:parts", "--format", "fp17"), "no format of that name"),
         (("own_parts:parts", "--plot", "scales.txt"), "ends in .png or .svg"),
         (("own_parts:parts", "--plot", "nowhere/scales.png"), "in a folder that exists"),

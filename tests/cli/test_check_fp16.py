@@ -243,6 +243,53 @@ def test_an_index_that_leads_nowhere_is_one_line(text: str, tmp_path: Path) -> N
     assert found.output.count("\n") == 1
 
 
+def unusual(torch: Any) -> dict[str, tuple[Any, int]]:
+    """Returns tensors of torch that few files have, with how many numbers each holds."""
+    trillion = torch.zeros(1, 1, dtype=torch.int64).expand(1, 10**12), torch.zeros(1).expand(10**12)
+    return {
+        "nested": (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), 5),
+        "negated": (torch._neg_view(torch.ones(3)), 3),
+        "expanded": (torch.zeros(2, 1).expand(2, 10**12), 2),
+        "expanded BF16": (torch.zeros(1, dtype=torch.bfloat16).expand(10**12), 1),
+        "expanded complex": (torch.zeros(1, dtype=torch.complex64).expand(10**12), 2),
+        "sparse, expanded": (torch.sparse_coo_tensor(*trillion, (1,), check_invariants=False), 1),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_of_tensors_that_are_views_the_memory_is_read(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    for name, (tensor, numbers) in unusual(torch).items():
+        torch.save({name: tensor}, tmp_path / "m.pt")
+        found = check(tmp_path / "m.pt", "--json")
+        assert found.exit_code == 0, found.output
+        assert [(one["name"], one["elements"]) for one in json.loads(found.stdout)["tensors"]] == [(name, numbers)]
+
+
+def test_overlapping_tensors_of_safetensors_are_refused(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [1024], "data_offsets": [0, 4096]}
+    text = json.dumps({f"w{number}": entry for number in range(9)}).encode()
+    (tmp_path / "m.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4096))
+    found = check(tmp_path / "m.safetensors")
+    assert found.exit_code == 2
+    assert "its tensors overlap" in found.output
+
+
+@pytest.mark.parametrize("kind", ["meta", "overlapping"])
+def test_tensors_that_cannot_be_read_are_an_error_and_no_verdict(kind: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    memory = torch.ones(10_000)
+    tensors, says = {
+        "meta": ({"w": torch.ones(2, device="meta")}, "w cannot be read"),
+        "overlapping": ({f"w{start}": memory[start:] for start in range(200)}, "views of the same numbers, 100 times"),
+    }[kind]
+    torch.save(tensors, tmp_path / "m.pt")
+    found = check(tmp_path / "m.pt")
+    assert found.exit_code == 2
+    assert says in found.output
+    assert found.output.count("\n") == 1
+
+
 def test_a_file_that_contains_itself_is_one_line(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     held: dict[str, Any] = {"w": torch.ones(2)}

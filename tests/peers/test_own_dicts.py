@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tests.stories import next_of
 
+from gradscale.engine.saved import policy_from_dict
 from gradscale.peers import preset
 from gradscale.policies.contract import Seen
 
@@ -29,3 +30,16 @@ def test_policy_and_state_come_back_from_json(system: str, variant: str | None, 
     for finite in (True, True, True, True, False, False, False, True):
         state = next_of(policy, state, Seen(finite=np.bool_(finite)))
         assert type(state).from_dict(json.loads(json.dumps(state.to_dict()))) == state
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"hysteresis": 2**31}, r"`hysteresis` must fit int32\. Received: 2147483648\. Use one between"),
+        ({"late": -(2**31)}, r"`init_clean_steps - late` must fit int32\. Received: 2147483648\."),
+        ({"init_clean_steps": -(2**31), "late": 1}, r"`init_clean_steps - late` .* Received: -2147483649\."),
+    ],
+)
+def test_counters_that_int32_cannot_hold_are_refused(settings: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        policy_from_dict(preset("deepspeed").to_dict() | settings)

@@ -55,7 +55,7 @@ def load_function(option: str, path: str, others: Collection[str] = ()) -> Calla
         others: its other valid values.
     """
     module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
+    if not (module_name and colon and name) or module_name.startswith("."):  # a relative import has no package here
         names = f"{', '.join(others)} or " if others else ""
         raise BadTarget(f"`{option}` must be {names}MODULE:FUNCTION, as in my_package.models:make. Received: {path!r}.")
     function: Any = _import(option, module_name)

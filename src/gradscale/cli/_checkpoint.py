@@ -1,6 +1,7 @@
 """The tensors of a checkpoint, one after the other: safetensors, or torch's own files. No pickled code is run."""
 
 import json
+import math
 import os
 import re
 import warnings
@@ -28,6 +29,9 @@ DTYPES: dict[str, Any] = {
 
 LARGEST_HEADER = 100_000_000
 """Bytes. The limit of the format's own reader."""
+
+MOST_READS = 100
+"""How often the numbers of a file of torch's may be read, by tensors that are views of them, as tied weights are."""
 
 TORCH_FILES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -101,6 +105,8 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Array]]:
     try:
         header = cast(dict[str, Any], json.loads(text))
         entries = [(name, _entry(each, 8 + length, size)) for name, each in header.items() if name != "__metadata__"]
+        if sum(math.prod(entry[1]) * entry[0].itemsize for _, entry in entries if entry) > size:
+            raise ValueError("its tensors overlap")
     except DAMAGED as error:
         raise ValueError(f"{file} is not a safetensors file, or is cut short: {error}.") from None
     for name, entry in entries:
@@ -146,16 +152,30 @@ def _saved_by_torch(file: Path) -> Iterator[tuple[str, Array]]:
         leaves = list(_flat("", loaded))
     except RecursionError:
         raise ValueError(f"{file} is nested too deeply, or contains itself. Save the weights alone.") from None
+    left = MOST_READS * file.stat().st_size
     for name, tensor in leaves:
         if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
-            numbers = tensor.detach() if tensor.layout is torch.strided else _values(tensor.detach())
-            real = torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers
-            yield name, real.to(torch.float64 if real.dtype == torch.float64 else torch.float32).numpy()
+            try:
+                with warnings.catch_warnings(action="ignore"):  # about kinds of tensors that torch may change
+                    numbers = _numbers(tensor.detach())
+                left -= numbers.nbytes
+                real = torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers
+                array = real.to(torch.float64 if real.dtype == torch.float64 else torch.float32).numpy(force=True)
+            except RuntimeError as error:  # of a kind without numbers, such as one on the meta device
+                raise ValueError(f"{file}: {name} cannot be read: {error} Save the weights alone.") from None
+            if left < 0:
+                raise ValueError(f"{file} has views of the same numbers, {MOST_READS} times its size. Save them once.")
+            yield name, array
 
 
-def _values(sparse: Any) -> Any:
-    """Returns the numbers that a sparse tensor holds."""
-    return sparse.coalesce().values() if sparse.is_sparse else sparse.values()
+def _numbers(tensor: Any) -> Any:
+    """Returns the numbers that a tensor holds: of one that repeats them, as an expanded one does, all of its memory."""
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    elif tensor.is_nested or str(tensor.layout) != "torch.strided":
+        tensor = tensor.values()
+    memory = tensor.untyped_storage()
+    return tensor if tensor.nbytes <= memory.nbytes() else tensor.new_empty(0).set_(memory)
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

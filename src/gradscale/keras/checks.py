@@ -80,8 +80,8 @@ def check_dynamic(dynamic: bool, initial_scale: Any) -> None:
     if not dynamic:
         raise ValueError(
             "A scale that never changes is a policy. Received: dynamic=False. "
-            f"Pass `policy=Static({short(initial_scale)})`, or use the inner optimizer alone with its "
-            "`loss_scale_factor`."
+            f"Pass `policy=Static({short(initial_scale)})`, or set `loss_scale_factor` directly on the "
+            "`inner_optimizer` and use that alone."
         )
 
 

@@ -56,7 +56,8 @@ def check_inner_settings(settings: Mapping[str, Any]) -> None:
     """
     known = {name: value for name, value in settings.items() if name in INNER_DEFAULTS}
     if given := [f"{name}={value!r}" for name, value in known.items() if value != INNER_DEFAULTS[name]]:
+        names = ", ".join(f"`{each.partition('=')[0]}`" for each in given)
         raise ValueError(
             f"Settings of an update belong to the inner optimizer. Received: {', '.join(given)}. "
-            "Give them to the optimizer that `inner_optimizer` is."
+            f"Instead, set {names} on the `inner_optimizer`."
         )

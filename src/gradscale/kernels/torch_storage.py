@@ -205,13 +205,12 @@ class Stochastic(MasterStorage):
     have to know.
 
     Args:
-        seed: of the random numbers; None draws one from torch's.
+        seed: of the random numbers. Not drawn from torch's, whose seed may differ between ranks that hold replicas.
     """
 
     stored_bytes: ClassVar[int] = 0
 
-    def __init__(self, seed: int | None = None) -> None:
-        seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
+    def __init__(self, seed: int = 0) -> None:
         self._seed = (seed + 2**63) % 2**64 - 2**63
         # In host memory until a skip is known to a device only. Kernels take it from there without synchronizing.
         self._steps = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -303,13 +302,13 @@ _STORAGES = {"fp32": Full, "remainder": Remainder, "kahan": Kahan, "stochastic":
 
 
 def make_storage(storage: Storage, seed: int | None = None) -> MasterStorage:
-    """Returns a new storage. Only `"stochastic"` takes a `seed`; None draws one from torch's random numbers."""
+    """Returns a new storage. Only `"stochastic"` takes a `seed`, by default 0."""
     if storage not in _STORAGES:
         raise ValueError(
             f"`storage` must be one of {', '.join(map(repr, get_args(Storage)))}. Received: storage={storage!r}."
         )
     if storage == "stochastic":
-        return Stochastic(seed)
+        return Stochastic(seed or 0)
     if seed is not None:
         raise ValueError(
             "`seed` is for storage='stochastic', the only one that draws random numbers. "

@@ -67,6 +67,13 @@ class Ladder(Record):
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
 
+    def __post_init__(self) -> None:
+        """Raises if a counter of the state would not fit int32."""
+        counters = {"hysteresis": self.hysteresis, "init_clean_steps - late": self.init_clean_steps - self.late}
+        for name, value in counters.items():
+            if not -(2**31) <= value < 2**31:
+                raise ValueError(f"`{name}` must fit int32. Received: {value}. Use one between -2**31 and 2**31 - 1.")
+
     @property
     def backoff(self) -> float:
         """What a backoff multiplies the scale by, whether the system multiplies or divides."""

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import mul
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +75,15 @@ def collect(optimizers: Sequence[Optimizer], *, coalesce: bool = True) -> Gradie
     if not (set(map(type, grads)) <= {Tensor} and {grad.layout for grad in grads} <= {torch.strided}):
         # Read again: coalescing replaces the gradient, and a parameter may be listed twice. Without autograd, which
         # would make a node for each local shard.
+        wide = {id(parameter) for parameter in parameters_of(filter(keeps_masters, optimizers))}
         with torch.no_grad():
-            values = [values_of(each, each.grad, coalesce=coalesce) for each in parameters]  # type: ignore[arg-type]
+            values = [
+                # Masters cast it and divide that: it is not written to, and no sum is rounded to 16 bits.
+                numbers_of(grad.float())
+                if id(each) in wide and grad.is_sparse and grad.dtype.itemsize == 2
+                else values_of(each, grad, coalesce=coalesce)
+                for each, grad in ((each, cast(Tensor, each.grad)) for each in parameters)
+            ]
         grads = [parameter.grad for parameter in parameters]  # type: ignore[misc]
     # A parameter may be listed twice, or belong to two optimizers, and two parameters may hold one `.grad`. Divided
     # for each of them, such a gradient would be too small by a factor of the scale.

@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixedPrecision
 from tests.integrations.lightning.runs import (
     KINDS,
     L,
@@ -40,6 +41,21 @@ def test_training_in_fp16_learns_and_a_skipped_step_is_reported(kind: str, clip:
     assert module.losses[-1] < 0.5 * module.losses[0]
     assert trainer.callback_metrics["gradscale/skipped"] == 1
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
+
+
+def test_forward_pass_runs_in_the_context_of_lightnings_own_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which turns the cache of autocast off in 2.6, and on again in later releases.
+    entered, context = [], LightningMixedPrecision.forward_context
+
+    def noted(plugin: LightningMixedPrecision) -> Any:
+        entered.append(plugin)
+        return context(plugin)
+
+    monkeypatch.setattr(LightningMixedPrecision, "forward_context", noted)
+    module, plugin = Regression(), ours()
+    fit(module, plugin)
+    assert set(entered) == {plugin}
+    assert module.types == {torch.float16}
 
 
 class FineTuned(L.LightningModule):

@@ -43,10 +43,11 @@ def built(policy: Policy | None = None) -> tuple[Any, list[Any]]:
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_nan_losses_in_fit_leave_scale_and_weights_as_they_are(policy: Policy, mode: Any) -> None:
+@pytest.mark.parametrize("target", [NAN, 1e20], ids=["nan", "inf, with finite gradients"])
+def test_losses_that_are_not_finite_leave_scale_and_weights(target: float, policy: Policy, mode: Any) -> None:
     model = trained(LossScaleOptimizer(SGD(0.125), policy=policy), data(batches=1), **mode)
     before, scale = weights(model), model.optimizer.state.scale
-    model.fit(*data(0, 1, 2, batches=3, target=NAN), batch_size=4, shuffle=False, verbose=0)
+    model.fit(*data(0, 1, 2, batches=3, target=target), batch_size=4, shuffle=False, verbose=0)
     state = model.optimizer.state
     assert (state.scale, state.skipped, state.consecutive_skips) == (scale, 3, 3)
     assert same(before, weights(model))

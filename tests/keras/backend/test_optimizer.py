@@ -70,7 +70,7 @@ def test_growth_steps_that_cannot_be_counted_are_refused() -> None:
 
 
 def test_the_fixed_scale_of_tf_keras_is_refused_in_favour_of_a_policy() -> None:
-    with pytest.raises(ValueError, match=r"dynamic=False\. Pass `policy=Static\(1024\.0\)`.* `loss_scale_factor`"):
+    with pytest.raises(ValueError, match=r"Pass `policy=Static\(1024\.0\)`.* set `loss_scale_factor` directly on"):
         LossScaleOptimizer(SGD(), initial_scale=1024.0, dynamic=False)
     with pytest.raises(ValueError, match=r"Pass `policy=Static\(128\.0\)`"):
         LossScaleOptimizer(SGD(), initial_scale=128.0, dynamic=False)

@@ -67,13 +67,14 @@ def packets_that_differ(generator: np.random.Generator) -> int:
             read[int(generator.integers(0, end + 2))] = (np.inf, np.nan, -np.inf)[trial % 3]
         weights = torch.from_numpy(generator.random((2, first)))
         scale = torch.tensor(2.0 ** int(generator.integers(-10, 20)))
-        elements, flags = 1000.0 * share, [1.0, float(end > first)]
+        elements, flags = 1000.0 * share, [1.0, float(end > first), 0.3]
         ours, amax = torch.zeros(len(packet.At), dtype=torch.float64), torch.zeros(())
         theirs = packet.write_packet(scale, read, weights, first, end, elements, flags)
         written = scale, read, weights, ours, amax, first, end, len(read) - share, elements, *flags
         packets.write[(1,)](*written, BLOCK=BLOCK)
         same = torch.allclose(ours, theirs[0], rtol=1e-12, atol=0) and torch.equal(amax, theirs[1])
         received = theirs[0] * 2
+        received[packet.At.BOUNDS] *= 1.5 if trial % 11 == 5 else 1.0
         received[packet.At.SCALE] *= 1.5 if trial % 7 == 5 else 1.0  # the scales of two ranks that differ
         asked, tolerances = [first > 0, end > first, share], [1e-6, 1e-4]
         expected = packet.read_packet(scale, received, theirs[1], 2, tolerances, asked)

@@ -58,7 +58,7 @@ def test_a_compiled_kernel_has_no_instruction_that_rounds_otherwise(policy: Poli
 
 WRITE = {"scale": "*fp32", "numbers": "*fp32", "weights": "*fp64", "packet": "*fp64", "amax": "*fp32"}
 WRITE |= dict.fromkeys(("first", "end", "last"), "i32")
-WRITE |= dict.fromkeys(("elements", "holder", "sends_amax"), "fp32") | {"BLOCK": "constexpr"}
+WRITE |= dict.fromkeys(("elements", "holder", "sends_amax", "bounds"), "fp32") | {"BLOCK": "constexpr"}
 READ = {"scale": "*fp32", "packet": "*fp64", "amax": "*fp32", "found": "*fp32", "ranks": "i32"}
 READ |= {"same_scale": "fp32", "same_gradients": "fp32"} | dict.fromkeys(("NORM", "PEAK", "SHARE"), "constexpr")
 

@@ -274,6 +274,7 @@ def test_setters_check_what_they_are_given(kind: Any, setter: str, bad: Any, err
         ({"init_scale": 0.0}, ValueError, r"`init_scale` must be from 1\.17549e-38 .*Received: init_scale=0\.0\."),
         ({"init_scale": -2.0}, ValueError, "`init_scale` must be from"),
         ({"init_scale": INF}, ValueError, "`init_scale` must be from"),
+        ({"init_scale": 1e38}, ValueError, r"`init_scale` must be from .* to 8\.50706e\+37"),
         ({"growth_factor": INF}, ValueError, "`growth_factor` must be finite"),
         ({"growth_factor": torch.nan}, ValueError, "`growth_factor` must be finite"),
         ({"backoff_factor": 0.0}, ValueError, "`backoff_factor` must be greater than 0"),

@@ -304,7 +304,7 @@ def test_a_copy_accumulates_in_float32_if_the_original_did() -> None:
     other.step()
 
 
-def test_seeds_decide_what_stochastic_rounding_does() -> None:
+def test_the_seed_decides_what_stochastic_rounding_does_and_that_of_torch_does_not() -> None:
     def run(seed: int | None, of_torch: int = 0) -> list[torch.Tensor]:
         model = half_model(torch.bfloat16)
         torch.manual_seed(of_torch)
@@ -314,5 +314,5 @@ def test_seeds_decide_what_stochastic_rounding_does() -> None:
 
     assert same(run(1), run(1, of_torch=5))
     assert not same(run(1), run(2))
-    assert same(run(None, 1), run(None, 1))
-    assert not same(run(None, 1), run(None, 2))
+    # Ranks that hold replicas are usually seeded differently.
+    assert same(run(None, of_torch=100), run(None, of_torch=101))

@@ -23,7 +23,8 @@ from tests.torch.masters.helpers import (
 from tests.torch.versions import needs_grad_dtype
 from torch import Tensor, nn
 
-from gradscale.torch import MasterWeights
+from gradscale import Static
+from gradscale.torch import LossScaler, MasterWeights
 from gradscale.torch.masters import Storage
 from gradscale.torch.masters import optimizer as module
 
@@ -213,6 +214,25 @@ def test_sparse_gradients_stay_sparse() -> None:
     moved = (before - embedding.weight.detach()).float()
     assert moved[[0, 2, 4]].count_nonzero() == 0
     assert torch.allclose(moved[[1, 3]], torch.tensor([[2.0], [1.0]]).expand(2, 3), atol=2e-3)
+
+
+@pytest.mark.not_simulated("sparse tensors")
+@pytest.mark.parametrize("scale", [None, 16.0])
+def test_duplicates_of_a_sparse_16_bit_gradient_are_added_up_in_float32(scale: float | None) -> None:
+    embedding = nn.Embedding(2, 1, sparse=True).bfloat16()
+    nn.init.zeros_(embedding.weight)
+    optimizer = MasterWeights(torch.optim.SGD(embedding.parameters(), lr=1.0))
+    loss = (embedding(torch.tensor([0, 0, 0])).flatten() * torch.tensor([256.0, 1.0, 1.0])).sum()
+    if scale is None:
+        loss.backward()
+        optimizer.step()
+    else:
+        scaler = LossScaler(embedding, Static(scale))
+        scaler.backward(loss)
+        assert scaler.step(optimizer, norm=True).grad_norm == 258
+    # The nearest BF16 numbers to 257 and 258 are 256 and 258: one by one, the ones would be lost.
+    ((_, master),) = optimizer.masters()
+    assert master.flatten().tolist() == [-258.0, 0.0]
 
 
 def test_channels_last_weights_are_updated_in_their_own_layout() -> None:

@@ -268,3 +268,24 @@ def placed_otherwise(sharded: bool) -> Tensor:
 def test_gradients_that_are_placed_otherwise_than_their_parameter_are_applied(tmp_path: Path) -> None:
     for found in run_ranks(2, placed_otherwise, True, folder=tmp_path):
         assert_same(found, placed_otherwise(False))
+
+
+def rounded_under_ddp() -> Tensor:
+    """Returns the weights of a replica after three steps, on a rank that has a seed of its own, as many programs do."""
+    model = nn.Linear(16, 16).bfloat16()
+    nn.init.ones_(model.weight)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    torch.manual_seed(100 + dist.get_rank())
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=2.0**-10), "stochastic")
+    scaler = LossScaler(parallel, Dynamic(init_scale=4.0))
+    for _ in range(3):
+        scaler.backward(parallel(torch.ones(1, 16).bfloat16()).float().sum())
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    return model.weight.detach().clone()
+
+
+def test_replicas_are_rounded_alike_whatever_the_seed_of_each_rank(tmp_path: Path) -> None:
+    one, other = run_ranks(2, rounded_under_ddp, folder=tmp_path)
+    assert 0 < int((one < 1).sum()) < one.numel()
+    assert torch.equal(one, other)

@@ -99,11 +99,19 @@ def has_other_arguments(loop: Loop) -> Raised:
     return loop.raised(lambda: loop.step(clip_norm=None if loop.rank == 0 else 1.0))
 
 
+def has_another_bound(loop: Loop, name: str = "clip_norm") -> Raised:
+    """The ranks clip to different bounds."""
+    loop.backward()
+    return loop.raised(lambda: loop.step(**{name: 1.0 + loop.rank}))
+
+
 def in_every_way(layout: str | None) -> dict[str, Raised]:
     ways: dict[str, Callable[[Loop], Raised]] = {
         "loads alone": loads_alone,
         "loads alone later": lambda loop: loads_alone(loop, after=3),
         "has other arguments": has_other_arguments,
+        "has another clip_norm": has_another_bound,
+        "has another clip_value": lambda loop: has_another_bound(loop, "clip_value"),
     }
     return {name: way(Loop(layout)) for name, way in ways.items()}
 
@@ -124,8 +132,9 @@ def test_scales_that_differ_are_named_on_every_rank_at_the_next_step(parted: Any
         assert found.afterwards == "applied"
 
 
-def test_ranks_with_other_arguments_all_raise(parted: Any) -> None:
-    for found in (ranks["has other arguments"] for ranks in parted):
+@pytest.mark.parametrize("way", ["has other arguments", "has another clip_norm", "has another clip_value"])
+def test_ranks_with_other_arguments_all_raise(parted: Any, way: str) -> None:
+    for found in (ranks[way] for ranks in parted):
         assert found.kind == "RuntimeError"
         assert "same arguments" in found.text
         assert found.untouched
@@ -136,6 +145,7 @@ def under_ddp() -> dict[str, Raised]:
     ways: dict[str, Callable[[Loop], Raised]] = {
         "loads alone": loads_alone,
         "loads alone, before a skip": loads_alone_and_skips,
+        "has another clip_norm": has_another_bound,
     }
     return {name: way(Loop("DDP on 2")) for name, way in ways.items()}
 
@@ -153,6 +163,13 @@ def loads_alone_and_skips(loop: Loop) -> Raised:
 def parted_under_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Raised]]:
     """What each of two ranks raises under DDP, where a clean step has no round."""
     return run_ranks(2, under_ddp, folder=tmp_path_factory.mktemp("parted"))
+
+
+def test_bounds_that_differ_are_found_under_ddp_at_the_first_step(parted_under_ddp: Any) -> None:
+    for found in (ranks["has another clip_norm"] for ranks in parted_under_ddp):
+        assert found.kind == "RuntimeError"
+        assert "different values of `clip_norm` or `clip_value`" in found.text
+        assert found.untouched
 
 
 @pytest.mark.parametrize("way", ["loads alone", "loads alone, before a skip"])

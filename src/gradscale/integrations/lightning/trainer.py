@@ -144,9 +144,9 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
 
     def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Returns a context in which operations run in FP16, or BF16."""
-        if self._in_trainer or self._device_given:
-            return self.autocast_context_manager()
-        return self._in_fabric.forward_context()  # a `Fabric` does not say on which device
+        # Lightning decides about autocast's cache: 2.6 turns it off, later releases do not.
+        # A `Fabric` does not say on which device it is.
+        return super().forward_context() if self._in_trainer else self._in_fabric.forward_context()
 
     def convert_input(self, data: Any) -> Any:
         """Returns a batch as it is; in a `Fabric`, where models take FP16, in FP16."""

@@ -33,11 +33,13 @@ class At(IntEnum):
     SCALE_SQUARED = 10
     SENDS_AMAX = 11
     ASKS_NORM = 12
-    FOLLOWS = 13
+    BOUNDS = 13
+    BOUNDS_SQUARED = 14
+    FOLLOWS = 15
 
 
-SHOWN = 5
-"""Numbers that show a fault: scales and gradients that differ; who has sent an amax, asked for a norm, or follows."""
+SHOWN = 6
+"""Numbers that show a fault, as `Rounds.send` has them."""
 
 
 @torch.library.custom_op("gradscale::write_packet", mutates_args=(), device_types="cpu")
@@ -53,7 +55,8 @@ def write_packet(
         first: as said.
         end: as said.
         elements: of how many elements the last number is the share above an edge; 0 if it is none.
-        flags: 1 or 0: whether the rank has gradients that are the same on every rank, and sends its magnitude.
+        flags: 1 or 0: whether the rank has gradients that are the same on every rank, and sends its magnitude; and the
+            bounds that it clips by.
     """
     found, divisor = numbers.numpy(), np.float32(scale.item())
     with np.errstate(all="ignore"):
@@ -76,6 +79,8 @@ def write_packet(
         At.SCALE_SQUARED: float(divisor) ** 2,
         At.SENDS_AMAX: flags[1],
         At.ASKS_NORM: first > 0,
+        At.BOUNDS: float(np.float32(flags[2])),
+        At.BOUNDS_SQUARED: float(np.float32(flags[2])) ** 2,
         At.FOLLOWS: 0.0,
     }
     packet = torch.tensor([float(sent[at]) for at in At], dtype=torch.float64)
@@ -108,14 +113,15 @@ def read_packet(
     with np.errstate(all="ignore"):
         parted = differ(sums[At.SCALE], sums[At.SCALE_SQUARED], ranks, tolerances[0])
         distinct = differ(sums[At.SAME], sums[At.SAME_SQUARED], sums[At.HOLDERS], tolerances[1])
+        clips = differ(sums[At.BOUNDS], sums[At.BOUNDS_SQUARED], ranks - sums[At.FOLLOWS], tolerances[0])
         total = np.float32(math.sqrt(sums[At.SPREAD] + sums[At.SAME] / max(sums[At.HOLDERS], 1.0))) * divisor
-        finite = sums[At.BAD] + parted + distinct == 0 and bool(total < LARGEST_NORM)
+        finite = sums[At.BAD] + parted + distinct + clips == 0 and bool(total < LARGEST_NORM)
         found = [float(total)] if norm else []
         found += [float(np.float32(amax.item()) * divisor)] if peak else []
         found = found if finite else [math.inf] * len(found)
         found.append(0.0 if sums[At.BAD_LOSS] == 0 else math.inf)
         found += [sums[At.ABOVE] / max(sums[At.ELEMENTS], 1.0)] if share else []
-    shown = [float(parted), float(distinct), sums[At.SENDS_AMAX], sums[At.ASKS_NORM], sums[At.FOLLOWS]]
+    shown = [float(parted), float(distinct), sums[At.SENDS_AMAX], sums[At.ASKS_NORM], sums[At.FOLLOWS], clips]
     return torch.tensor([*found, *shown], dtype=torch.float32)
 
 

@@ -21,6 +21,8 @@ SCALE = tl.constexpr(int(At.SCALE))
 SCALE_SQUARED = tl.constexpr(int(At.SCALE_SQUARED))
 SENDS_AMAX = tl.constexpr(int(At.SENDS_AMAX))
 ASKS_NORM = tl.constexpr(int(At.ASKS_NORM))
+BOUNDS = tl.constexpr(int(At.BOUNDS))
+BOUNDS_SQUARED = tl.constexpr(int(At.BOUNDS_SQUARED))
 FOLLOWS = tl.constexpr(int(At.FOLLOWS))
 
 
@@ -31,7 +33,9 @@ def greatest(numbers, first, end, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first", "end", "last"])
-def write(scale, numbers, weights, packet, amax, first, end, last, elements, holder, sends_amax, BLOCK: tl.constexpr):
+def write(
+    scale, numbers, weights, packet, amax, first, end, last, elements, holder, sends_amax, bounds, BLOCK: tl.constexpr
+):
     divisor = tl.load(scale)
     unscale = tl.div_rn(1.0, divisor)
     peak = greatest(numbers, first, end, BLOCK) * unscale
@@ -58,6 +62,8 @@ def write(scale, numbers, weights, packet, amax, first, end, last, elements, hol
     tl.store(packet + SCALE_SQUARED, divisor.to(tl.float64) * divisor.to(tl.float64))
     tl.store(packet + SENDS_AMAX, sends_amax)
     tl.store(packet + ASKS_NORM, tl.where(first > 0, 1.0, 0.0))
+    tl.store(packet + BOUNDS, bounds)
+    tl.store(packet + BOUNDS_SQUARED, tl.full((), 1.0, tl.float64) * bounds * bounds)
     tl.store(packet + FOLLOWS, 0.0)
     tl.store(amax, tl.where(finite, peak, 0.0))
 
@@ -84,10 +90,11 @@ def read(
     divisor, holders = tl.load(scale), tl.load(packet + HOLDERS)
     parted = differ(tl.load(packet + SCALE), tl.load(packet + SCALE_SQUARED), ranks, same_scale)
     distinct = differ(tl.load(packet + SAME), tl.load(packet + SAME_SQUARED), holders, same_gradients)
-    one = tl.full((), 1.0, tl.float64)
+    one, follow = tl.full((), 1.0, tl.float64), tl.load(packet + FOLLOWS)
+    clips = differ(tl.load(packet + BOUNDS), tl.load(packet + BOUNDS_SQUARED), ranks - follow, same_scale)
     square = tl.load(packet + SPREAD) + tl.load(packet + SAME) / tl.where(holders > 1.0, holders, one)
     norm = tl.sqrt(square).to(tl.float32) * divisor
-    finite = (tl.load(packet + BAD) == 0.0) & (parted == 0) & (distinct == 0) & (norm < FINITE_BELOW)
+    finite = (tl.load(packet + BAD) == 0.0) & (parted == 0) & (distinct == 0) & (clips == 0) & (norm < FINITE_BELOW)
     if NORM:
         tl.store(found, tl.where(finite, norm, float("inf")))
     if PEAK:
@@ -101,4 +108,5 @@ def read(
     tl.store(shown + 1, tl.where(distinct, 1.0, 0.0))
     tl.store(shown + 2, tl.load(packet + SENDS_AMAX))
     tl.store(shown + 3, tl.load(packet + ASKS_NORM))
-    tl.store(shown + 4, tl.load(packet + FOLLOWS))
+    tl.store(shown + 4, follow)
+    tl.store(shown + 5, tl.where(clips, 1.0, 0.0))

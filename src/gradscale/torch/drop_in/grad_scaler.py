@@ -32,7 +32,7 @@ from gradscale.record import settings_text
 from gradscale.torch import host
 from gradscale.torch.bf16 import FirstLoss
 from gradscale.torch.drop_in import refusals, settings
-from gradscale.torch.drop_in.updates import VIEWS, DropInWindow, Merged, Noted, View, noted_in, view_of
+from gradscale.torch.drop_in.updates import VIEWS, WRITTEN, DropInWindow, Merged, Noted, View, noted_in, view_of
 from gradscale.torch.fused_sgd import fault_of_fused_sgd
 from gradscale.torch.gradients import collect, count_elements, parameters_of
 from gradscale.torch.host import Facts, Rule, filled, shown, to_device
@@ -447,6 +447,13 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             apply.multiply(plan.gradients.values, plan.scale.reciprocal())
         state["stage"], noted.groups = OptState.UNSCALED, len(optimizer.param_groups)
         return noted.result
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns the flags of an optimizer, for the caller to reduce over ranks."""
+        # Whatever becomes of them counts: torch does not count what a collective writes.
+        if (noted := self._per_optimizer_states[id(optimizer)].get("noted")) is not None:
+            noted.version = WRITTEN
+        return super()._found_inf_per_device(optimizer)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -20,6 +20,9 @@ States = dict[int, dict[str, Any]]
 As in torch's scaler, its `stage` and `found_inf_per_device`, a flag for each device; and `noted`, once it was checked.
 """
 
+WRITTEN = -1
+"""In place of the version of flags: that of none."""
+
 
 @dataclass(eq=False)
 class Noted:
@@ -37,7 +40,8 @@ class Noted:
         loss_counts: whether this rank knows every loss that made them: not where other ranks have their own.
         groups: how many groups had theirs unscaled, 0 if these were cleared since; None if none had.
         flags: what was written to `found_inf_per_device`.
-        version: how often they were written to when they were last looked at; None of new ones.
+        version: how often they were written to when they were last looked at; None of new ones, and `WRITTEN` of those
+            that other code has been given.
         result: the result of the step, as far as it is known; None where other code has checked them.
     """
 

@@ -53,7 +53,7 @@ class MasterWeights(Optimizer):
             `"stochastic"` nothing: it rounds stochastically, right on average.
         grad_fp32: makes autograd accumulate float32 gradients for the 16-bit parameters. Needed for everything that
             works on unscaled gradients in `.grad`: `unscale_`, `unscaled`, clipping by value.
-        seed: of the random numbers of `"stochastic"`; by default taken from torch's.
+        seed: of the random numbers of `"stochastic"`; by default 0, whatever torch's seed is. Ranks must have the same.
 
     Attributes:
         optimizer: the inner optimizer.
@@ -339,7 +339,7 @@ def _parts(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Iterato
 def _set_gradients(masters: Sequence[Tensor], weights: Sequence[Any]) -> None:
     """Sets the gradient of every master to that of its weight: the same tensor if it is float32, else a cast.
 
-    One multi-tensor kernel casts all that need it. A sparse gradient is cast separately.
+    One multi-tensor kernel casts all that need it. A sparse one is cast separately: duplicates are summed after that.
     """
     to_cast: list[tuple[Tensor, Tensor]] = []
     for master, weight in zip(masters, weights, strict=True):

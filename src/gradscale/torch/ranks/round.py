@@ -74,6 +74,8 @@ class Packet(NamedTuple):
     scale_squared: Number = 0.0  # which shows whether all ranks have the same
     sends_amax: Number = 0.0  # 1 if the rank sends its largest magnitude, too
     asks_norm: Number = 0.0  # 1 if the rank has read a norm
+    bounds: Number = 0.0  # `clip_norm` and `clip_value`, added up
+    bounds_squared: Number = 0.0  # which shows whether all ranks have the same
     follows: Number = 0.0  # 1 if the rank has no batches left, and only follows the others
 
 
@@ -174,13 +176,14 @@ class Rounds:
         for work in works:
             work.wait()  # type: ignore[union-attr]
         packet = Packet(*packed.unbind())
-        out_of_sync = differ(packet.scale, packet.scale_squared, dist.get_world_size(self.group), SAME_SCALE)
+        out_of_sync = differ(packet.scale, packet.scale_squared, self.ranks, SAME_SCALE)
         distinct = differ(packet.same, packet.same_squared, packet.holders, SAME_GRADIENTS)
-        shown = out_of_sync, distinct, packet.sends_amax, packet.asks_norm, packet.follows
+        clips = differ(packet.bounds, packet.bounds_squared, self.ranks - packet.follows, SAME_SCALE)
+        shown = out_of_sync, distinct, packet.sends_amax, packet.asks_norm, packet.follows, clips
         found = HostCopy(torch.stack([number.float() for number in shown]))
         if not (waits or host.in_host_memory(device)):
             self._found = found, scale
-            return Received(packet._replace(bad=packet.bad + out_of_sync + distinct), largest)
+            return Received(packet._replace(bad=packet.bad + out_of_sync + distinct + clips), largest)
         if largest is None and packet.sends_amax:
             # This rank follows, or its arguments differ: the others do not wait for it, and send their maximum.
             largest = torch.zeros((), device=device)
@@ -189,17 +192,26 @@ class Rounds:
         return Received(packet, largest)
 
     def send_from_device(
-        self, gradients: Gradients, numbers: Tensor, scale: Tensor, first: int, end: int, share: bool, amax: bool
+        self,
+        gradients: Gradients,
+        numbers: Tensor,
+        scale: Tensor,
+        first: int,
+        end: int,
+        *,
+        share: bool,
+        amax: bool,
+        bounds: float,
     ) -> Tensor:
         """Returns what `send` does as the numbers of one step, as `advance` reads them. Every rank must call it.
 
         The packet is written and read by a kernel each. Does not synchronize: faults are raised when the next step
         begins. Arguments are as those of `write_packet`; `share` is whether the last number is one, and `amax` whether
-        the largest magnitude is sent.
+        the largest magnitude is sent; `bounds` is as in the packet.
         """
         rows, holder = self._placements.rows(gradients, self.ranks, scale.device)
         elements = count_elements(gradients.values, self.weights(gradients)) if share else 0.0
-        packet, largest = write_packet(scale, numbers, rows, first, end, elements, [holder, float(amax)])
+        packet, largest = write_packet(scale, numbers, rows, first, end, elements, [holder, float(amax), bounds])
         works = [dist.all_reduce(packet, dist.ReduceOp.SUM, group=self.group, async_op=True)]
         if amax:
             works.append(dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True))
@@ -212,7 +224,7 @@ class Rounds:
 
     def _raise_faults(self, found: HostCopy, scale: Tensor) -> None:
         """Raises the first fault that a round shows, on all ranks. Waits for its numbers, not for work queued since."""
-        out_of_sync, distinct, sent_amax, asked_norm, follow = map(round, found.read())
+        out_of_sync, distinct, sent_amax, asked_norm, follow, clips = map(round, found.read())
         ranks = dist.get_world_size(self.group)
         if out_of_sync:
             scales: list[Any] = [None] * ranks
@@ -232,6 +244,11 @@ class Rounds:
                     f"All ranks must call `step` with the same arguments and the same policy. Received: {what} on "
                     f"{asked} of {ranks - follow} ranks. Pass the same everywhere."
                 )
+        if clips:
+            raise RuntimeError(
+                "All ranks must call `step` with the same arguments. Received: different values of `clip_norm` or "
+                "`clip_value`. Pass the same everywhere."
+            )
 
     def send_with_norm(
         self,

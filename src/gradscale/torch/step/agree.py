@@ -189,6 +189,8 @@ def send_round(rounds: Rounds, plan: StepPlan, window: Window, measurement: Meas
     counted = plan.edited or plan.edge is not None
     elements = count_elements(gradients.values, rounds.weights(gradients)) if counted else 0.0
     packet = Packet(
+        bounds=plan.bounds,
+        bounds_squared=plan.bounds**2,
         gradients=float(len(gradients) > 0),
         bad=1.0 - own.finite.double(),
         bad_loss=1.0 - loss_finite.double(),

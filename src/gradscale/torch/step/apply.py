@@ -75,6 +75,11 @@ class StepPlan(NamedTuple):
     clip_value: float | None = None
     kernel: Packed | None = None
 
+    @property
+    def bounds(self) -> float:
+        """Both bounds in one number, which ranks compare."""
+        return (self.clip_norm or 0.0) + (self.clip_value or 0.0)
+
 
 def plan_step(
     rule: Rule,

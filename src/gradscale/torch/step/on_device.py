@@ -160,8 +160,8 @@ def seen_on_device(plan: StepPlan, window: Window, *, losses: bool = True, round
         numbers = torch.stack([*found, *notes, *share])
         sizes = None if plan.divides else numbers[: first if packed.norm else end]
         if rounds is not None:
-            sent = packed.shares, plan.finds_amax
-            numbers = rounds.send_from_device(plan.gradients, numbers, window.scale, first, end, *sent)
+            sent = {"share": packed.shares, "amax": plan.finds_amax, "bounds": plan.bounds}
+            numbers = rounds.send_from_device(plan.gradients, numbers, window.scale, first, end, **sent)
             first, end = int(packed.norm), packed.norm + (end > first)
     facts = followed(packed, window, numbers, first, end, len(notes), plan.clip_norm)
     facts.sizes, facts.agreed = sizes, rounds is not None
