@@ -62,12 +62,12 @@ def packets_that_differ(generator: np.random.Generator) -> int:
         sizes = floats(2 * count, generator)
         first = count if trial % 3 else 0
         end = first + (count if trial % 2 == 0 or not first else 0)
-        read = torch.from_numpy(np.concatenate([sizes[:end], floats(2, generator), np.full(share, 0.25, np.float32)]))
+        read = torch.from_numpy(np.concatenate([sizes[:end], floats(2, generator), np.full(int(share), 0.25, np.float32)]))
         if trial % 5 == 1:
             read[int(generator.integers(0, end + 2))] = (np.inf, np.nan, -np.inf)[trial % 3]
         weights = torch.from_numpy(generator.random((2, first)))
         scale = torch.tensor(2.0 ** int(generator.integers(-10, 20)))
-        elements, flags = 1000.0 * share, [1.0, float(end > first), 0.3]
+        elements, flags = 1000.0 * share, [1.0, float(end > first), 0.25]
         ours, amax = torch.zeros(len(packet.At), dtype=torch.float64), torch.zeros(())
         theirs = packet.write_packet(scale, read, weights, first, end, elements, flags)
         written = scale, read, weights, ours, amax, first, end, len(read) - share, elements, *flags
