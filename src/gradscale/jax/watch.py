@@ -12,10 +12,11 @@ from jax import Array
 from jax.tree_util import GetAttrKey, SequenceKey
 
 from gradscale.formats import Format
+from gradscale.histogram.counts import ExponentHistogram
 from gradscale.jax.tree import Leaf, is_inexact, path_name, split
 from gradscale.kernels.jax_exponents import counts_and_peaks
 from gradscale.watching.record import FORMATS, Ranges, WatchRecord
-from gradscale.watching.sample import MODEL, Counts, Key, Kind, Sample
+from gradscale.watching.sample import MODEL, Key, Kind, Sample, Tally, sample_of
 
 GRADIENTS: tuple[Kind, ...] = ("output_grad", "weight_grad")
 
@@ -193,8 +194,7 @@ def _sample(counts: WatchCounts) -> Sample:
             f"Counts must be those of one step. Received: some stacked in the shape {read.bins.shape[:-2]}, by `scan`, "
             "`vmap` or `pmap`. Take one: `jax.tree.map(lambda leaf: leaf[0], counts)`."
         )
-    sample = Sample()
-    for key, dtype in zip(counts.keys, counts.dtypes, strict=True):
-        sample.add(key, dtype, float(read.scale) if key[1] in GRADIENTS else 1.0)
     bins, outside = (np.asarray(each, np.int64) for each in (read.bins, read.outside))
-    return sample.keep(Counts(bins, outside, np.asarray(read.amax)))
+    scales = (float(read.scale) if kind in GRADIENTS else 1.0 for _, kind in counts.keys)
+    histograms = (ExponentHistogram(*each) for each in zip(bins, *outside.T, strict=True))
+    return sample_of(zip(counts.keys, map(Tally, histograms, read.amax.tolist(), counts.dtypes, scales), strict=True))

@@ -74,7 +74,7 @@ def calibrate(
                     check_loss(loss_fn(model, batch), "loss_fn").backward()
             finally:
                 sample = recorder.detach()
-            counted = {f"{tally.name}{SUFFIXES[tally.kind]}": tally.histogram for tally in sample.tallies()}
+            counted = {f"{name}{SUFFIXES[kind]}": tally.histogram for (name, kind), tally in sample.items()}
             add_batch(found, counted, index)
             if optimizer is not None:
                 optimizer.step()

@@ -58,7 +58,7 @@ class WatchRow:
 
 def rows_of(sample: Sample, step: int, formats: Sequence[Format]) -> Iterator[WatchRow]:
     """Yields a row for each tensor of a sample."""
-    for name, kind, histogram, amax, dtype, scale in sample.tallies():
+    for (name, kind), (histogram, amax, dtype, scale) in sample.items():
         zeros, infs, nans = (int(number) for number in (histogram.zeros, histogram.infs, histogram.nans))
         elements = histogram.nonzero + zeros + infs + nans
         # torch's own scaler goes to 0 and to inf. At the bounds, too, all is flushed or overflows.
