@@ -12,7 +12,7 @@ from gradscale.engine.culprits import Culprit
 from gradscale.engine.health import Weights
 from gradscale.engine.result import ScaleDesync, to_be_called
 from gradscale.jax.tree import Leaf, split
-from gradscale.kernels.jax_text import shown
+from gradscale.kernels.jax import shown
 
 T = TypeVar("T")
 

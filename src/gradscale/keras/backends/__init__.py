@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import keras
 
 from gradscale.histogram.counts import ExponentHistogram
-from gradscale.keras._installed import BACKENDS
+from gradscale.keras.compat import BACKENDS
 from gradscale.record import Array
 
 T = TypeVar("T")

@@ -15,8 +15,7 @@ from gradscale.formats import FP32
 from gradscale.histogram.counts import ExponentHistogram
 from gradscale.keras.backends import Assign, Backend
 from gradscale.keras.remember import STATIC, TENSORS, StepResult
-from gradscale.kernels import jax_text
-from gradscale.kernels.jax import peak, real_parts, share_above, square
+from gradscale.kernels.jax import peak, place, real_parts, share_above, square
 from gradscale.kernels.jax_exponents import counts_and_peaks
 
 jax.tree_util.register_dataclass(StepResult, data_fields=TENSORS, meta_fields=STATIC)
@@ -71,7 +70,7 @@ class Jax(Backend):
             assign(variable, value)
 
     def place(self, value: Any) -> str:
-        return jax_text.place(value)
+        return place(value)
 
     def owner(self, value: Any) -> Any:
         """Returns the trace of a value; None if it is an array.
