@@ -8,7 +8,7 @@ import pytest
 
 from gradscale.histogram import exponent_histogram
 from gradscale.watching.record import Schedule, WatchRecord
-from gradscale.watching.sample import Tally, sample_of
+from gradscale.watching.rows import Tally, sample_of
 
 FIRST = np.array([3.0, 0.25, 0.0], np.float32)
 SECOND = np.array([1.0, np.inf], np.float16)

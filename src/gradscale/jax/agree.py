@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from gradscale.engine.measurement import LARGEST_NORM, Measurement
 from gradscale.engine.plan import Plan
-from gradscale.jax.axes import Axes, size
+from gradscale.jax.axes import Axes, grouped, size
 from gradscale.jax.compat import vary, varying_axes
 from gradscale.jax.measure import LocalSizes
 
@@ -112,14 +112,12 @@ def _worst(values: Array, axes: Sequence[str]) -> Array:
 def _summed(local: LocalSizes, axes: Axes) -> LocalSizes:
     """Returns squares and counts of each gradient, summed over the axes over which its parameter is sharded."""
     # One `psum` for each set of axes: stacked values share their varying axes, so others must not be among them.
-    values = [*local.squares, *local.above]
     together = [
         axes.distinct(place, value) for part in (local.squares, local.above) for place, value in enumerate(part)
     ]
-    for names in sorted(set(together) - {()}):
-        places = [place for place, own in enumerate(together) if own == names]
-        for place, total in zip(places, lax.psum(jnp.stack([values[place] for place in places]), names), strict=True):
-            values[place] = total
+    values = grouped(
+        lambda own, names: lax.psum(jnp.stack(own), names) if names else own, [*local.squares, *local.above], together
+    )
     elements = [
         count * size(axes.distinct(place, value))
         for place, (count, value) in enumerate(zip(local.elements, local.above, strict=True))

@@ -16,7 +16,7 @@ from gradscale.histogram.counts import ExponentHistogram
 from gradscale.jax.tree import Leaf, is_inexact, path_name, split
 from gradscale.kernels.jax_exponents import counts_and_peaks
 from gradscale.watching.record import FORMATS, Ranges, WatchRecord
-from gradscale.watching.sample import MODEL, Key, Kind, Sample, Tally, sample_of
+from gradscale.watching.rows import MODEL, Key, Kind, Sample, Tally, sample_of
 
 GRADIENTS: tuple[Kind, ...] = ("output_grad", "weight_grad")
 

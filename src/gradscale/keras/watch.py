@@ -9,12 +9,12 @@ import keras
 import numpy as np
 
 from gradscale.formats import Format
-from gradscale.keras.layers import distinct_layers, own_weights, path_in
+from gradscale.keras.explain import distinct_layers, own_weights, path_in
 from gradscale.keras.measure import BACKEND, Gradients, overwrites
 from gradscale.keras.optimizer import optimizer_of
 from gradscale.keras.step import is_narrow
 from gradscale.watching.record import FORMATS, Ranges, WatchRecord
-from gradscale.watching.sample import MODEL, Key, Tally, sample_of
+from gradscale.watching.rows import MODEL, Key, Tally, sample_of
 
 
 class Watch(WatchRecord, keras.callbacks.Callback):

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradscale.formats import FloatArray
 from gradscale.histogram.counts import EXPONENTS, HIGHEST_EXPONENT, LOWEST_EXPONENT, ExponentHistogram
 from gradscale.kernels.torch import as_real, largest
-from gradscale.watching.sample import Tally
+from gradscale.watching.rows import Tally
 
 CHUNK = 262_144
 """Elements that are counted together: with fewer, calls of torch cost more than counting."""

@@ -12,7 +12,7 @@ from gradscale.histogram.calibration import Calibration, add_batch, calibration_
 from gradscale.histogram.counts import ExponentHistogram
 from gradscale.torch.probing.run import check_loss, keep_buffers
 from gradscale.torch.watch.recorder import Recorder
-from gradscale.watching.sample import Kind
+from gradscale.watching.rows import Kind
 
 SUFFIXES: dict[Kind, str] = {"output_grad": " (output)", "weight_grad": ""}
 """What is measured, and how its kind is written after its name."""

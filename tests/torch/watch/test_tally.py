@@ -10,7 +10,7 @@ from torch import Tensor
 from gradscale.histogram import exponent_histogram
 from gradscale.kernels.torch_exponents import tally
 from gradscale.torch.gradients import numbers_of
-from gradscale.watching.sample import Tally
+from gradscale.watching.rows import Tally
 
 
 def counted(tensors: list[Tensor], scale: float = 1.0) -> list[Tally]:

@@ -15,7 +15,7 @@ from gradscale.torch.cast import tensors_in
 from gradscale.torch.gradients import numbers_of
 from gradscale.torch.probing.run import probing
 from gradscale.torch.wrappers import own_module, own_name
-from gradscale.watching.sample import KINDS, MODEL, Key, Kind, Sample, Tally, sample_of
+from gradscale.watching.rows import KINDS, MODEL, Key, Kind, Sample, Tally, sample_of
 
 
 class LeftOut(partial[None]):
