@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import jax
@@ -51,7 +52,9 @@ class Axes:
         """
         means = mapped_axes(() if mean_axes is None else mean_axes)
         shared = mapped_axes(axis_names, means)
-        untracked = frozenset(axis for axis in {*shared, *means} if not _is_tracked(axis))
+        # The index along an axis varies over it wherever JAX knows of such a thing. Traced, not run.
+        varying = {axis: varying_axes(jax.eval_shape(partial(lax.axis_index, axis))) for axis in {*shared, *means}}
+        untracked = frozenset(axis for axis, names in varying.items() if axis not in names)
         if tracked := sorted(set(means) - untracked):
             # Not only where JAX has summed: of a sharded parameter, each device would get the mean of all shards.
             raise ValueError(
@@ -139,11 +142,6 @@ def mapped_axes(axis_names: AxisNames, averaged: tuple[str, ...] = ()) -> tuple[
 def size(axes: Iterable[str]) -> int:
     """Returns the number of devices, or rows, along all of `axes` together."""
     return math.prod(lax.axis_size(axis) for axis in axes)
-
-
-def _is_tracked(axis: str) -> bool:
-    # The index along an axis varies over it wherever JAX knows of such a thing. Traced, not run.
-    return axis in varying_axes(jax.eval_shape(lambda: lax.axis_index(axis)))
 
 
 def grouped(reduce: Callable[[list[Array], K], Any], values: Sequence[Array], keys: Sequence[K]) -> list[Array]:

@@ -150,23 +150,22 @@ def _kind(optimizer: Any) -> str:
 
 def _mistakes_of_dtypes(outputs: Sequence[Any], trained: Sequence[Any]) -> Iterator[str]:
     """Yields warnings of layers, whose results the model returns, and of weights in half precision."""
-    half = [layer for layer in outputs if layer.compute_dtype == "float16" and _makes_probabilities(layer)]
-    if half:
+    made = [
+        layer
+        for layer in outputs
+        if isinstance(layer, keras.layers.Softmax) or getattr(layer, "activation", None) in PROBABILITIES
+    ]
+    if half := [layer for layer in made if layer.compute_dtype == "float16"]:
         yield (
             f"The output layer {half[0].name!r} makes probabilities in FP16: those below "
             f"{FP16.smallest_subnormal:.1e} are 0, and their logarithm is lost. Give it dtype='float32', or return "
             "logits and build the loss with from_logits=True."
         )
-    stored = [weight for weight in trained if weight.dtype in ("float16", "bfloat16")]
-    if stored:
+    if stored := [weight for weight in trained if weight.dtype in ("float16", "bfloat16")]:
         yield (
             f"{len(stored)} weights are stored in half precision, such as {stored[0].path!r}: updates below half a "
             "unit in the last place are lost. Use 'mixed_float16' or 'mixed_bfloat16', which store float32."
         )
-
-
-def _makes_probabilities(layer: Any) -> bool:
-    return isinstance(layer, keras.layers.Softmax) or getattr(layer, "activation", None) in PROBABILITIES
 
 
 def _mistakes_of_optimizer(optimizer: Any, scaling: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ import numpy as np
 from gradscale._text import scaler_text
 from gradscale.engine.bf16 import note_bf16
 from gradscale.engine.hints import OtherNames, explains_arguments
+from gradscale.engine.metrics import host_metrics
 from gradscale.engine.saved import check_state, policy_from_dict
 from gradscale.keras.checks import (
     DYNAMIC_GROWTH_STEPS,
@@ -22,7 +23,7 @@ from gradscale.keras.checks import (
 )
 from gradscale.keras.compat import check_inner_settings, check_overwritten
 from gradscale.keras.measure import BACKEND, Gradients, Losses, overwrites
-from gradscale.keras.remember import StepResult, metrics_on_host, result_of, result_without_gradients
+from gradscale.keras.remember import StepResult, result_of, result_without_gradients, to_numpy
 from gradscale.keras.step import is_narrow, run_step, unscaled
 from gradscale.keras.variables import FIRST, SCALE_INDEX, StateLayout, fitted, on_host
 from gradscale.policies.contract import Policy, ScaleState
@@ -124,7 +125,8 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         Args:
             result: that of the last step of a custom loop.
         """
-        return metrics_on_host(self.state, result)
+        sizes = (None, None) if result is None else (result.grad_norm, result.amax)
+        return host_metrics(self.state, *(None if size is None else to_numpy(size) for size in sizes))
 
     def scale_loss(self, loss: Any, optimizer_variables: Sequence[Any] | None = None) -> Any:
         """Returns `loss` times the scale, in float32 or wider. With a `policy` the next step knows if it was finite.

@@ -77,7 +77,11 @@ class LossScaler(HostScaler):
         losses = loss if isinstance(loss, list | tuple) else [loss]
         for one in losses:
             check_loss(one, self._policy)
-        self._undo_unscale()
+        if multiplies(self._policy):
+            multiply(self._unscaled, self.loss_scale)
+        self._unscaled = ()
+        if self.unscaled_finite():  # an overflow is not forgotten
+            self._before_unscale = None
         if self._policy.needs and losses:
             self._losses.add(losses)
         scaled = [one * self.loss_scale for one in losses] if multiplies(self._policy) else list(losses)
@@ -167,14 +171,6 @@ class LossScaler(HostScaler):
 
     def _observe(self, gradients: Gradients, divisor: float, rescale: float) -> Observation:
         return observe(gradients, Plan.of(self._policy, clip_norm=self.clip_norm), divisor=divisor, rescale=rescale)
-
-    def _undo_unscale(self) -> None:
-        """Multiplies by the scale what `unscale` has divided, if no step followed. An overflow is not forgotten."""
-        if multiplies(self._policy):
-            multiply(self._unscaled, self.loss_scale)
-        self._unscaled = ()
-        if self.unscaled_finite():
-            self._before_unscale = None
 
     def _reset(self) -> None:
         self._losses = Losses()

@@ -126,26 +126,11 @@ def rows_of(sample: Sample, step: int, formats: Sequence[Format]) -> Iterator[Wa
 def rows_table(rows: Iterable[WatchRow], format: Format) -> str:
     """Returns rows as a table of text, with what one format loses."""
     columns = ("step", "tensor", "kind", "scale", "amax", "smallest", "bits", "zeros", "inf, NaN")
-    return text_table(
-        (*columns, f"{format.name} flushed", "subnormal", "overflow", "SNR dB"),
-        [(*_cells(row), *_format_cells(row.formats[format.name])) for row in rows],
-        whole=("tensor", "kind"),
-    )
-
-
-def _cells(row: WatchRow) -> tuple[str, ...]:
-    return (
-        str(row.step),
-        row.name,
-        row.kind,
-        f"{row.scale:g}",
-        f"{row.amax:.1e}",
-        f"{row.smallest:.1e}",
-        str(row.range_bits),
-        f"{row.zeros:.1%}",
-        str(row.infs + row.nans),
-    )
-
-
-def _format_cells(found: Losses) -> tuple[str, ...]:
-    return (f"{found.flushed:.2%}", f"{found.subnormal:.2%}", f"{found.overflow:.2%}", f"{found.snr_db:.1f}")
+    lines: list[tuple[str, ...]] = []
+    for row in rows:
+        found, numbers = row.formats[format.name], (f"{row.scale:g}", f"{row.amax:.1e}", f"{row.smallest:.1e}")
+        counts = (str(row.range_bits), f"{row.zeros:.1%}", str(row.infs + row.nans))
+        lost = (f"{found.flushed:.2%}", f"{found.subnormal:.2%}", f"{found.overflow:.2%}", f"{found.snr_db:.1f}")
+        lines.append((str(row.step), row.name, row.kind, *numbers, *counts, *lost))
+    names = (*columns, f"{format.name} flushed", "subnormal", "overflow", "SNR dB")
+    return text_table(names, lines, whole=("tensor", "kind"))
