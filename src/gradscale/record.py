@@ -99,11 +99,13 @@ def settings_text(record: Any) -> str:
         with suppress(TypeError, ValueError):  # what is required may not fit the defaults
             # As settings are rounded and converted when a policy is made, so are its defaults.
             usual = type(record)(**{name: values[name] for name in required})
-    same = {
-        name for name, value in values.items() if isinstance(value, Plain) and value == getattr(usual, name, object())
-    }
-    changed = [name for name in values if name in required or name not in same]
+    changed = [name for name in values if name in required or usual is None or not _is_same(record, usual, name)]
     return f"{type(record).__name__}({', '.join(f'{name}={_setting_text(values[name])}' for name in changed)})"
+
+
+def _is_same(record: Any, usual: Any, name: str) -> bool:
+    value = getattr(record, name)
+    return isinstance(value, Plain) and value == getattr(usual, name)
 
 
 def _setting_text(value: Any) -> str:

@@ -83,10 +83,7 @@ class TensorFlow(Backend):
     def counts(self, arrays: Sequence[Any]) -> list[tuple[ExponentHistogram, float]]:
         """Returns the histogram of each array, and its largest number, by NumPy: TensorFlow has no kernel for it."""
         numbers: list[Any] = [keras.ops.convert_to_numpy(array) for array in arrays]
-        peaks = [[np.abs(chunk).max() for chunk in chunks(array) if chunk.size] for array in numbers]
-        return [
-            (exponent_histogram(array), float(np.max([0.0, *own]))) for array, own in zip(numbers, peaks, strict=True)
-        ]
+        return [(exponent_histogram(array), _peak(array)) for array in numbers]
 
     def leaves(self, value: Any, dtype: str) -> list[tf.Tensor]:
         return tf.unstack(tf.reshape(tf.cast(value, dtype), [-1]))
@@ -167,6 +164,11 @@ def _size(magnitudes: Sequence[tf.Tensor], peaks: bool) -> tf.Tensor:
     if size.dtype == tf.float64:
         size = tf.cast(tf.where(tf.math.is_finite(size), tf.minimum(size, FP32.max), size), tf.float32)
     return size
+
+
+def _peak(array: Any) -> float:
+    """Returns the largest magnitude of an array in host memory; NaN where there is one."""
+    return float(np.max([0.0, *(np.abs(chunk).max() for chunk in chunks(array) if chunk.size)]))
 
 
 BACKEND = TensorFlow()

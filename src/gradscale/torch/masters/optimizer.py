@@ -176,10 +176,8 @@ class MasterWeights(Optimizer):
                     if skip is not None and skip.item():
                         break
                     skip = None
-                    # As in fused kernels: a product with the inverse rounds twice where the divisor is no power of two.
-                    pairs = [] if divisor is None else [values_of(each, each.grad) for each in stepped]  # type: ignore[arg-type]
-                    for alike in tensor_groups(pairs):
-                        torch._foreach_div_(alike.tensors, to_device(divisor, alike.device))  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
+                    if divisor is not None:
+                        _divide(stepped, divisor)
                     apply.step_unfolded(self.optimizer)
                 if half:
                     self._storage.write(values, here, stored, parameters)
@@ -361,6 +359,14 @@ def _set_gradients(masters: Sequence[Tensor], weights: Sequence[Any]) -> None:
         torch._foreach_copy_(cast, [local(grad) for _, grad in to_cast])  # pyright: ignore[reportPrivateImportUsage]
         for (master, grad), part in zip(to_cast, cast, strict=True):
             master.grad = distributed_as(grad, part)
+
+
+def _divide(parameters: Sequence[Tensor], divisor: Tensor) -> None:
+    """Divides the gradients of `parameters`. Does not synchronize."""
+    # As in fused kernels: a product with the inverse rounds twice where the divisor is no power of two.
+    for group in tensor_groups([values_of(each, each.grad) for each in parameters]):  # type: ignore[arg-type]
+        here = to_device(divisor, group.device)
+        torch._foreach_div_(group.tensors, here)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _copy_settings(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
