@@ -6,8 +6,8 @@ tenth of them is zero. Throughput is the size of the tensor over the median time
 
     python -m benchmarks.bench_histogram
 
-Caveats: the numbers are Gaussian. torch reads a chunk with subnormal numbers, inf or NaN once more: with such numbers in
-every chunk, the goal may be missed.
+Caveats: the numbers are Gaussian. torch reads a chunk with subnormal numbers, inf or NaN once more: with such numbers
+in every chunk, the goal may be missed.
 """
 
 import os
