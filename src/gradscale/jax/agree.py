@@ -40,8 +40,8 @@ def agree(local: LocalSizes, loss_finite: Array, scale: Array, plan: Plan, axes:
     Two small all-reduces where parameters are sharded, one where they are not, none without axes.
     """
     local = _summed(local, axes)
-    above = jnp.sum(jnp.stack([jnp.float32(0), *local.above]))
-    shares = [] if plan.edge is None else [above / max(1, sum(local.elements))]
+    above = [jnp.float32(0), *local.above]
+    shares = [] if plan.edge is None else [jnp.sum(jnp.stack(above)) / max(1, sum(local.elements))]
     # Compared in the all-reduce that is made anyway, as a maximum and a minimum; also where JAX's types say that all
     # devices have the same, since a process may have loaded another one. `NoScaling` has nothing to compare.
     compares = plan.checks and bool(axes.shared)
