@@ -6,9 +6,8 @@ tenth of them is zero. Throughput is the size of the tensor over the median time
 
     python -m benchmarks.bench_histogram
 
-Caveats: the numbers are Gaussian; where a chunk spans more than 64 powers of two, JAX scatters instead of comparing,
-which takes several times as long. A chunk with subnormal numbers is read again, and on JAX also one with inf or NaN:
-with such numbers in every chunk, the goal may be missed.
+Caveats: the numbers are Gaussian. torch reads a chunk with subnormal numbers, inf or NaN once more: with such numbers
+in every chunk, the goal may be missed.
 """
 
 import os

@@ -79,13 +79,3 @@ def test_clipping_is_the_same_up_to_rounding(values: list[float], bound: float) 
     found, _, result = clipped(Scaler(Static(8.0)), grads, bound)
     assert number(result.grad_norm) == pytest.approx(number(expected.grad_norm), rel=1e-6)
     np.testing.assert_allclose(found["a"], expected.grads["a"], rtol=1e-6)
-
-
-@settings(max_examples=50, deadline=None)
-@given(flags=st.lists(st.booleans(), max_size=40))
-def test_the_scale_stays_between_its_bounds(flags: list[bool]) -> None:
-    policy = Dynamic(init_scale=8.0, growth_interval=1, min_scale=2.0, max_scale=20.0)
-    scaler = Scaler(policy)
-    for finite in flags:
-        _, scaler, _ = compiled(scaler, np.float32(1.0 if finite else INF), np.float32(1))
-        assert 2.0 <= float(scaler.loss_scale) <= 20.0

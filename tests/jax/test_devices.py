@@ -29,8 +29,8 @@ def mesh() -> jax.sharding.Mesh:
     return jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
 
 
-def spikes(bad: float, at: int = 5) -> Any:
-    return jnp.zeros(DEVICES).at[at].set(bad)
+def spikes(bad: float) -> Any:
+    return jnp.zeros(DEVICES).at[5].set(bad)
 
 
 def over_devices(mesh: Any, function: Any, *, check_vma: bool) -> Any:
@@ -58,8 +58,13 @@ def test_what_one_device_finds_counts_for_all(mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("retries", [0, 2])
-def test_gradients_are_the_mean_over_the_devices(mesh: Any, retries: int) -> None:
-    step = over_devices(mesh, value_and_grad(mean_loss, clip_norm=0.01, retries=retries), check_vma=True)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_are_the_mean_over_the_devices_by_jax_or_where_asked(
+    mesh: Any, check_vma: bool, retries: int
+) -> None:
+    loss, axes = (mean_loss, ()) if check_vma else (spiked, "data")
+    function = value_and_grad(loss, clip_norm=0.01, retries=retries, mean_axes=axes)
+    step = over_devices(mesh, function, check_vma=check_vma)
     grads, _, result = step(Scaler(POLICY), params(), batch(), spikes(0.0))
     expected, _, alone = jax.jit(value_and_grad(base_loss, clip_norm=0.01))(Scaler(POLICY), params(), batch())[1:]
     assert number(result.grad_norm) == pytest.approx(number(alone.grad_norm), rel=1e-5)
@@ -67,38 +72,17 @@ def test_gradients_are_the_mean_over_the_devices(mesh: Any, retries: int) -> Non
         np.testing.assert_allclose(grad, expected[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("retries", [0, 2])
-def test_gradients_that_jax_does_not_reduce_are_averaged_when_asked(mesh: Any, retries: int) -> None:
-    function = value_and_grad(spiked, clip_norm=0.01, retries=retries, mean_axes="data")
-    step = over_devices(mesh, function, check_vma=False)
-    grads, _, result = step(Scaler(POLICY), params(), batch(), spikes(0.0))
-    expected, _, alone = jax.jit(value_and_grad(base_loss, clip_norm=0.01))(Scaler(POLICY), params(), batch())[1:]
-    assert number(result.grad_norm) == pytest.approx(number(alone.grad_norm), rel=1e-5)
-    for name, grad in grads.items():
-        np.testing.assert_allclose(grad, expected[name], rtol=1e-4, atol=1e-6)
-
-
-def test_scales_do_not_part_where_jax_checks_nothing(mesh: Any) -> None:
+@pytest.mark.parametrize(
+    ("axis_names", "scales"), [(None, [512.0] * DEVICES), ((), [1024.0] * 5 + [512.0] + [1024.0] * 2)]
+)
+def test_scales_part_only_where_no_axis_is_named(mesh: Any, axis_names: Any, scales: list[float]) -> None:
     def local(scaler: Scaler, weights: Any, x: Any, spike: Any) -> Any:
-        after = value_and_grad(spiked)(scaler, weights, x, spike[0])[2]
+        after = value_and_grad(spiked, axis_names=axis_names)(scaler, weights, x, spike[0])[2]
         return after.loss_scale[None]
 
     specs = (P(), P(), P("data"), P("data"))
     step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
-    assert jax.jit(step)(Scaler(POLICY), params(), batch(), spikes(INF)).tolist() == [512.0] * DEVICES
-
-
-def test_an_empty_list_of_axes_leaves_every_device_on_its_own(mesh: Any) -> None:
-    def local(scaler: Scaler, weights: Any, x: Any, spike: Any) -> Any:
-        after = value_and_grad(spiked, axis_names=())(scaler, weights, x, spike[0])[2]
-        return after.loss_scale[None]
-
-    specs = (P(), P(), P("data"), P("data"))
-    step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
-    assert (
-        jax.jit(step)(Scaler(POLICY), params(), batch(), spikes(INF, at=2)).tolist()
-        == [1024.0] * 2 + [512.0] + [1024.0] * 5
-    )
+    assert jax.jit(step)(Scaler(POLICY), params(), batch(), spikes(INF)).tolist() == scales
 
 
 def test_one_bad_loss_stops_the_retries_of_all_devices_and_keeps_the_scale(mesh: Any) -> None:

@@ -15,7 +15,7 @@ from tests.other_names import check_answers
 from gradscale import Dynamic, Histogram, NoScaling, Policy, ScaleState, Static, Status, import_state, preset
 from gradscale.engine.metrics import METRICS
 from gradscale.jax import Scaler, ScaleStuck, StepResult, scaled, value_and_grad
-from gradscale.kernels import jax_text
+from gradscale.kernels import jax as kernels
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.log_max import LogMax
 from gradscale.record import Record
@@ -299,7 +299,7 @@ def test_what_is_no_number_is_shown_by_what_it_is() -> None:
 
 def test_an_array_on_a_device_is_not_read_to_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
     scaler = Scaler("dynamic")
-    monkeypatch.setattr(jax_text, "place", lambda _: "<on cuda:0>")
+    monkeypatch.setattr(kernels, "place", lambda _: "<on cuda:0>")
     assert repr(scaler) == "Scaler(Dynamic(), scale=<on cuda:0>, applied=<on cuda:0>, skipped=<on cuda:0>)"
 
 

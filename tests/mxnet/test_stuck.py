@@ -35,7 +35,7 @@ def test_the_trainer_goes_on_after_the_error() -> None:
     backward(trainer, INF, CLEAN)
     with pytest.raises(ScaleStuck):
         trainer.step(1)
-    assert (int(scaler.state.skipped), scaler.last.skipped(), scaler.needs_loss) == (1, True, True)
+    assert (int(scaler.state.skipped), scaler.last.skipped(), scaler._losses.given) == (1, True, False)
     assert not any(data._fresh_grad for data in trainer._params[0].list_data())
     backward(trainer, CLEAN, CLEAN)
     trainer.step(2)

@@ -78,17 +78,6 @@ def test_only_the_parameters_that_overflowed_are_culprits() -> None:
     assert weights(trainer) == [[1.0, 1.0, 1.0]]
 
 
-def test_the_default_is_the_rule_of_mxnet_without_its_lag() -> None:
-    trainer = make_trainer(make_parameter())
-    scaler = init_trainer(trainer)
-    scales = []
-    for slope in (INF, INF, CLEAN):
-        backward(trainer, slope)
-        trainer.step(1)
-        scales.append(scaler.last.scale)
-    assert scales == [65536.0, 32768.0, 16384.0]
-
-
 def test_the_default_never_reaches_zero() -> None:
     trainer = make_trainer(make_parameter())
     scaler = init_trainer(trainer, max_consecutive_skips=1000)
@@ -115,17 +104,6 @@ def test_auto_follows_the_largest_gradient() -> None:
     assert init_trainer(make_trainer(make_parameter()), "static:1024").policy == Static(1024)
     with pytest.raises(ValueError, match=r"must be a policy, .* or name one\. Received: policy='o1'"):
         init_trainer(make_trainer(make_parameter()), "o1")
-
-
-def test_the_floor_and_the_ceiling_hold() -> None:
-    trainer = make_trainer(make_parameter())
-    scaler = init_trainer(trainer, Dynamic(init_scale=8.0, min_scale=4.0, max_scale=16.0, growth_interval=1))
-    scales = []
-    for slope in (INF, INF, CLEAN, CLEAN, CLEAN):
-        backward(trainer, slope)
-        trainer.step(1)
-        scales.append(scaler.loss_scale)
-    assert scales == [4.0, 4.0, 8.0, 16.0, 16.0]
 
 
 def test_the_state_keeps_its_types_with_numpy_1_too() -> None:

@@ -12,7 +12,7 @@ from tests.stories import same
 from gradscale import FP8_E5M2, Dynamic, Headroom, Histogram, LogMax, Policy
 from gradscale.policies.compiled import compiled
 from gradscale.policies.contract import Seen, advanced
-from gradscale.policies.scalars import EXACT, MOST_COMPILED, SCALARS, Scalars
+from gradscale.policies.scalars import EXACT, SCALARS, compiled_rule
 from gradscale.record import fields, place
 
 pytestmark = pytest.mark.skipif(not EXACT, reason="numpy 1 makes float64 of a float32 scalar times a number")
@@ -97,9 +97,9 @@ def test_a_rule_of_a_user_is_called() -> None:
 
 
 def test_a_rule_of_a_user_is_not_kept() -> None:
-    namespace, policy = Scalars(), Branching()
-    namespace.rule(policy)(policy.start(), Seen())
-    assert not namespace._compiled
+    policy, kept = Branching(), compiled_rule.cache_info().currsize
+    SCALARS.rule(policy)(policy.start(), Seen())
+    assert compiled_rule.cache_info().currsize == kept
 
 
 def test_a_rule_that_branches_on_a_value_cannot_be_compiled() -> None:
@@ -122,10 +122,8 @@ def test_numbers_and_operations_that_are_the_same_are_kept() -> None:
     assert (state.scale, state.applied) == (65536.0, 7)
 
 
-def test_only_so_many_policies_are_kept_and_none_is_taken_for_another() -> None:
-    namespace = Scalars()
-    for count in range(2 * MOST_COMPILED):
-        policy = Dynamic(init_scale=float(count + 1))
-        state = scalars(policy.start())
-        assert namespace.rule(policy)(state, Seen(finite=np.bool_(False))).scale == max(1.0, (count + 1) / 2)
-    assert len(namespace._compiled) <= MOST_COMPILED
+def test_no_policy_is_taken_for_another_one() -> None:
+    for scale in (4.0, 8.0, 4.0):
+        state = scalars(Dynamic(init_scale=scale).start())
+        assert SCALARS.rule(Dynamic(init_scale=scale))(state, Seen(finite=np.bool_(False))).scale == scale / 2
+        assert SCALARS.rule(Dynamic(init_scale=scale, backoff_factor=0.25))(state, Seen()).scale == scale

@@ -8,7 +8,7 @@ import pytest
 
 from gradscale.histogram import exponent_histogram
 from gradscale.watching.record import Schedule, WatchRecord
-from gradscale.watching.sample import Counts, Sample
+from gradscale.watching.rows import Tally, sample_of
 
 FIRST = np.array([3.0, 0.25, 0.0], np.float32)
 SECOND = np.array([1.0, np.inf], np.float16)
@@ -16,14 +16,11 @@ SECOND = np.array([1.0, np.inf], np.float16)
 
 def record_of(*tensors: tuple[str, np.ndarray, float]) -> WatchRecord:
     """Returns a record of step 7, in which modules have these numbers, unscaled, and the scale that they had."""
-    sample, arrays = Sample(), [array for _, array, _ in tensors]
-    for name, array, scale in tensors:
-        sample.add((name, "weight_grad"), array.dtype, scale)
-    found = list(map(exponent_histogram, arrays))
-    outside = np.stack([(each.zeros, each.infs, each.nans) for each in found])
     record = WatchRecord(100, None, ["fp16"])
-    counts = Counts(np.stack([each.counts for each in found]), outside, np.array([abs(each).max() for each in arrays]))
-    record._samples[7] = sample.keep(counts)
+    record._samples[7] = sample_of(
+        ((name, "weight_grad"), Tally(exponent_histogram(array), float(abs(array).max()), array.dtype, scale))
+        for name, array, scale in tensors
+    )
     return record
 
 

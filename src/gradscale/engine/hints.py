@@ -1,8 +1,8 @@
 """What users of other loss scalers are told: what their names for methods, settings and arguments are called here."""
 
-import ast
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, wraps
@@ -252,8 +252,8 @@ def unknown_arguments(call: str, function: Callable[..., Any], unknown: Mapping[
 def _explanation(call: str, unknown: Mapping[str, Any], known: Collection[str]) -> str:
     """Returns what is said about keywords that a function does not have; nothing where nothing is known of them."""
     function = call.partition("(")[0]
-    settings = {name: value for name, value in unknown.items() if "{}" in call and _is_setting(name)}
-    if settings:
+    names = {*OTHER_SETTINGS, *_OF_POLICIES, "enabled", "loss_scale", "initial_scale_power"} if "{}" in call else ()
+    if settings := {name: value for name, value in unknown.items() if name in names}:
         received = ", ".join(f"{name}={short(value)}" for name, value in settings.items())
         text = f"`{function}` takes the settings of the scale as a policy. Received: {received}."
         enabled = settings.pop("enabled", None)
@@ -265,10 +265,6 @@ def _explanation(call: str, unknown: Mapping[str, Any], known: Collection[str]) 
         if hint := f" Use `{meant}={short(value)}`." if meant in known else did_you_mean(name, known):
             return f"`{function}` has no argument {name!r}. Received: {name}={short(value)}.{hint}"
     return ""
-
-
-def _is_setting(name: str) -> bool:
-    return name in OTHER_SETTINGS or name in _OF_POLICIES or name in ("enabled", "loss_scale", "initial_scale_power")
 
 
 def _policy(given: Mapping[str, Any]) -> str:
@@ -317,14 +313,7 @@ def refuse_name(name: str, known: Iterable[str]) -> NoReturn:
 def _public(adapter: str) -> tuple[str, ...]:
     """Returns the public names of an adapter, read from its source: to import it would load its framework."""
     try:
-        source = pkgutil.get_data("gradscale", f"{adapter}/__init__.py") or b""
+        source = (pkgutil.get_data("gradscale", f"{adapter}/__init__.py") or b"").decode()
     except OSError:  # installed without sources
         return ()
-    assigned = {
-        target.id: node.value
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    return tuple(ast.literal_eval(assigned["__all__"]))
+    return tuple(re.findall(r'"(\w+)"', source.partition("__all__")[2]))

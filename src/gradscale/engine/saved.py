@@ -78,7 +78,10 @@ def read_saved(
     check_policy(policy)
     # The class of the state comes from the policy, not from the file: a state of another policy is refused.
     start: ScaleState = policy.start()
-    state = _widened(type(start).from_dict(mapping["state"]), start)
+    state = type(start).from_dict(mapping["state"])
+    # Leaves in float64 where those of the start are: a dict does not say in which type.
+    wide = [name for name, value in numbers(start).items() if value.dtype == np.float64]
+    state = with_values(state, {name: np.float64(getattr(state, name)) for name in wide})
     _check_kind(policy, state)
     low, high = getattr(policy, "min_scale", 0.0), getattr(policy, "max_scale", np.inf)
     if not low <= state.scale <= high:
@@ -87,7 +90,11 @@ def read_saved(
             f"Received: scale={float(state.scale)!r}. The file it came from is damaged."
         )
     check_state(policy, state)
-    return Saved(policy, state, _ratio(mapping.get(AMAX_RATIO, UNKNOWN_RATIO)))
+    ratio = mapping.get(AMAX_RATIO, UNKNOWN_RATIO)
+    check_number(AMAX_RATIO, ratio)
+    if not 0 < ratio <= 1:
+        raise ValueError(f"`{AMAX_RATIO}` must be above 0 and at most 1. Received: {AMAX_RATIO}={short(ratio)}.")
+    return Saved(policy, state, float(ratio))
 
 
 def write_text(saved: Mapping[str, Any]) -> str:
@@ -186,12 +193,6 @@ def _check_kind(policy: Policy, state: Any) -> None:
         raise ValueError(f"`state` must hold one scale, not a vector of them. Received: vectors in {many}.")
 
 
-def _widened(state: ScaleState, start: ScaleState) -> ScaleState:
-    """Returns `state` with its leaves in float64 where those of `start` are: a dict does not say in which type."""
-    wide = {name: value for name, value in numbers(start).items() if value.dtype == np.float64}
-    return with_values(state, {name: np.float64(getattr(state, name)) for name in wide})
-
-
 def _check_parts(mapping: Any, kind: str, read: str, write: str) -> None:
     """Raises if `mapping` does not have the two parts that `write_saved` writes."""
     if not isinstance(mapping, Mapping):
@@ -206,14 +207,6 @@ def _check_parts(mapping: Any, kind: str, read: str, write: str) -> None:
     for key in KEYS:
         if not isinstance(part := saved[key], Mapping):
             raise TypeError(f"`{key}` of a saved {kind} must be a mapping. Received: {shown(part)}.")
-
-
-def _ratio(value: Any) -> float:
-    """Returns a saved ratio of amax to norm; raises unless it can be one."""
-    check_number(AMAX_RATIO, value)
-    if not 0 < value <= 1:
-        raise ValueError(f"`{AMAX_RATIO}` must be above 0 and at most 1. Received: {AMAX_RATIO}={short(value)}.")
-    return float(value)
 
 
 def policy_from_dict(mapping: Mapping[str, Any]) -> Policy:

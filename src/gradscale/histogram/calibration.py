@@ -94,10 +94,13 @@ class Calibration:
 
     def __str__(self) -> str:
         """Returns the scales and the layers as text."""
-        scales = text_table(
-            ("scale", "flushed", "subnormal", "overflow", "energy flushed", "SNR dB"),
-            [_scale_cells(each, best=each.scale == self.scale) for each in self.at],
-        )
+        rows: list[tuple[str, ...]] = []
+        for each in self.at:
+            found, best = each.losses, " (best)" if each.scale == self.scale else ""
+            shares = (found.flushed, found.subnormal, found.overflow, found.flushed_energy)
+            exponent = math.frexp(each.scale)[1] - 1
+            rows.append((f"2^{exponent}{best}", *(f"{share:.2%}" for share in shares), f"{found.snr_db:.1f}"))
+        scales = text_table(("scale", "flushed", "subnormal", "overflow", "energy flushed", "SNR dB"), rows)
         layers = text_table(
             ("gradient of", "own scale", "bits", "flushed", "subnormal", "advice"),
             [_cells(each) for each in self.layers],
@@ -240,16 +243,6 @@ def _advice(found: Losses, own: Losses, ratio: float) -> str:
     if own.flushed <= TOLERANCE:
         return f"keep it in float32, or multiply its gradient by up to 2^{math.frexp(ratio)[1] - 1} more"
     return "keep it in float32: no scale fits its range"
-
-
-def _scale_cells(each: ScaleLosses, *, best: bool) -> tuple[str, ...]:
-    found = each.losses
-    shares = (found.flushed, found.subnormal, found.overflow, found.flushed_energy)
-    return (
-        f"2^{math.frexp(each.scale)[1] - 1}{' (best)' if best else ''}",
-        *(f"{share:.2%}" for share in shares),
-        f"{found.snr_db:.1f}",
-    )
 
 
 def _cells(layer: LayerCalibration) -> tuple[str, ...]:

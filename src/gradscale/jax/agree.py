@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from gradscale.engine.measurement import LARGEST_NORM, Measurement
 from gradscale.engine.plan import Plan
-from gradscale.jax.axes import Axes, size
+from gradscale.jax.axes import Axes, grouped, size
 from gradscale.jax.compat import vary, varying_axes
 from gradscale.jax.measure import LocalSizes
 
@@ -40,7 +40,8 @@ def agree(local: LocalSizes, loss_finite: Array, scale: Array, plan: Plan, axes:
     Two small all-reduces where parameters are sharded, one where they are not, none without axes.
     """
     local = _summed(local, axes)
-    shares = [] if plan.edge is None else [_share(local)]
+    above = [jnp.float32(0), *local.above]
+    shares = [] if plan.edge is None else [jnp.sum(jnp.stack(above)) / max(1, sum(local.elements))]
     # Compared in the all-reduce that is made anyway, as a maximum and a minimum; also where JAX's types say that all
     # devices have the same, since a process may have loaded another one. `NoScaling` has nothing to compare.
     compares = plan.checks and bool(axes.shared)
@@ -76,13 +77,10 @@ def _measurement(magnitudes: Array, squares: Array, plan: Plan) -> Measurement:
 
 def _norm(squares: Array) -> Array:
     """Returns the norm; inf where its square does not fit float32, also of float64 gradients."""
-    norm = _root(jnp.sum(squares))
+    total = jnp.sum(squares)
+    # The derivative at zero is zero here; that of `jnp.sqrt` is infinite.
+    norm = jnp.where(total == 0, 0.0, jnp.sqrt(jnp.where(total == 0, 1.0, total)))
     return norm if norm.dtype == jnp.float32 else jnp.where(norm < LARGEST_NORM, norm, jnp.inf)
-
-
-def _root(total: Array) -> Array:
-    """Returns the square root, whose derivative at zero is zero here; that of `jnp.sqrt` is infinite."""
-    return jnp.where(total == 0, 0.0, jnp.sqrt(jnp.where(total == 0, 1.0, total)))
 
 
 def zeros(kind: Any) -> Array:
@@ -112,21 +110,14 @@ def _worst(values: Array, axes: Sequence[str]) -> Array:
 def _summed(local: LocalSizes, axes: Axes) -> LocalSizes:
     """Returns squares and counts of each gradient, summed over the axes over which its parameter is sharded."""
     # One `psum` for each set of axes: stacked values share their varying axes, so others must not be among them.
-    values = [*local.squares, *local.above]
     together = [
         axes.distinct(place, value) for part in (local.squares, local.above) for place, value in enumerate(part)
     ]
-    for names in sorted(set(together) - {()}):
-        places = [place for place, own in enumerate(together) if own == names]
-        for place, total in zip(places, lax.psum(jnp.stack([values[place] for place in places]), names), strict=True):
-            values[place] = total
+    values = grouped(
+        lambda own, names: lax.psum(jnp.stack(own), names) if names else own, [*local.squares, *local.above], together
+    )
     elements = [
         count * size(axes.distinct(place, value))
         for place, (count, value) in enumerate(zip(local.elements, local.above, strict=True))
     ]
     return local._replace(squares=values[: len(local.squares)], above=values[len(local.squares) :], elements=elements)
-
-
-def _share(local: LocalSizes) -> Array:
-    """Returns the share of all elements that are above the edge."""
-    return jnp.sum(jnp.stack([jnp.float32(0), *local.above])) / max(1, sum(local.elements))

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from gradscale.jax.optimizer import check_wide_state, trainable, update
 from gradscale.jax.remember import StepResult
 from gradscale.jax.scaler import Scaler
-from gradscale.jax.tree import OVERWRITE_WITH_GRADIENT, Gradients, Leaf, Split, holds, split
+from gradscale.jax.tree import OVERWRITE_WITH_GRADIENT, Gradients, Leaf, holds, split
 
 T = TypeVar("T")
 
@@ -65,7 +65,9 @@ def apply(
 
     def change() -> tuple[Gradients, Any]:
         updates, after = update(tx, grads, opt_state, params, extra)
-        return _added(parts, updates), after
+        changes = split(updates, "updates").differentiable
+        added: Any = optax.apply_updates(parts.of(Leaf.TRAINED), changes.trained)
+        return Gradients(added, changes.overwrites), after
 
     if not result.attempted:
         return params, opt_state
@@ -93,13 +95,6 @@ def check_accumulation(opt_state: Any, clip_norm: float | None) -> None:
             f"Received: clip_norm={clip_norm!r}. Clip inside: "
             "`optax.MultiSteps(optax.chain(optax.clip_by_global_norm(bound), tx), every_k_schedule=k)`."
         )
-
-
-def _added(params: Split, updates: Any) -> Gradients:
-    """Returns the trained leaves with their updates added, and the next values of those that are overwritten."""
-    changes = split(updates, "updates").differentiable
-    added: Any = optax.apply_updates(params.of(Leaf.TRAINED), changes.trained)
-    return Gradients(added, changes.overwrites)
 
 
 def _is_state_of_flax(tx: optax.GradientTransformation, opt_state: Any, params: Any) -> bool:

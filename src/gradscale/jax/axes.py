@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import jax
 from jax import Array, lax
@@ -16,6 +17,8 @@ AxisNames = str | Sequence[str] | None
 """Names of mapped axes; None means all axes of `shard_map` and `pmap`."""
 
 Names = frozenset[str]
+
+K = TypeVar("K", Names, tuple[str, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,9 @@ class Axes:
         """
         means = mapped_axes(() if mean_axes is None else mean_axes)
         shared = mapped_axes(axis_names, means)
-        untracked = frozenset(axis for axis in {*shared, *means} if not _is_tracked(axis))
+        # The index along an axis varies over it wherever JAX knows of such a thing. Traced, not run.
+        varying = {axis: varying_axes(jax.eval_shape(partial(lax.axis_index, axis))) for axis in {*shared, *means}}
+        untracked = frozenset(axis for axis, names in varying.items() if axis not in names)
         if tracked := sorted(set(means) - untracked):
             # Not only where JAX has summed: of a sharded parameter, each device would get the mean of all shards.
             raise ValueError(
@@ -99,9 +104,10 @@ class Axes:
         if not self.means:
             return gradients
         # Scales and amax histories of FP8, of which flax takes the maximum too where a layer is used twice.
+        none = frozenset[str]()
         return Gradients(
-            _grouped(self._mean, gradients.trained, self.trained),
-            _grouped(self._largest, gradients.overwrites, self.overwritten),
+            tuple(grouped(self._mean, gradients.trained, self.trained or [none] * len(gradients.trained))),
+            tuple(grouped(self._largest, gradients.overwrites, self.overwritten or [none] * len(gradients.overwrites))),
         )
 
     def _mean(self, values: list[Array], sharded: Names) -> list[Array]:
@@ -138,22 +144,14 @@ def size(axes: Iterable[str]) -> int:
     return math.prod(lax.axis_size(axis) for axis in axes)
 
 
-def _is_tracked(axis: str) -> bool:
-    # The index along an axis varies over it wherever JAX knows of such a thing. Traced, not run.
-    return axis in varying_axes(jax.eval_shape(lambda: lax.axis_index(axis)))
-
-
-def _grouped(
-    reduce: Callable[[list[Array], Names], list[Array]], values: Sequence[Array], sharded: Sequence[Names]
-) -> tuple[Array, ...]:
-    """Returns all values reduced, those that are sharded over the same axes in one call: one all-reduce for each."""
-    own = sharded or [frozenset()] * len(values)
+def grouped(reduce: Callable[[list[Array], K], Any], values: Sequence[Array], keys: Sequence[K]) -> list[Array]:
+    """Returns all values reduced, those of one key in one call: one all-reduce for each."""
     reduced = list(values)
-    for names in set(own):
-        places = [place for place, theirs in enumerate(own) if theirs == names]
-        for place, value in zip(places, reduce([values[place] for place in places], names), strict=True):
+    for key in sorted(set(keys), key=sorted):
+        places = [place for place, own in enumerate(keys) if own == key]
+        for place, value in zip(places, reduce([values[place] for place in places], key), strict=True):
             reduced[place] = value
-    return tuple(reduced)
+    return reduced
 
 
 def _sharded(specs: Any, params: Split) -> list[Names]:

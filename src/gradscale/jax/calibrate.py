@@ -1,10 +1,11 @@
 """`calibrate`: the best static scale for the gradients of parameters, measured in float32."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gradscale.formats import FP16, Format, get_format
 from gradscale.histogram.calibration import Calibration, add_batch, calibration_of
@@ -43,28 +44,6 @@ def calibrate(
     """
     limits = get_format(format)
     named = [(path_name(path) or "params", leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
-    _check_single(named)
-
-    @jax.jit
-    def count(params: Any, batch: Any) -> list[ExponentHistogram]:
-        return [exponent_histogram(leaf) for leaf in jax.tree.leaves(jax.grad(loss_fn)(params, batch))]
-
-    found: dict[str, ExponentHistogram] = {}
-    for index, batch in enumerate(batches):
-        measured = zip((name for name, _ in named), map(_in_host_memory, count(params, batch)), strict=True)
-        add_batch(found, dict(measured), index)
-    if not found:
-        raise ValueError("`calibrate` needs batches and parameters. Received: none.")
-    return calibration_of(found, limits, margin_bits)
-
-
-def _in_host_memory(counted: ExponentHistogram) -> ExponentHistogram:
-    # In int64: uint32 would overflow over many batches.
-    outside = (int(number) for number in (counted.zeros, counted.infs, counted.nans))
-    return ExponentHistogram(counted.host_counts, *outside)
-
-
-def _check_single(named: Sequence[tuple[str, Any]]) -> None:
     for name, leaf in named:
         dtype = jnp.result_type(leaf)
         if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < 4:
@@ -72,3 +51,16 @@ def _check_single(named: Sequence[tuple[str, Any]]) -> None:
                 "`calibrate` measures in float32, where no gradient is lost. "
                 f"Received: {name} of {dtype}. Pass float32 parameters."
             )
+
+    @jax.jit
+    def count(params: Any, batch: Any) -> list[ExponentHistogram]:
+        return [exponent_histogram(leaf) for leaf in jax.tree.leaves(jax.grad(loss_fn)(params, batch))]
+
+    found: dict[str, ExponentHistogram] = {}
+    for index, batch in enumerate(batches):
+        # In int64: uint32 would overflow over many batches.
+        measured = jax.tree.map(lambda number: np.asarray(number, np.int64), count(params, batch))
+        add_batch(found, dict(zip((name for name, _ in named), measured, strict=True)), index)
+    if not found:
+        raise ValueError("`calibrate` needs batches and parameters. Received: none.")
+    return calibration_of(found, limits, margin_bits)

@@ -87,7 +87,8 @@ class Policy:
         return Cast(module, self)
 
     def __str__(self) -> str:
-        return ",".join(f"{key}={_short_name(getattr(self, name))}" for key, name in KEYS.items())
+        dtypes = {key: getattr(self, name).name for key, name in KEYS.items()}
+        return ",".join(f"{key}={NAMES.get(dtype, (dtype,))[0]}" for key, dtype in dtypes.items())
 
 
 @jax.tree_util.register_dataclass
@@ -192,18 +193,13 @@ def _without_state(tree: T, dtype: Any) -> T:
 
     def cast(path: Any, node: Any) -> Any:
         if is_nnx_object(node):
-            return _cast_parameters(node, dtype)
+            # All other variables are shared, not copied: what a call changes would be changed in the copy, and lost.
+            nnx: Any = sys.modules["flax.nnx"]
+            structure, params, rest = nnx.split(node, nnx.Param, ...)
+            return nnx.merge(structure, cast_floating(params, dtype), rest)
         return node if is_inside(path, *STATE) else cast_floating(node, dtype)
 
     return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=is_nnx_object)
-
-
-def _cast_parameters(module: Any, dtype: Any) -> Any:
-    """Returns an object of flax nnx with its parameters in `dtype`; all other variables are those of `module`."""
-    # Shared, not copied: what a call changes would otherwise be changed in the copy, and lost.
-    nnx: Any = sys.modules["flax.nnx"]
-    structure, params, rest = nnx.split(module, nnx.Param, ...)
-    return nnx.merge(structure, cast_floating(params, dtype), rest)
 
 
 def _float_dtype(name: str, value: Any) -> Any:
@@ -214,7 +210,3 @@ def _float_dtype(name: str, value: Any) -> Any:
         f"`{name}` must be a floating-point type, such as `jax.numpy.float16`. Received: {name}={value!r}. "
         'By name: `get_policy("c=f16")`.'
     )
-
-
-def _short_name(dtype: Any) -> str:
-    return NAMES.get(dtype.name, (dtype.name,))[0]

@@ -25,8 +25,11 @@ def decide(
     """
     measurement = agreed.measurement
     seen = measurement.seen(used.scale, agreed.loss_finite, jnp)
-    if measurement.amax is not None:
-        seen = replace(seen, amax=_as_float32(seen.amax))
+    if measurement.amax is not None and seen.amax.dtype != jnp.float32:
+        # A float64 would change the type of the state that a policy puts it into. The largest float32 stands for a
+        # finite one that does not fit.
+        fits = jnp.where(jnp.isfinite(seen.amax), jnp.minimum(seen.amax, FP32.max), seen.amax)
+        seen = replace(seen, amax=fits.astype(jnp.float32))
     # If the last attempt overflowed too, the rule continues from the state before the first, and backs off once.
     # Gradients that are NaN at any scale would otherwise lower the scale to its minimum in a few steps.
     state = before if used is before else jax.tree.map(lambda *pair: jnp.where(seen.finite, *pair), used, before)
@@ -52,13 +55,3 @@ def _unscaled(gradient: Array, factor: Array | None, applied: Array | None) -> A
         product = (product * factor).astype(wide)
     # The factor of a skipped step is zero, but zero times inf is NaN.
     return product if applied is None else jnp.where(applied, product, jnp.zeros_like(product))
-
-
-def _as_float32(amax: Array) -> Array:
-    """Returns the largest magnitude in the type of a state; a finite float64 that does not fit as the largest float32.
-
-    A float64 would change the type of the state that a policy puts it into.
-    """
-    if amax.dtype == jnp.float32:
-        return amax
-    return jnp.where(jnp.isfinite(amax), jnp.minimum(amax, FP32.max), amax).astype(jnp.float32)

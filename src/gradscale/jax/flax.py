@@ -113,7 +113,9 @@ class DynamicScale(struct.PyTreeNode):
             trained = tuple(jnp.asarray(grad, jnp.float32) / scale for grad in parts.of(Leaf.TRAINED))
             gradients = Gradients(trained, parts.of(Leaf.OVERWRITTEN))
             gradients = Axes(means=means).averaged(gradients)
-            finite = _agreed(all_finite(gradients.trained), agree_axis)
+            finite = all_finite(gradients.trained)
+            if agree_axis is not None:  # as integers: a flag has no minimum
+                finite = lax.pmin(finite.astype(jnp.int32), agree_axis).astype(bool)
             grads = parts.filled(gradients)
             return DynamicScaleResult(self._after(finite), finite, (loss, *others) if has_aux else loss, grads)
 
@@ -139,9 +141,3 @@ def _smallest(leaf: Any, dtype: Any) -> jax.Array:
     way: a row that overflowed has the lower scale, and the count 0.
     """
     return jnp.asarray(leaf, dtype).min()
-
-
-def _agreed(finite: jax.Array, axis: AxisNames) -> jax.Array:
-    """Returns whether `finite` holds all along the axes."""
-    # As integers: a flag has no minimum.
-    return finite if axis is None else lax.pmin(finite.astype(jnp.int32), axis).astype(bool)

@@ -43,7 +43,8 @@ class Forward:
 def checked_argnums(argnums: Any) -> int | tuple[int, ...]:
     """Returns the positions of the arguments to differentiate as Python integers; raises if one is no integer."""
     wanted = argnums if isinstance(argnums, Sequence) else (argnums,)
-    if isinstance(argnums, str) or not all(_is_integer(position) for position in wanted):
+    integers = (isinstance(each, int | np.integer) and not isinstance(each, bool) for each in wanted)
+    if isinstance(argnums, str) or not all(integers):
         raise TypeError(f"`argnums` must be an integer, or a tuple of them. Received: argnums={argnums!r}.")
     return tuple(map(int, argnums)) if isinstance(argnums, Sequence) else int(argnums)
 
@@ -134,28 +135,19 @@ def _positions(argnums: int | tuple[int, ...], count: int) -> tuple[int, ...]:
     return chosen
 
 
-def _is_integer(value: object) -> bool:
-    """Returns whether `value` is an integer, Python's or numpy's, and no bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
 def _check_modules(argument: Any) -> None:
     """Raises if `argument`, to be differentiated, is or holds a module of flax nnx with more than parameters.
 
     `forward` copies it: updates of its statistics would be lost, and an optimizer would train them.
     """
-    for node in jax.tree.leaves(argument, is_leaf=is_nnx_object):
-        if is_nnx_object(node):
-            _check_module(node)
-
-
-def _check_module(module: Any) -> None:
-    nnx: Any = sys.modules["flax.nnx"]
-    rest = nnx.state(module, nnx.Not(nnx.Param))
-    kinds = {type(node).__name__ for node in jax.tree.leaves(rest, is_leaf=lambda node: isinstance(node, nnx.Variable))}
-    if kinds:
-        raise TypeError(
-            "A module of flax nnx to differentiate must hold parameters only, as updates of its other state are lost. "
-            f"Received: a {type(module).__name__} with {sorted(kinds)}. Take it apart, `structure, params, rest = "
-            "nnx.split(model, nnx.Param, ...)`, differentiate by `params`, and call `nnx.merge` inside `fun`."
-        )
+    nnx: Any = sys.modules.get("flax.nnx")
+    for module in filter(is_nnx_object, jax.tree.leaves(argument, is_leaf=is_nnx_object)):
+        state = nnx.state(module, nnx.Not(nnx.Param))
+        rest = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        if kinds := {type(node).__name__ for node in rest}:
+            raise TypeError(
+                "A module of flax nnx to differentiate must hold parameters only, as updates of its other state are "
+                f"lost. Received: a {type(module).__name__} with {sorted(kinds)}. Take it apart, `structure, params, "
+                "rest = nnx.split(model, nnx.Param, ...)`, differentiate by `params`, and call `nnx.merge` inside "
+                "`fun`."
+            )

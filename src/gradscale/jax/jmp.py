@@ -123,7 +123,9 @@ class DynamicLossScale(_Scales):
 
     def __post_init__(self) -> None:
         for name in ("loss_scale", "min_loss_scale"):
-            _warn_if_not_floating(name, getattr(self, name))
+            dtype = jnp.result_type(getattr(self, name))
+            if not jnp.issubdtype(dtype, jnp.floating):
+                warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=3)
         for name in ("period", "factor", "min_loss_scale"):
             object.__setattr__(self, name, _constant(name, getattr(self, name)))
         if isinstance(self.period, float) and self.period.is_integer():  # jmp takes 1000.0 too
@@ -211,9 +213,3 @@ def _constant(name: str, value: Any) -> Any:
             "Make the loss scale outside of `jax.jit`, and pass it in."
         )
     return np.asarray(value).item()
-
-
-def _warn_if_not_floating(name: str, value: Any) -> None:
-    dtype = jnp.result_type(value)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)

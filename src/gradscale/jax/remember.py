@@ -12,7 +12,7 @@ from gradscale.engine.culprits import Culprit
 from gradscale.engine.health import Weights
 from gradscale.engine.result import ScaleDesync, to_be_called
 from gradscale.jax.tree import Leaf, split
-from gradscale.kernels.jax_text import shown
+from gradscale.kernels.jax import shown
 
 T = TypeVar("T")
 
@@ -82,12 +82,9 @@ class StepResult(engine.StepResult):
             )
 
 
-def _register(kind: Any) -> None:
-    data = [field.name for field in fields(kind) if field.name not in STATIC]
-    jax.tree_util.register_dataclass(kind, data, list(STATIC))
+DATA = [field.name for field in fields(StepResult) if field.name not in STATIC]
 
-
-_register(StepResult)
+jax.tree_util.register_dataclass(StepResult, DATA, list(STATIC))
 
 
 def weights_of(params: Any) -> Weights | None:

@@ -1,5 +1,6 @@
 """`Scaler`: a policy and its present state, as a value that goes through every JAX transformation."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -15,18 +16,17 @@ from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, Progress, StuckCheck
 from gradscale.engine.hints import OtherNames, explains_arguments
 from gradscale.engine.metrics import metrics_of
 from gradscale.engine.result import ScaleDesync
-from gradscale.engine.saved import check_state, read_saved, write_saved
+from gradscale.engine.saved import check_state, policy_from_dict, read_saved, write_saved
 from gradscale.jax.axes import AxisNames
 from gradscale.jax.forward import checked_loss
 from gradscale.jax.remember import StepResult, weights_of
-from gradscale.jax.saved import register_with_flax
 from gradscale.jax.step import Step
 from gradscale.jax.tree import Gradients, Leaf, as_pytree, register, split
-from gradscale.kernels.jax_text import shown
+from gradscale.kernels.jax import shown
 from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import NoScaling
-from gradscale.record import settings_text, with_values
+from gradscale.record import OTHER_KEYS, numbers, settings_text, with_values
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -70,7 +70,7 @@ class Scaler(OtherNames):
         rule = static_policy(policy)
         start = rule.start() if state is None else state
         check_state(rule, start)
-        register_with_flax(Scaler)
+        _register_with_flax()
         object.__setattr__(self, "policy", rule)
         object.__setattr__(self, "state", as_pytree(start))
 
@@ -248,3 +248,31 @@ def _check_replicas(state: Any) -> None:
             f"A scale must be the same on all devices that share it. Received: {shown}. Start all devices from one "
             "scaler, and agree over every axis that they share."
         )
+
+
+def _register_with_flax() -> None:
+    """Registers how flax writes and reads scalers, if the program has loaded flax.
+
+    `flax.serialization.to_bytes` refuses a class that is not registered.
+    """
+    # Importing flax only for this would take longer than importing JAX.
+    flax: Any = sys.modules.get("flax.serialization")
+    if flax is not None:
+        flax.register_serialization_state(Scaler, _to_flax, _from_flax, override=True)
+
+
+def _to_flax(scaler: Scaler) -> dict[str, Any]:
+    """Returns the policy's settings and the arrays of the state, which may be vectors."""
+    return {"policy": scaler.policy.to_dict(), "state": numbers(scaler.state)}
+
+
+def _from_flax(scaler: Scaler, mapping: Mapping[str, Any]) -> Scaler:
+    """Returns the scaler that `_to_flax` wrote, with the settings it had then, whatever those of `scaler` are."""
+    policy = policy_from_dict(mapping["policy"])
+    start = as_pytree(policy.start())
+    expected, received = sorted(numbers(start)), sorted(mapping["state"])
+    if expected != received:
+        raise ValueError(
+            f"A state of {type(policy).__name__} has the fields {expected}. Received: {received}. {OTHER_KEYS}"
+        )
+    return scaler.tree_unflatten(policy, (with_values(start, {k: jnp.array(v) for k, v in mapping["state"].items()}),))

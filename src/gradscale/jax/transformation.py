@@ -78,7 +78,9 @@ def scaled(
 
     def start(params: Any) -> Any:
         state = ScaledState(Scaler(rule), tx.init(trainable(params, wide=wide_state)))
-        _check_inside(state.inner, clip_norm)
+        if holds(ScaledState, state.inner):
+            raise ValueError("`scaled` must not be inside another `scaled`: gradients would be divided twice. Use one.")
+        check_accumulation(state.inner, clip_norm)
         return state
 
     def step(updates: Any, state: Any, params: Any = None, *, loss: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -123,10 +125,3 @@ def loss_scale(opt_state: Any) -> Array:
         f"`loss_scale` takes the state of `scaled(tx).init(params)`. Received: {type(opt_state).__name__}. "
         "With `value_and_grad` the scale is `scaler.loss_scale`."
     )
-
-
-def _check_inside(inner: Any, clip_norm: float | None) -> None:
-    """Raises if what is inside of `scaled` divides or clips gradients that it should not."""
-    if holds(ScaledState, inner):
-        raise ValueError("`scaled` must not be inside another `scaled`: gradients would be divided twice. Use one.")
-    check_accumulation(inner, clip_norm)

@@ -165,7 +165,8 @@ def _kind(path: Any, leaf: Any, numbers: bool) -> Leaf:
         return Leaf.STATIC
     overwritten = is_inside(path, OVERWRITE_WITH_GRADIENT)
     # flax has a type of its own for these leaves, of which backward passes take the maximum instead of the sum.
-    if overwritten and not _is_key(leaf) and (is_inexact(leaf) or _is_extended(leaf)):
+    is_key = jnp.issubdtype(_dtype(leaf), jax.dtypes.prng_key)
+    if overwritten and not is_key and (is_inexact(leaf) or _is_extended(leaf)):
         return Leaf.OVERWRITTEN
     return Leaf.TRAINED if is_inexact(leaf) else Leaf.CONSTANT
 
@@ -183,11 +184,6 @@ def _zero_gradient(leaf: Any) -> Any:
 def _is_extended(leaf: Any) -> bool:
     """Returns whether `leaf` is of a type that JAX does not compute with, such as random keys."""
     return jnp.issubdtype(_dtype(leaf), jax.dtypes.extended)
-
-
-def _is_key(leaf: Any) -> bool:
-    """Returns whether `leaf` is a random key, or several."""
-    return jnp.issubdtype(_dtype(leaf), jax.dtypes.prng_key)
 
 
 def _has_equinox_module(tree: Any) -> bool:

@@ -12,11 +12,11 @@ from gradscale.engine.bf16 import note_bf16
 from gradscale.engine.decide import check_clip, check_retries
 from gradscale.engine.hints import explains_arguments
 from gradscale.jax.axes import AxisNames
-from gradscale.jax.forward import Forward, checked_argnums, forward
+from gradscale.jax.forward import checked_argnums, forward
 from gradscale.jax.remember import StepResult
 from gradscale.jax.retry import attempts
 from gradscale.jax.scaler import Scaler
-from gradscale.jax.step import Attempt, Step
+from gradscale.jax.step import Step
 from gradscale.jax.tree import Leaf
 from gradscale.policies.contract import Policy
 
@@ -89,12 +89,20 @@ def value_and_grad(
     positions = checked_argnums(argnums)
 
     def value_and_gradients(scaler: Scaler, *args: Any, **kwargs: Any) -> tuple[Any, Any, Scaler, StepResult]:
-        _check_scaler(scaler)
+        if not isinstance(scaler, Scaler):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                "The first argument must be a `Scaler`; those of `fun` come after it. "
+                f"Received: {type(scaler).__name__}. Make one with `Scaler(policy)`."
+            )
         run = forward(fun, positions, has_aux, scaler.policy, args, kwargs)
         step = Step.of(scaler.policy, clip_norm, norm, run.params, axis_names, mean_axes, specs)
         step.axes.check_scale(scaler.loss_scale, [run.loss, *run.params.of(Leaf.TRAINED)])
         _note_if_bf16(run.pullback, scaler.policy)
-        last, retried = _backward(step, scaler.state, run, retries)
+        pull, loss_finite = functools.partial(run.gradients, axes=step.axes), jnp.isfinite(run.loss)
+        if retries and step.plan.checks and run.params.of(Leaf.TRAINED):
+            last, retried = attempts(step, scaler.state, pull, loss_finite, retries)
+        else:
+            last, retried = step.attempt(scaler.state, pull(scaler.loss_scale), loss_finite), 0
         gradients, state, result = step.finish(scaler.state, last, run.params.names, retried)
         if gradients.overwrites and result.gated:
             # A backward pass that overflowed may have put an inf into an amax history.
@@ -104,14 +112,6 @@ def value_and_grad(
         return value, run.params.gradients(gradients), scaler.with_state(state), result
 
     return value_and_gradients
-
-
-def _backward(step: Step, state: Any, run: Forward, retries: int) -> tuple[Attempt, Array | int]:
-    """Runs the backward pass, and again while it overflows; returns the last attempt and the number of retries."""
-    loss_finite = jnp.isfinite(run.loss)
-    if retries and step.plan.checks and run.params.of(Leaf.TRAINED):
-        return attempts(step, state, functools.partial(run.gradients, axes=step.axes), loss_finite, retries)
-    return step.attempt(state, run.gradients(state.scale, step.axes), loss_finite), 0
 
 
 def _note_if_bf16(pullback: Any, policy: Policy) -> None:
@@ -125,12 +125,4 @@ def _note_if_bf16(pullback: Any, policy: Policy) -> None:
             policy,
             "`value_and_grad` scales a loss that was computed in BF16.",
             "Switch scaling off: `Scaler(NoScaling())`.",
-        )
-
-
-def _check_scaler(scaler: Any) -> None:
-    if not isinstance(scaler, Scaler):
-        raise TypeError(
-            "The first argument must be a `Scaler`; those of `fun` come after it. "
-            f"Received: {type(scaler).__name__}. Make one with `Scaler(policy)`."
         )

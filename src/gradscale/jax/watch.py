@@ -12,10 +12,11 @@ from jax import Array
 from jax.tree_util import GetAttrKey, SequenceKey
 
 from gradscale.formats import Format
+from gradscale.histogram.counts import ExponentHistogram
 from gradscale.jax.tree import Leaf, is_inexact, path_name, split
 from gradscale.kernels.jax_exponents import counts_and_peaks
 from gradscale.watching.record import FORMATS, Ranges, WatchRecord
-from gradscale.watching.sample import MODEL, Counts, Key, Kind, Sample
+from gradscale.watching.rows import MODEL, Key, Kind, Tally, sample_of
 
 GRADIENTS: tuple[Kind, ...] = ("output_grad", "weight_grad")
 
@@ -154,7 +155,17 @@ class Watch(WatchRecord):
                     f"Step {self.step_index} is sampled. Received: no counts. Pass what `count` returned wherever "
                     "`watched.sampled` holds: `sampled` must be read anew for each step."
                 )
-            self._samples[self.step_index] = _sample(counts)
+            read = jax.device_get(counts)
+            if read.bins.ndim != 2:
+                raise ValueError(
+                    f"Counts must be those of one step. Received: some stacked in the shape {read.bins.shape[:-2]}, by "
+                    "`scan`, `vmap` or `pmap`. Take one: `jax.tree.map(lambda leaf: leaf[0], counts)`."
+                )
+            bins, outside = (np.asarray(each, np.int64) for each in (read.bins, read.outside))
+            histograms = (ExponentHistogram(*each) for each in zip(bins, *outside.T, strict=True))
+            scales = (float(read.scale) if kind in GRADIENTS else 1.0 for _, kind in counts.keys)
+            tallies = map(Tally, histograms, read.amax.tolist(), counts.dtypes, scales)
+            self._samples[self.step_index] = sample_of(zip(counts.keys, tallies, strict=True))
         self.step_index += 1
 
 
@@ -184,17 +195,3 @@ def _module_name(path: Sequence[Any]) -> str:
     if last and getattr(path[last - 1], "key", None) == "__call__":
         last -= 1
     return path_name(path[:last]) or MODEL
-
-
-def _sample(counts: WatchCounts) -> Sample:
-    read = jax.device_get(counts)
-    if read.bins.ndim != 2:
-        raise ValueError(
-            f"Counts must be those of one step. Received: some stacked in the shape {read.bins.shape[:-2]}, by `scan`, "
-            "`vmap` or `pmap`. Take one: `jax.tree.map(lambda leaf: leaf[0], counts)`."
-        )
-    sample = Sample()
-    for key, dtype in zip(counts.keys, counts.dtypes, strict=True):
-        sample.add(key, dtype, float(read.scale) if key[1] in GRADIENTS else 1.0)
-    bins, outside = (np.asarray(each, np.int64) for each in (read.bins, read.outside))
-    return sample.keep(Counts(bins, outside, np.asarray(read.amax)))

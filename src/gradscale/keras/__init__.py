@@ -1,10 +1,6 @@
 """Loss scaling for Keras 3, on its TensorFlow, JAX and torch backends."""
 
-from gradscale.keras._installed import check_installed
-
-check_installed()
-
-# First: it refuses a Keras that is too old, before other modules fail on it with an error that does not say so.
+# First: it refuses a Keras that is missing or too old, before other modules fail with an error that does not say so.
 from gradscale.keras import compat  # noqa: F401
 
 # isort: split

@@ -77,14 +77,10 @@ def _replacement(before: Any, policy: Policy | str | None) -> LossScaleOptimizer
             on_host(before.dynamic_scale.value, "float32"),
             on_host(before.step_counter.value, "int32"),
         )
-        state = replace(after.policy.start(), scale=scale, clean_steps=clean_steps, **_counts(before))
+        # The counters of gradscale's class are kept; Keras's own has none.
+        counts = (
+            {name: getattr(before.state, name) for name in COUNTERS} if isinstance(before, LossScaleOptimizer) else {}
+        )
+        state = replace(after.policy.start(), scale=scale, clean_steps=clean_steps, **counts)
         after.load_state(fitted(state, after.policy))
     return after
-
-
-def _counts(before: Any) -> dict[str, Any]:
-    """Returns the counters of gradscale's class, which are kept; Keras's own has none."""
-    if not isinstance(before, LossScaleOptimizer):
-        return {}
-    state = before.state
-    return {name: getattr(state, name) for name in COUNTERS}

@@ -1,13 +1,11 @@
 """The arguments of the optimizer: the policy that they give, and what is refused."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 from gradscale._text import short
-from gradscale.engine.bf16 import note_bf16
-from gradscale.engine.saved import policy_from_dict
 from gradscale.peers.specs import as_policy
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_count, check_scale
 from gradscale.policies.contract import Policy
@@ -46,14 +44,6 @@ def chosen_policy(initial_scale: float, dynamic_growth_steps: int, policy: Polic
     return as_policy(policy)
 
 
-def with_policy(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that `get_config` wrote, with the policy read from its dict where there is one."""
-    arguments = dict(config)
-    if isinstance(arguments.get("policy"), Mapping):
-        arguments["policy"] = policy_from_dict(arguments["policy"])
-    return arguments
-
-
 def check_inner(inner_optimizer: Any) -> None:
     """Raises unless there is an optimizer to run, and one that does not divide the gradients a second time."""
     if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
@@ -85,17 +75,6 @@ def check_dynamic(dynamic: bool, initial_scale: Any) -> None:
         )
 
 
-def note_if_bf16(policy: Policy) -> None:
-    """Logs that scaling is not needed if layers compute in BF16 by Keras's present dtype policy."""
-    present: Any = keras.config.dtype_policy()
-    if present.compute_dtype == "bfloat16":
-        note_bf16(
-            policy,
-            f"A LossScaleOptimizer was built under Keras's dtype policy {present.name!r}.",
-            "Compile the model with the inner optimizer alone; `gradscale.keras.precision` chooses for you.",
-        )
-
-
 def check_pairs(grads: Sequence[Any], variables: Sequence[Any]) -> None:
     """Raises unless there is a gradient, or None, for every variable."""
     if len(grads) != len(variables):
@@ -111,15 +90,6 @@ def check_built(what: str, built: bool) -> None:
         raise ValueError(
             f"`{what}` needs an optimizer that knows its variables. Received: one that is not built. "
             "Call `optimizer.build(model.trainable_variables)` first."
-        )
-
-
-def check_passed_in(what: str, instead: str, is_constant: bool) -> None:
-    """Raises where a compiled function would keep the present scale for good, or assign a variable that it cannot."""
-    if is_constant:
-        raise ValueError(
-            "In a function that JAX compiles, the scale must be passed in with the optimizer's variables: one that is "
-            f"read from the optimizer is compiled in, and never changes. Received: a call of `{what}`. {instead}"
         )
 
 

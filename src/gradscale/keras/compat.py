@@ -1,11 +1,33 @@
-"""What differs between versions of Keras, checked by feature. All else in this package is the same from `LOWEST` on."""
+"""Which Keras and which backend there must be, checked before anything else of this package is imported.
+
+What differs between versions is checked by feature. All else in this package is the same from `LOWEST` on.
+"""
 
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
-import keras
+from gradscale._extras import MissingExtra, require
+
+BACKENDS = {"tensorflow": "tensorflow", "jax": '"gradscale[jax]"', "torch": '"gradscale[torch]"'}
+"""The backends that can train, and what pip installs for each."""
+
+require("gradscale.keras", "keras", extra="keras")
+try:
+    import keras
+except ModuleNotFoundError as error:
+    backend = (error.name or "").partition(".")[0]
+    if backend not in BACKENDS or find_spec(backend) is not None:
+        raise  # something else is missing
+    choices = ". ".join(f"{name}: pip install {target}" for name, target in BACKENDS.items())
+    raise MissingExtra(
+        f"Keras needs a backend, and the one it is to use, {backend}, is not installed. Keras uses TensorFlow "
+        f"unless KERAS_BACKEND or ~/.keras/keras.json names another. Install one and set KERAS_BACKEND to "
+        f"its name. {choices}.",
+        name=backend,
+    ) from None
 
 LOWEST = (3, 9)
 """The first version whose own `LossScaleOptimizer` has the `iterations` of its inner optimizer, not its own at 0."""

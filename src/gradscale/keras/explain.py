@@ -11,7 +11,6 @@ import keras
 
 from gradscale.explain import LayerRow, explanation_text, layer_table, merged_rows, scaler_warning, scaling_advice
 from gradscale.formats import FP16
-from gradscale.keras.layers import distinct_layers, own_weights, path_in
 from gradscale.keras.optimizer import KerasLossScaleOptimizer, LossScaleOptimizer
 from gradscale.policies.static import multiplies
 
@@ -76,6 +75,32 @@ def explain(model: Any, *, warn: bool = False) -> Explanation:
     return Explanation(rows, _kind(optimizer), scaling, tuple(mistakes))
 
 
+def flattened(layer: Any) -> Iterator[Any]:
+    """Yields a layer and all of its sublayers in order."""
+    # Not Keras's own `_flatten_layers`, which reverses the order.
+    yield layer
+    for sublayer in layer._layers:
+        yield from flattened(sublayer)
+
+
+def distinct_layers(model: Any) -> list[Any]:
+    """Returns a model and all of its sublayers, each once though it may be in several places; without inputs."""
+    found = {id(layer): layer for layer in flattened(model)}.values()
+    return [layer for layer in found if not isinstance(layer, keras.layers.InputLayer)]
+
+
+def own_weights(layer: Any) -> list[Any]:
+    """Returns the floating-point variables of a layer, without those of its sublayers."""
+    of_sublayers = {id(weight) for sublayer in layer._layers for weight in sublayer.variables}
+    return [weight for weight in layer.variables if id(weight) not in of_sublayers and "float" in weight.dtype]
+
+
+def path_in(model: Any, part: Any) -> str:
+    """Returns the path of a layer or a variable in a model."""
+    # Keras sets no path on a layer without weights.
+    return (part.path or part.name).removeprefix(f"{model.name}/")
+
+
 def _outputs(model: Any) -> list[Any]:
     """Returns the layers whose results the model returns, where Keras knows them."""
     if isinstance(model, keras.Sequential):
@@ -125,23 +150,22 @@ def _kind(optimizer: Any) -> str:
 
 def _mistakes_of_dtypes(outputs: Sequence[Any], trained: Sequence[Any]) -> Iterator[str]:
     """Yields warnings of layers, whose results the model returns, and of weights in half precision."""
-    half = [layer for layer in outputs if layer.compute_dtype == "float16" and _makes_probabilities(layer)]
-    if half:
+    made = [
+        layer
+        for layer in outputs
+        if isinstance(layer, keras.layers.Softmax) or getattr(layer, "activation", None) in PROBABILITIES
+    ]
+    if half := [layer for layer in made if layer.compute_dtype == "float16"]:
         yield (
             f"The output layer {half[0].name!r} makes probabilities in FP16: those below "
             f"{FP16.smallest_subnormal:.1e} are 0, and their logarithm is lost. Give it dtype='float32', or return "
             "logits and build the loss with from_logits=True."
         )
-    stored = [weight for weight in trained if weight.dtype in ("float16", "bfloat16")]
-    if stored:
+    if stored := [weight for weight in trained if weight.dtype in ("float16", "bfloat16")]:
         yield (
             f"{len(stored)} weights are stored in half precision, such as {stored[0].path!r}: updates below half a "
             "unit in the last place are lost. Use 'mixed_float16' or 'mixed_bfloat16', which store float32."
         )
-
-
-def _makes_probabilities(layer: Any) -> bool:
-    return isinstance(layer, keras.layers.Softmax) or getattr(layer, "activation", None) in PROBABILITIES
 
 
 def _mistakes_of_optimizer(optimizer: Any, scaling: str) -> Iterator[str]:

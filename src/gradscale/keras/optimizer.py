@@ -7,8 +7,10 @@ import keras
 import numpy as np
 
 from gradscale._text import scaler_text
+from gradscale.engine.bf16 import note_bf16
 from gradscale.engine.hints import OtherNames, explains_arguments
-from gradscale.engine.saved import check_state
+from gradscale.engine.metrics import host_metrics
+from gradscale.engine.saved import check_state, policy_from_dict
 from gradscale.keras.checks import (
     DYNAMIC_GROWTH_STEPS,
     INITIAL_SCALE,
@@ -16,15 +18,12 @@ from gradscale.keras.checks import (
     check_dynamic,
     check_inner,
     check_pairs,
-    check_passed_in,
     check_stateless,
     chosen_policy,
-    note_if_bf16,
-    with_policy,
 )
 from gradscale.keras.compat import check_inner_settings, check_overwritten
 from gradscale.keras.measure import BACKEND, Gradients, Losses, overwrites
-from gradscale.keras.remember import StepResult, metrics_on_host, result_of, result_without_gradients
+from gradscale.keras.remember import StepResult, result_of, result_without_gradients, to_numpy
 from gradscale.keras.step import is_narrow, run_step, unscaled
 from gradscale.keras.variables import FIRST, SCALE_INDEX, StateLayout, fitted, on_host
 from gradscale.policies.contract import Policy, ScaleState
@@ -126,7 +125,8 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         Args:
             result: that of the last step of a custom loop.
         """
-        return metrics_on_host(self.state, result)
+        sizes = (None, None) if result is None else (result.grad_norm, result.amax)
+        return host_metrics(self.state, *(None if size is None else to_numpy(size) for size in sizes))
 
     def scale_loss(self, loss: Any, optimizer_variables: Sequence[Any] | None = None) -> Any:
         """Returns `loss` times the scale, in float32 or wider. With a `policy` the next step knows if it was finite.
@@ -234,7 +234,13 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Makes the variables of the scale, then those of the inner optimizer. Keras calls this."""
-        note_if_bf16(self._policy)
+        present: Any = keras.config.dtype_policy()
+        if present.compute_dtype == "bfloat16":
+            note_bf16(
+                self._policy,
+                f"A LossScaleOptimizer was built under Keras's dtype policy {present.name!r}.",
+                "Compile the model with the inner optimizer alone; `gradscale.keras.precision` chooses for you.",
+            )
         # Before the inner optimizer's, in Keras's order: a checkpoint knows variables by index only.
         for variable in self._layout.variables:
             setattr(self, variable.name, variable.added_to(self))
@@ -294,7 +300,8 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None) -> Self:
         """Returns the optimizer that `get_config` described, in its initial state."""
-        return super().from_config(with_policy(config), custom_objects=custom_objects)
+        policy = {"policy": policy_from_dict(config["policy"])} if isinstance(config.get("policy"), Mapping) else {}
+        return super().from_config({**config, **policy}, custom_objects=custom_objects)
 
     def _gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> Gradients:
         """Returns gradients with their variables; builds the optimizer at the first call."""
@@ -310,7 +317,12 @@ class LossScaleOptimizer(KerasLossScaleOptimizer, OtherNames):
         return gradients
 
     def _check_passed_in(self, what: str, instead: str) -> None:
-        check_passed_in(what, instead, BACKEND.is_constant(self.dynamic_scale.value))
+        """Raises where a compiled function would keep the scale for good, or assign a variable that it cannot."""
+        if BACKEND.is_constant(self.dynamic_scale.value):
+            raise ValueError(
+                "In a function that JAX compiles, the scale must be passed in with the optimizer's variables: one that "
+                f"is read from the optimizer is compiled in, and never changes. Received: a call of `{what}`. {instead}"
+            )
 
     @property
     def _state_variables(self) -> list[Any]:

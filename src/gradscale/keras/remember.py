@@ -1,4 +1,4 @@
-"""Remember: the result of a step of a custom loop, the metrics of an optimizer, and how large the weights are."""
+"""Remember: the result of a step of a custom loop, and how large the weights are."""
 
 import math
 from dataclasses import fields
@@ -10,10 +10,8 @@ import numpy as np
 from gradscale.engine import result
 from gradscale.engine.culprits import Culprit, culprits_of
 from gradscale.engine.health import Weights
-from gradscale.engine.metrics import host_metrics
 from gradscale.engine.result import to_be_called
 from gradscale.keras import backends
-from gradscale.policies.contract import ScaleState
 from gradscale.record import Array
 
 STATIC = ("retries", "attempted", "counts", "names")
@@ -39,14 +37,14 @@ class StepResult(result.StepResult):
 
         Does not read the gradients again: the sizes were kept from the step.
         """
-        return culprits_of(self.names, [] if self.sizes is None else _on_host(self.sizes).tolist())
+        return culprits_of(self.names, [] if self.sizes is None else to_numpy(self.sizes).tolist())
 
     @staticmethod
     def _shown(value: Any) -> Any:
         if isinstance(value, bool | int):
             return value
         # Looked up here: the module of the JAX backend imports this one.
-        return backends.current().place(value) or _on_host(value).item()
+        return backends.current().place(value) or to_numpy(value).item()
 
     def __tf_flatten__(self) -> tuple[Any, Any]:
         """Returns what is static, and the tensors. `tf.function` calls this."""
@@ -81,22 +79,13 @@ def result_without_gradients(scale: Array) -> StepResult:
     return StepResult(applied=tensor(False), scale=same, next_scale=same, loss_finite=tensor(True), attempted=False)
 
 
-def metrics_on_host(state: ScaleState, last: result.StepResult | None) -> dict[str, float]:
-    """Returns the metrics of an optimizer, and of the last result if there is one, as Python numbers.
-
-    Synchronizes with the device of the result.
-    """
-    sizes = (None, None) if last is None else (last.grad_norm, last.amax)
-    return host_metrics(state, *(None if size is None else _on_host(size) for size in sizes))
-
-
 def weights_of(model: Any, at_start: Weights | None = None) -> Weights | None:
     """Returns how large the trainable weights of a model are; None if it has none. Synchronizes with the device.
 
     `at_start` is what this returned before the first step.
     """
     sizes = [(_largest(variable), variable.path) for variable in model.trainable_variables if math.prod(variable.shape)]
-    rate = float(_on_host(keras.ops.convert_to_tensor(model.optimizer.learning_rate)))
+    rate = float(to_numpy(keras.ops.convert_to_tensor(model.optimizer.learning_rate)))
     return Weights.of(sizes, None if at_start is None else at_start.largest, rate)
 
 
@@ -104,9 +93,10 @@ def _largest(variable: Any) -> float:
     # In float32: a maximum of float16 numbers is not supported by every backend.
     magnitudes = keras.ops.abs(keras.ops.cast(keras.ops.convert_to_tensor(variable.value), "float32"))
     # Twice, because some backends' maximum loses a NaN, and a sum never does.
-    total = float(_on_host(keras.ops.sum(magnitudes)))
-    return total if math.isnan(total) else float(_on_host(keras.ops.max(magnitudes)))
+    total = float(to_numpy(keras.ops.sum(magnitudes)))
+    return total if math.isnan(total) else float(to_numpy(keras.ops.max(magnitudes)))
 
 
-def _on_host(value: Array) -> Any:
+def to_numpy(value: Array) -> Any:
+    """Returns a tensor as an array in host memory. Synchronizes with the device."""
     return np.asarray(keras.ops.convert_to_numpy(value))

@@ -9,12 +9,12 @@ import keras
 import numpy as np
 
 from gradscale.formats import Format
-from gradscale.keras.layers import distinct_layers, own_weights, path_in
+from gradscale.keras.explain import distinct_layers, own_weights, path_in
 from gradscale.keras.measure import BACKEND, Gradients, overwrites
 from gradscale.keras.optimizer import optimizer_of
 from gradscale.keras.step import is_narrow
 from gradscale.watching.record import FORMATS, Ranges, WatchRecord
-from gradscale.watching.sample import MODEL, Counts, Key, Sample
+from gradscale.watching.rows import MODEL, Key, Tally, sample_of
 
 
 class Watch(WatchRecord, keras.callbacks.Callback):
@@ -88,11 +88,10 @@ class Watch(WatchRecord, keras.callbacks.Callback):
 
     def _sample_next(self, model: Any, step: int) -> None:
         """Records weights and outputs, and makes the training function record gradients when it is called next."""
-        recorded = Recorded()
-        outputs = [] if self._batch is None else _outputs(model, self._batch, self._chosen(model))
-        if model.built:
-            recorded.add([((path, "weight"), weight.value) for path, weight in self._weights(model)])
-        recorded.add(outputs)
+        outputs = [] if self._batch is None else _counted(_outputs(model, self._batch, self._chosen(model)))
+        own = self._weights(model) if model.built else []
+        weights = _counted([((path, "weight"), weight.value) for path, weight in own])
+        grads: list[tuple[Key, Tally]] = []
         compiled, eager = model.train_function, _uncompiled(model)
 
         def record(gradients: Gradients, scale: Any) -> None:
@@ -102,20 +101,20 @@ class Watch(WatchRecord, keras.callbacks.Callback):
             present = [
                 (paths[id(variable)], grad, variable) for grad, variable in gradients.present if id(variable) in paths
             ]
-            if not recorded.has_weights:  # a model that is built by its first step
-                recorded.add([((path, "weight"), variable.value) for path, _, variable in present])
-            grads: list[tuple[Key, Any]] = [
+            if not weights:  # a model that is built by its first step
+                weights.extend(_counted([((path, "weight"), variable.value) for path, _, variable in present]))
+            arrays: list[tuple[Key, Any]] = [
                 ((path, "weight_grad"), BACKEND.values(grad))
                 for path, grad, variable in present
                 if not overwrites(variable)
             ]
-            recorded.replace(grads, float(np.asarray(keras.ops.convert_to_numpy(scale))))
+            grads[:] = _counted(arrays, float(np.asarray(keras.ops.convert_to_numpy(scale))))
 
         def sampled_step(*args: Any) -> Any:
             model.train_function = compiled
             with _recorder(model.optimizer, record):
                 outcome = eager(*args)
-            self._samples[step] = recorded.sample()
+            self._samples[step] = sample_of([*weights, *outputs, *grads])
             return outcome
 
         model.train_function = sampled_step
@@ -131,35 +130,12 @@ class Watch(WatchRecord, keras.callbacks.Callback):
         return {path: layer for path, layer in named.items() if self._layers.search(path)}
 
 
-class Recorded:
-    """What was counted so far of the arrays of one step."""
-
-    def __init__(self) -> None:
-        self._sample = Sample()
-        self._counts: list[Counts] = []
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether a weight was counted."""
-        return any(kind == "weight" for _, kind in self._sample.slots)
-
-    def add(self, named: Sequence[tuple[Key, Any]], scale: float = 1.0) -> None:
-        """Counts arrays that were multiplied by `scale`. Those of one key are counted together."""
-        if not named:
-            return
-        self._counts.append(BACKEND.counts([array if scale == 1 else _divided(array, scale) for _, array in named]))
-        for key, array in named:
-            self._sample.add(key, keras.backend.standardize_dtype(array.dtype), scale)
-
-    def replace(self, named: Sequence[tuple[Key, Any]], scale: float) -> None:
-        """Counts arrays, and forgets what was counted under their keys before."""
-        for key, _ in named:
-            self._sample.slots.pop(key, None)
-        self.add(named, scale)
-
-    def sample(self) -> Sample:
-        """Returns all that was counted."""
-        return self._sample.keep(Counts(*map(np.concatenate, zip(*self._counts, strict=True))))
+def _counted(named: Sequence[tuple[Key, Any]], scale: float = 1.0) -> list[tuple[Key, Tally]]:
+    """Returns what is counted of arrays divided by `scale`, with their names."""
+    arrays = [array if scale == 1 else _divided(array, scale) for _, array in named]
+    counts = BACKEND.counts(arrays) if arrays else []
+    dtypes = [keras.backend.standardize_dtype(array.dtype) for _, array in named]
+    return [(key, Tally(*each, dtype, scale)) for (key, _), each, dtype in zip(named, counts, dtypes, strict=True)]
 
 
 def _divided(array: Any, scale: float) -> Any:

@@ -1,11 +1,13 @@
-"""Sizes of one JAX array: its largest magnitude, sums of magnitudes and squares, and elements above an edge."""
+"""Sizes of one JAX array: largest magnitude, sums of magnitudes and squares, elements above an edge; and its text."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 
 
 def peak(gradient: Array) -> Array:
@@ -68,3 +70,32 @@ def _peak_by_bits(part: Array) -> Array:
     # Without the sign bit. `initial=0` is for empty gradients, on which `jnp.max` raises.
     bits = lax.bitcast_convert_type(known, f"int{width}") & np.array(2 ** (width - 1) - 1, f"int{width}")
     return lax.bitcast_convert_type(jnp.max(bits, initial=0), known.dtype).astype(wide_type(part))
+
+
+def place(value: Any) -> str:
+    """Returns why an array cannot be read without synchronizing, as in `<on cuda:0>`; nothing where it can."""
+    if isinstance(value, Tracer):
+        return "<traced>"
+    if not isinstance(value, jax.Array):
+        return ""
+    if value.is_deleted():
+        return "<donated>"
+    device = min(value.devices(), key=str)
+    if device.platform != "cpu" or not value.is_fully_addressable:
+        return f"<on {device}>"
+    is_ready: Any = getattr(value, "is_ready")  # noqa: B009 - not in the public class, which type checkers know
+    return "" if is_ready() else "<not computed yet>"
+
+
+def shown(value: Any) -> Any:
+    """Returns a number that can be read without synchronizing, and for all else a text, as in `<on cuda:0>`.
+
+    Takes leaves of any kind: those of a pytree may be no numbers at all.
+    """
+    if isinstance(value, bool | int | float):
+        return value
+    if not isinstance(value, jax.Array | np.generic | np.ndarray):
+        return f"<{type(value).__name__}>"
+    if elsewhere := place(value):
+        return elsewhere
+    return f"<shape {value.shape}>" if value.ndim else value.item()

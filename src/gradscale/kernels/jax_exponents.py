@@ -30,16 +30,6 @@ class Layout(NamedTuple):
     mantissa_bits: int
     last: int
 
-    @property
-    def bins(self) -> Any:
-        """The bin of each field between the first and the last; beyond the bins, the first and the last bin."""
-        return _bins_of(np.arange(1, self.last) - self.last // 2)
-
-    @property
-    def subnormal_bins(self) -> Any:
-        """The bin of a subnormal number by the position of its leading bit."""
-        return _bins_of(np.arange(self.mantissa_bits + 1) + 1 - self.last // 2 - self.mantissa_bits)
-
 
 SINGLE = Layout("uint32", 23, 255)
 DOUBLE = Layout("uint64", 52, 2047)
@@ -63,10 +53,6 @@ def counts_and_peaks(arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
     """Returns bins, zeros, infs and NaNs, and largest magnitudes of arrays, in rows; NaN where an array has one."""
     counts = jnp.stack([exponent_counts(array) for array in arrays])
     return counts[:, : EXPONENTS.size], counts[:, EXPONENTS.size :], jnp.stack([peak(array) for array in arrays])
-
-
-def _bins_of(exponents: Any) -> Any:
-    return np.clip(exponents, LOWEST_EXPONENT, HIGHEST_EXPONENT) - LOWEST_EXPONENT
 
 
 def _layout(array: Array) -> Layout:
@@ -118,10 +104,10 @@ def _scattered(bits: Array, layout: Layout) -> Array:
     fields = (bits >> layout.mantissa_bits).astype("int32")
     # The mantissa of a subnormal number, as an integer, is a whole number of the smallest ones.
     leading = np.dtype(layout.integer).itemsize * 8 - 1 - lax.clz(bits).astype("int32")
-    bins = jnp.asarray(np.pad(layout.bins, 1), "int32")[fields]
-    subnormal = jnp.asarray(layout.subnormal_bins, "int32")[jnp.clip(leading, 0, layout.mantissa_bits)]
+    exponents = jnp.where(fields == 0, leading + 1 - layout.mantissa_bits, fields) - layout.last // 2
+    bins = jnp.clip(exponents, LOWEST_EXPONENT, HIGHEST_EXPONENT) - LOWEST_EXPONENT
     inf = np.array(layout.last << layout.mantissa_bits, layout.integer)
     zeros, infs, nans = EXPONENTS.size, EXPONENTS.size + 1, EXPONENTS.size + 2
-    places = jnp.where(fields == 0, jnp.where(bits == 0, zeros, subnormal), bins)
+    places = jnp.where(bits == 0, zeros, bins)
     places = jnp.where(fields == layout.last, jnp.where(bits == inf, infs, nans), places)
     return jnp.zeros(EXPONENTS.size + 3, "uint32").at[places].add(np.uint32(1), mode="promise_in_bounds")

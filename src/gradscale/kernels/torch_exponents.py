@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gradscale.formats import FloatArray
 from gradscale.histogram.counts import EXPONENTS, HIGHEST_EXPONENT, LOWEST_EXPONENT, ExponentHistogram
-from gradscale.kernels.torch import as_real
+from gradscale.kernels.torch import as_real, largest
+from gradscale.watching.rows import Tally
 
 CHUNK = 262_144
 """Elements that are counted together: with fewer, calls of torch cost more than counting."""
@@ -22,31 +23,16 @@ class Layout(NamedTuple):
     Attributes:
         integer: the integer type of the same size.
         mantissa_bits: explicit bits of the mantissa. Above it are the field of the exponent and the sign.
-        exponent_bits: bits of the exponent's field.
+        last: the highest value of that field: that of inf and NaN. Half of it is the exponent 0.
     """
 
     integer: torch.dtype
     mantissa_bits: int
-    exponent_bits: int
-
-    @property
-    def bias(self) -> int:
-        """The field of the exponent 0."""
-        return 2 ** (self.exponent_bits - 1) - 1
-
-    @property
-    def last(self) -> int:
-        """The highest field: that of inf and NaN."""
-        return 2**self.exponent_bits - 1
-
-    @property
-    def inf(self) -> int:
-        """The bits of inf."""
-        return self.last << self.mantissa_bits
+    last: int
 
 
-SINGLE = Layout(torch.int32, 23, 8)
-DOUBLE = Layout(torch.int64, 52, 11)
+SINGLE = Layout(torch.int32, 23, 255)
+DOUBLE = Layout(torch.int64, 52, 2047)
 
 
 @torch.no_grad()
@@ -56,15 +42,22 @@ def count_exponents(tensor: Tensor) -> ExponentHistogram:
     Narrow types are cast to float32 chunk by chunk, which is exact. A complex tensor counts as its two parts. Reads the
     tensor once and makes no temporary larger than a chunk. On an accelerator it synchronizes once for each chunk.
     """
-    real = _real(tensor)
-    return _total((_bits(piece.reshape(-1)) for piece in _pieces(real, 1)), real)
+    return _total(_bits(piece.reshape(-1)) for piece in _pieces(_real(tensor), 1))
 
 
 @torch.no_grad()
 def count_blocks(tensor: Tensor, block: int) -> ExponentHistogram:
     """Returns the same for the largest magnitude of each block of `block` elements along the last dimension."""
-    real = _real(tensor)
-    return _total((peak for piece in _pieces(real, block) for peak in _block_peaks(piece, block)), real)
+    return _total(peak for piece in _pieces(_real(tensor), block) for peak in _block_peaks(piece, block))
+
+
+@torch.no_grad()
+def tally(tensor: Tensor, scale: float = 1.0) -> Tally:
+    """Returns the numbers of a dense tensor divided by `scale`. Narrow types are divided in float32."""
+    real = as_real(tensor) if tensor.is_complex() else tensor
+    wide = real.float() if real.dtype.itemsize == 1 or (scale != 1.0 and real.dtype.itemsize < 4) else real
+    numbers = wide if scale == 1.0 else wide / scale
+    return Tally(count_exponents(numbers), float(largest([numbers], numbers.device)[0]), tensor.dtype, scale)
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -73,24 +66,37 @@ def _real(tensor: Tensor) -> Tensor:
     return real.reshape(1) if real.dim() == 0 else real
 
 
-def _total(chunks: Iterable[Tensor], tensor: Tensor) -> ExponentHistogram:
-    layout = DOUBLE if tensor.dtype is torch.float64 else SINGLE
-    histograms = [folded(_field_counts(bits, layout), bits, layout) for bits in chunks]
-    return reduce(ExponentHistogram.__add__, histograms or [ExponentHistogram(np.zeros(EXPONENTS.size, np.int64))])
+def _total(chunks: Iterable[Tensor]) -> ExponentHistogram:
+    return reduce(
+        ExponentHistogram.__add__, map(_counted, chunks), ExponentHistogram(np.zeros(EXPONENTS.size, np.int64))
+    )
 
 
-def folded(fields: FloatArray, bits: Tensor, layout: Layout) -> ExponentHistogram:
-    """Returns the histogram of a chunk, by the counts of its fields."""
+def _counted(bits: Tensor) -> ExponentHistogram:
+    """Returns the histogram of a chunk."""
+    layout = DOUBLE if bits.dtype is DOUBLE.integer else SINGLE
+    shifted = bits >> layout.mantissa_bits
+    # A byte holds the 8 bits of float32's field and drops the sign above. `bincount` is faster on bytes.
+    own = shifted.to(torch.uint8) if layout is SINGLE else shifted & layout.last
+    fields = torch.bincount(own, minlength=layout.last + 1).cpu().numpy()
     total = np.zeros(EXPONENTS.size, np.int64)
+    _add_to_bins(total, np.arange(1, layout.last) - layout.last // 2, fields[1:-1])
     zeros = infs = 0
-    _add_to_bins(total, fields[1 : layout.last], 1 - layout.bias)
     if fields[0]:
         zeros = bits.numel() - int(torch.count_nonzero(bits << 1))  # shifted by the sign
         if fields[0] > zeros:
-            _add_subnormal(total, bits, layout)
+            # The mantissa of a subnormal number, as an integer, is a whole number of the smallest ones.
+            whole = bits[own == 0].bitwise_and_(2**layout.mantissa_bits - 1).cpu().numpy()
+            exponents = np.frexp(whole[whole > 0].astype(np.float64))[1] - layout.last // 2 - layout.mantissa_bits
+            _add_to_bins(total, exponents, 1)
     if fields[-1]:
-        infs = int(((bits & torch.iinfo(layout.integer).max) == layout.inf).sum())
+        infs = int(((bits & torch.iinfo(bits.dtype).max) == layout.last << layout.mantissa_bits).sum())
     return ExponentHistogram(total, np.int64(zeros), np.int64(infs), np.int64(fields[-1] - infs))
+
+
+def _add_to_bins(total: FloatArray, exponents: FloatArray, counts: Any) -> None:
+    """Adds counts of numbers with these exponents; those beyond the bins go to the first and the last."""
+    np.add.at(total, np.clip(exponents, LOWEST_EXPONENT, HIGHEST_EXPONENT) - LOWEST_EXPONENT, counts)
 
 
 def _pieces(tensor: Tensor, block: int) -> Iterator[Tensor]:
@@ -127,34 +133,3 @@ def _block_peaks(piece: Tensor, block: int) -> Iterator[Tensor]:
         yield magnitudes[..., :whole].unflatten(-1, (-1, block)).amax(-1).reshape(-1)
     if whole < piece.shape[-1] and piece.numel():
         yield magnitudes[..., whole:].amax(-1).reshape(-1)
-
-
-def _field_counts(bits: Tensor, layout: Layout) -> FloatArray:
-    """Returns how many numbers have each value in the field of their exponent."""
-    shifted = bits >> layout.mantissa_bits
-    # A byte holds the 8 bits of float32's field and drops the sign above. `bincount` is faster on bytes.
-    fields = shifted.to(torch.uint8) if layout.exponent_bits == 8 else shifted & layout.last
-    return torch.bincount(fields, minlength=layout.last + 1).cpu().numpy()
-
-
-def _add_subnormal(total: FloatArray, bits: Tensor, layout: Layout) -> None:
-    """Adds the subnormal numbers of a chunk."""
-    small = bits[((bits >> layout.mantissa_bits) & layout.last) == 0] & (2**layout.mantissa_bits - 1)
-    # The mantissa of a subnormal number, as an integer, is a whole number of the smallest ones. As a float32 it is
-    # normal, and its exponent counts from that of the smallest. Beyond 24 bits it may round up, but those of float64
-    # are all below the first bin.
-    fields = _field_counts(small.to(torch.float32).view(SINGLE.integer), SINGLE)
-    lowest = 1 - layout.bias - layout.mantissa_bits
-    _add_to_bins(total, fields[SINGLE.bias : SINGLE.bias + layout.mantissa_bits + 1], lowest)
-
-
-def _add_to_bins(total: FloatArray, counts: FloatArray, first: int) -> None:
-    """Adds counts of consecutive exponents from `first` on; those beyond the bins go to the first and the last."""
-    below = min(max(0, LOWEST_EXPONENT - first), len(counts))
-    above = max(0, first + len(counts) - 1 - HIGHEST_EXPONENT)
-    inside = counts[below : len(counts) - above]
-    start = first + below - LOWEST_EXPONENT
-    total[start : start + len(inside)] += inside
-    if below or above:
-        total[0] += counts[:below].sum()
-        total[-1] += counts[len(counts) - above :].sum()

@@ -69,20 +69,16 @@ def agree(measured: Sequence[ContextMeasurement], plan: Plan, *, divisor: float,
     # The optimizer computes in float32, where a finite gradient may overflow when it is divided by a scale below 1.
     divided = (sizes * np.divide(1.0, divisor)).astype(np.float32)
     sizes = np.where(np.isfinite(divided), sizes, divided)
+    # Not the norm over all contexts: a key-value store has given them the same gradients, and without one each is
+    # updated by its own. To clip by it, inf where its square does not fit float32, as on every adapter.
+    norm = np.max([np.linalg.norm(one.sizes) for one in measured])
     return Measurement(
         sizes=sizes,
         total=np.max(sizes),
         amax=np.float64(max(one.amax for one in measured)) if plan.amax else None,
-        # Not the norm over all contexts: a key-value store has given them the same gradients, and without one each is
-        # updated by its own.
-        norm=_norm(np.max([np.linalg.norm(one.sizes) for one in measured]), plan) * rescale,
+        norm=(np.inf if plan.norm and not norm < LARGEST_NORM else norm) * rescale,
         upper_share=None if plan.edge is None else np.float32(max(one.above for one in measured)),
     )
-
-
-def _norm(norm: Any, plan: Plan) -> Any:
-    """Returns a scaled norm; to clip by it, inf where its square does not fit float32, as on every adapter."""
-    return math.inf if plan.norm and not norm < LARGEST_NORM else norm
 
 
 class Workers:

@@ -13,18 +13,14 @@ PART = 2.0**-60
 def apply(gradients: Gradients, optimizer: Any, factor: float, update: Callable[[], None]) -> None:
     """Updates the weights with gradients times `factor`, by the trainer's own `update`. Makes no pass of its own."""
     own = optimizer.rescale_grad
-    optimizer.rescale_grad = _normal(gradients, own * factor)
+    product = own * factor
+    # MXNet refuses an argument below 2**-126. Only a scale near 2**126 with a large batch or a small `clip_norm` gives
+    # one. The gradients are then multiplied by a part of it first.
+    if 0 < abs(product) < LOWEST_SCALE:
+        multiply(gradients, PART)
+        product /= PART
+    optimizer.rescale_grad = product
     try:
         update()
     finally:
         optimizer.rescale_grad = own
-
-
-def _normal(gradients: Gradients, factor: float) -> float:
-    """Returns a factor that MXNet accepts, and multiplies the gradients by the rest if there is one."""
-    # MXNet refuses an argument below 2**-126. Only a scale near 2**126 with a large batch or a small `clip_norm` gives
-    # one.
-    if not 0 < abs(factor) < LOWEST_SCALE:
-        return factor
-    multiply(gradients, PART)
-    return factor / PART

@@ -32,14 +32,23 @@ def check_update_place(trainer: Any) -> None:
     # With two contexts this is MXNet's default, under which its own amp writes an inf into the weights of both.
     params = trainer._kvstore_params
     kind = params["kvstore"] if isinstance(params["kvstore"], str | None) else params["kvstore"].type
+    received = remedy = ""
     if params["update_on_kvstore"] or trainer._update_on_kvstore:
-        raise ValueError(_must_update_here("update_on_kvstore=True", _remedy(trainer)))
-    if kind is not None and "async" in kind:
-        raise ValueError(_must_update_here(f"kvstore={kind!r}", "Use 'dist_sync' instead"))
-    if trainer._contains_sparse_weight:
-        raise ValueError(_must_update_here("sparse weights", "Use dense weights; gradients may be sparse"))
-    if trainer._contains_sparse_grad and kind is not None and "dist" in kind:
-        raise ValueError(_must_update_here(f"sparse gradients with kvstore={kind!r}", "Use dense gradients"))
+        received = "update_on_kvstore=True"
+        remedy = "Call `init_trainer` right after the trainer is made, before `step`, `save_states` and `load_states`"
+        if params["update_on_kvstore"]:
+            remedy = "Leave the argument of `Trainer` out"
+    elif kind is not None and "async" in kind:
+        received, remedy = f"kvstore={kind!r}", "Use 'dist_sync' instead"
+    elif trainer._contains_sparse_weight:
+        received, remedy = "sparse weights", "Use dense weights; gradients may be sparse"
+    elif trainer._contains_sparse_grad and kind is not None and "dist" in kind:
+        received, remedy = f"sparse gradients with kvstore={kind!r}", "Use dense gradients"
+    if received:
+        raise ValueError(
+            "The trainer itself must update the weights, so that an overflow is found before. A key-value store would "
+            f"write it into them first. Received: {received}. {remedy}."
+        )
 
 
 def check_compression(trainer: Any) -> None:
@@ -91,16 +100,3 @@ def check_loss(loss: Any, policy: Policy) -> None:
             f"Received: {kind.names[0] if kind.names else kind.name}. "
             "Cast the model's outputs before the loss is computed: `outputs.astype('float32')`."
         )
-
-
-def _must_update_here(received: str, remedy: str) -> str:
-    return (
-        "The trainer itself must update the weights, so that an overflow is found before. A key-value store would "
-        f"write it into them first. Received: {received}. {remedy}."
-    )
-
-
-def _remedy(trainer: Any) -> str:
-    if trainer._kvstore_params["update_on_kvstore"]:
-        return "Leave the argument of `Trainer` out"
-    return "Call `init_trainer` right after the trainer is made, before `step`, `save_states` and `load_states`"

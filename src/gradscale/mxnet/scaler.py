@@ -2,13 +2,13 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
-from gradscale.engine.decide import check_clip
+from gradscale.engine.decide import Outcome, check_clip
 from gradscale.engine.health import Weights
 from gradscale.engine.host_scaler import HostScaler
 from gradscale.engine.plan import Plan
@@ -20,20 +20,6 @@ from gradscale.mxnet.gradients import Gradients, multiply
 from gradscale.mxnet.remember import Losses
 from gradscale.policies.contract import ScaleState
 from gradscale.policies.static import multiplies
-
-
-class Decision(NamedTuple):
-    """The decision of a step. Nothing is stored before the update has succeeded.
-
-    Attributes:
-        result: the result that the step will have.
-        state: the state of the scale for the next step.
-        factor: what the gradients are multiplied by; 0 if the step is skipped.
-    """
-
-    result: StepResult
-    state: ScaleState
-    factor: float = 0.0
 
 
 class LossScaler(HostScaler):
@@ -60,10 +46,13 @@ class LossScaler(HostScaler):
         check_clip("clip_norm", bound)
         self._clip_norm = bound
 
-    @property
-    def needs_loss(self) -> bool:
-        """Whether `scale` was not called since the last step, so that gradients cannot have been scaled."""
-        return bool(self._policy.needs) and not self._losses.given
+    def check_scaled(self, caller: str) -> None:
+        """Raises if no loss was scaled since the last step: unscaled gradients would be divided too."""
+        if self._policy.needs and not self._losses.given:
+            raise RuntimeError(
+                f"`{caller}` needs gradients of a scaled loss. Received: gradients, but no call of `scale_loss` since "
+                "the last step. Run the backward pass of what `with scale_loss(loss, trainer) as scaled:` yields."
+            )
 
     def scale(self, loss: Any) -> Any:
         """Returns `loss` times the scale, or a list of losses times it. Does not synchronize.
@@ -77,7 +66,11 @@ class LossScaler(HostScaler):
         losses = loss if isinstance(loss, list | tuple) else [loss]
         for one in losses:
             check_loss(one, self._policy)
-        self._undo_unscale()
+        if multiplies(self._policy):
+            multiply(self._unscaled, self.loss_scale)
+        self._unscaled = ()
+        if self._unscaled_finite:  # an overflow is not forgotten
+            self._before_unscale = None
         if self._policy.needs and losses:
             self._losses.add(losses)
         scaled = [one * self.loss_scale for one in losses] if multiplies(self._policy) else list(losses)
@@ -98,38 +91,32 @@ class LossScaler(HostScaler):
             self._before_unscale = observation
         self._unscaled = gradients
 
-    def losses_finite(self) -> tuple[bool, bool]:
-        """Returns whether all losses since the last step were finite, and whether those of the last `scale` were.
+    def flags(self) -> tuple[bool, bool, bool]:
+        """Returns what only this worker knows; synchronizes with the device.
 
-        On this worker. Synchronizes with the device.
+        Whether all losses since the last step were finite, whether those of the last `scale` were, and whether all
+        gradients that `unscale` measured were.
         """
-        return self._losses.finite()
+        return *self._losses.finite(), self._unscaled_finite
 
-    def unscaled_finite(self) -> bool:
-        """Returns whether all gradients that `unscale` measured since the last step were finite, on this worker."""
+    @property
+    def _unscaled_finite(self) -> bool:
         return self._before_unscale is None or self._before_unscale.finite
 
-    def decide(
-        self,
-        gradients: Gradients,
-        rescale: float,
-        *,
-        losses_finite: bool,
-        last_losses_finite: bool,
-        unscaled_finite: bool,
-    ) -> Decision:
-        """Returns the decision of the step. Changes nothing: `remember` does, once the step is done.
+    def decide(self, gradients: Gradients, rescale: float, flags: Sequence[bool]) -> tuple[Outcome, StepResult]:
+        """Returns the decision and the result of the step. Changes nothing: `remember` does, once the step is done.
 
         `rescale` is what the optimizer multiplies gradients by, usually one over the size of the batch. The flags are
-        those of all workers.
+        those of `flags`, on all workers.
         """
         if not any(gradients):
-            return Decision(self._no_grads(StepResult), self._state)
+            return Outcome(self._state, np.bool_(False), np.float32(0)), self._no_grads(StepResult)
+        losses_finite, last_losses_finite, unscaled_finite = flags
         divisor = 1.0 if self._unscaled else self.loss_scale
         observation = self._observe(gradients, divisor, rescale)
         if self._before_unscale is not None:
             observation = _after_unscale(observation, self._before_unscale, self.loss_scale)
-        outcome, result = self._decide(
+        return self._decide(
             StepResult,
             observation.measurement,
             loss_finite=losses_finite,
@@ -140,15 +127,14 @@ class LossScaler(HostScaler):
             names=observation.names,
             counts=observation.counts,
         )
-        return Decision(result, outcome.state, float(outcome.factor))
 
-    def remember(self, decision: Decision, weights: Callable[[], Weights | None] | None = None) -> None:
+    def remember(self, state: ScaleState, result: StepResult, weights: Callable[[], Weights | None]) -> None:
         """Stores the state and the result of a step that is done. `weights` measures the weights for a report.
 
         Raises:
             ScaleStuck: the run is stuck. It names the parameters, and the likely cause.
         """
-        self._remember(decision.state, decision.result, weights)
+        self._remember(state, result, weights)
 
     def save(self, path: str | Path) -> None:
         """Writes `state_dict` to a JSON file, all of it or nothing."""
@@ -167,14 +153,6 @@ class LossScaler(HostScaler):
 
     def _observe(self, gradients: Gradients, divisor: float, rescale: float) -> Observation:
         return observe(gradients, Plan.of(self._policy, clip_norm=self.clip_norm), divisor=divisor, rescale=rescale)
-
-    def _undo_unscale(self) -> None:
-        """Multiplies by the scale what `unscale` has divided, if no step followed. An overflow is not forgotten."""
-        if multiplies(self._policy):
-            multiply(self._unscaled, self.loss_scale)
-        self._unscaled = ()
-        if self.unscaled_finite():
-            self._before_unscale = None
 
     def _reset(self) -> None:
         self._losses = Losses()

@@ -115,7 +115,7 @@ def unscale(trainer: Any) -> None:
         RuntimeError: the trainer has no scaler, no loss was scaled since the last step, or this was called before.
     """
     scaler = scaler_of(trainer)
-    _check_scaled(scaler, "unscale")
+    scaler.check_scaled("unscale")
     scaler.unscale(fresh(collect(trainer)))
 
 
@@ -133,26 +133,10 @@ def _update_if_finite(
     scaler, optimizer = scaler_of(trainer), trainer._optimizer
     check_masters(trainer, scaler.policy)  # parameters may have been cast since `init_trainer`
     if any(to_apply):
-        _check_scaled(scaler, "step")
-    losses_finite, last_losses_finite, unscaled_finite = workers.all(*scaler.losses_finite(), scaler.unscaled_finite())
-    decision = scaler.decide(
-        to_apply,
-        optimizer.rescale_grad,
-        losses_finite=losses_finite,
-        last_losses_finite=last_losses_finite,
-        unscaled_finite=unscaled_finite,
-    )
-    if decision.result.applied:
-        apply(to_apply, optimizer, decision.factor, partial(update, ignore_stale_grad))
+        scaler.check_scaled("step")
+    outcome, result = scaler.decide(to_apply, optimizer.rescale_grad, workers.all(*scaler.flags()))
+    if result.applied:
+        apply(to_apply, optimizer, float(outcome.factor), partial(update, ignore_stale_grad))
     else:
         mark_stale(to_apply)
-    scaler.remember(decision, partial(weights_of, trainer))
-
-
-def _check_scaled(scaler: LossScaler, caller: str) -> None:
-    """Raises if no loss was scaled since the last step: unscaled gradients would be divided too."""
-    if scaler.needs_loss:
-        raise RuntimeError(
-            f"`{caller}` needs gradients of a scaled loss. Received: gradients, but no call of `scale_loss` since the "
-            "last step. Run the backward pass of what `with scale_loss(loss, trainer) as scaled:` yields."
-        )
+    scaler.remember(outcome.state, result, partial(weights_of, trainer))

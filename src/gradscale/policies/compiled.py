@@ -50,6 +50,20 @@ PYTHON = {
 """The text of each operation in Python."""
 
 
+def _operator(operation: str, kind: type | None = None, *, swapped: bool = False) -> Any:
+    """Returns a method for an infix operator, whose result is of `kind`, or of the type of its left operand."""
+
+    def method(self: "Traced", other: Array) -> "Traced":
+        return Traced(operation, (other, self) if swapped else (self, other), kind or self.kind)
+
+    return method
+
+
+def _function(operation: str, kind: type = np.bool_) -> Any:
+    """Returns a function of a namespace, whose result is of `kind`."""
+    return staticmethod(lambda *operands: Traced(operation, operands, kind))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
     """The result of an operation that is not known yet.
@@ -69,45 +83,13 @@ class Traced:
     def __bool__(self) -> NoReturn:
         raise TypeError("A rule may not branch on a value: it is known only when the step is run.")
 
-    def __add__(self, other: Array) -> "Traced":
-        return Traced("add", (self, other), self.kind)
-
-    def __radd__(self, other: Array) -> "Traced":
-        return Traced("add", (other, self), self.kind)
-
-    def __sub__(self, other: Array) -> "Traced":
-        return Traced("sub", (self, other), self.kind)
-
-    def __rsub__(self, other: Array) -> "Traced":
-        return Traced("sub", (other, self), self.kind)
-
-    def __mul__(self, other: Array) -> "Traced":
-        return Traced("mul", (self, other), self.kind)
-
-    def __rmul__(self, other: Array) -> "Traced":
-        return Traced("mul", (other, self), self.kind)
-
-    def __truediv__(self, other: Array) -> "Traced":
-        return Traced("div", (self, other), self.kind)
-
-    def __rtruediv__(self, other: Array) -> "Traced":
-        return Traced("div", (other, self), self.kind)
-
-    def __lt__(self, other: Array) -> "Traced":
-        return Traced("lt", (self, other), np.bool_)
-
-    def __le__(self, other: Array) -> "Traced":
-        return Traced("le", (self, other), np.bool_)
-
-    def __gt__(self, other: Array) -> "Traced":
-        return Traced("gt", (self, other), np.bool_)
-
-    def __ge__(self, other: Array) -> "Traced":
-        return Traced("ge", (self, other), np.bool_)
-
-    def __eq__(self, other: object) -> "Traced":  # type: ignore[override]
-        return Traced("eq", (self, other), np.bool_)
-
+    __add__, __radd__ = _operator("add"), _operator("add", swapped=True)
+    __sub__, __rsub__ = _operator("sub"), _operator("sub", swapped=True)
+    __mul__, __rmul__ = _operator("mul"), _operator("mul", swapped=True)
+    __truediv__, __rtruediv__ = _operator("div"), _operator("div", swapped=True)
+    __lt__, __le__ = _operator("lt", np.bool_), _operator("le", np.bool_)
+    __gt__, __ge__ = _operator("gt", np.bool_), _operator("ge", np.bool_)
+    __eq__ = _operator("eq", np.bool_)
     __hash__ = object.__hash__
 
 
@@ -122,41 +104,17 @@ class Tracing:
         return Traced("where", (condition, x, y), kind)
 
     @staticmethod
-    def logical_and(x: Array, y: Array, /) -> Array:
-        """Returns whether both hold."""
-        return Traced("and", (x, y), np.bool_)
-
-    @staticmethod
-    def logical_or(x: Array, y: Array, /) -> Array:
-        """Returns whether one of the two holds."""
-        return Traced("or", (x, y), np.bool_)
-
-    @staticmethod
-    def logical_not(x: Array, /) -> Array:
-        """Returns whether `x` does not hold."""
-        return Traced("not", (x,), np.bool_)
-
-    @staticmethod
-    def isfinite(x: Array, /) -> Array:
-        """Returns whether `x` is neither infinite nor NaN."""
-        return Traced("isfinite", (x,), np.bool_)
-
-    @staticmethod
-    def floor(x: Array, /) -> Array:
-        """Returns the largest whole number that is not above `x`."""
-        return Traced("floor", (x,), np.float32)
-
-    float32, float64 = np.float32, np.float64
-
-    @staticmethod
     def asarray(x: Array, /, dtype: type) -> Array:
         """Returns `x` in the type `dtype`."""
         return Traced(dtype.__name__, (x,), dtype)
 
-    @staticmethod
-    def pow2_floor(x: Array, /) -> Array:
-        """Returns the largest power of two that is not above `x`."""
-        return Traced("pow2_floor", (x,), np.float32)
+    logical_and, logical_or, logical_not = _function("and"), _function("or"), _function("not")
+    isfinite, floor, pow2_floor = (
+        _function("isfinite"),
+        _function("floor", np.float32),
+        _function("pow2_floor", np.float32),
+    )
+    float32, float64 = np.float32, np.float64
 
 
 def traced(function: Callable[..., Any], operands: Mapping[str, Any]) -> Any:

@@ -126,6 +126,7 @@ class Histogram(Record):
         doubles_to_failed = xp.logical_and(has_failed, state.scale * 2.0 >= state.failed_scale)
         retried = xp.logical_and(has_failed, state.scale >= state.failed_scale)
         interval = state.retry_interval
+        longer = smaller(interval * 2, self.longest_wait, xp)
         rises = xp.logical_and(quiet, quiet_steps >= xp.where(doubles_to_failed, interval, self.period))
         holds = xp.logical_and(rises, retried)
         return counted(
@@ -136,7 +137,7 @@ class Histogram(Record):
             clean_steps=xp.where(rises, 0, quiet_steps),
             stuck=xp.logical_and(overflow, state.scale <= self.min_scale),
             failed_scale=xp.where(falls, state.scale, xp.where(holds, 0.0, state.failed_scale)),
-            retry_interval=xp.where(retried, self._retried(interval, rises, falls, xp), interval),
+            retry_interval=xp.where(retried, xp.where(falls, longer, xp.where(rises, self.period, interval)), interval),
         )
 
     def _moved(self, scale: Array, rises: Array, falls: Array, overflow: Array, xp: Namespace) -> Array:
@@ -145,7 +146,3 @@ class Histogram(Record):
         drop = xp.where(overflow, pow2_floor(scale * 0 + self.edge, xp), 0.5)
         moved = xp.where(rises, scale * 2.0, xp.where(falls, scale * drop, scale))
         return bounded(moved, self.min_scale, self.max_scale, xp)
-
-    def _retried(self, interval: Array, rises: Array, falls: Array, xp: Namespace) -> Array:
-        """Returns the retry interval of a scale that had failed, was tried again, and now falls or holds."""
-        return xp.where(falls, smaller(interval * 2, self.longest_wait, xp), xp.where(rises, self.period, interval))

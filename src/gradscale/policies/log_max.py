@@ -113,22 +113,12 @@ class LogMax(Record):
         return follow(self, min(self.format.max, HIGHEST_PEAK), RECOVERY, state, seen, xp)
 
     def predict(self, state: LogMaxState, amax: Array, xp: Namespace) -> dict[str, Array]:
-        """Returns the model after a step whose largest gradient was `amax`, and the peak that it predicts."""
-        size = log2_linear(amax, xp)
-        model = self._model(state, size, xp)
-        mean, variance = model["mean"], model["variance"]
-        # The larger of both: the mean alone, over 100 steps, would follow a sudden rise too slowly.
-        # Bounding the product, and not only the sum, keeps a compiler from fusing the two into a multiply-add.
-        above = bounded(self.deviations * root(variance), 0.0, 2 * HIGHEST_EXPONENT, xp)
-        peak = exp2_linear(bounded(larger(mean, size, xp) + above, -HIGHEST_EXPONENT, HIGHEST_EXPONENT, xp), xp)
-        return model | {"peak": peak}
+        """Returns the model after a step whose largest gradient was `amax`, and the peak that it predicts.
 
-    def _model(self, state: LogMaxState, size: Array, xp: Namespace) -> dict[str, Array]:
-        """Returns the leaves of the model once `size` has entered it: Welford's update, with decaying weights.
-
-        While there are fewer observations than `beta1` and `beta2` average over, all weigh the same. The variance
-        counts one more, which it starts with.
+        The model is updated as Welford's, with decaying weights. While there are fewer observations than `beta1` and
+        `beta2` average over, all weigh the same. The variance counts one more, which it starts with.
         """
+        size = log2_linear(amax, xp)
         # Not E[x**2] - E[x]**2, as in OpenSeq2Seq: its two terms cancel in float32, and the variance may be negative.
         count = state.observations + 1.0
         error = size - state.mean
@@ -136,7 +126,12 @@ class LogMax(Record):
         # Below 0 by rounding only. The bound also keeps a compiler from fusing the product into a multiply-add.
         spread = larger(error * (size - mean), 0.0, xp)
         change = (spread - state.variance) / smaller(count + 1.0, _memory(self.beta2, count), xp)
-        return {"mean": mean, "variance": larger(state.variance + change, 0.0, xp), "observations": count}
+        variance = larger(state.variance + change, 0.0, xp)
+        # The larger of both: the mean alone, over 100 steps, would follow a sudden rise too slowly.
+        # Bounding the product, and not only the sum, keeps a compiler from fusing the two into a multiply-add.
+        above = bounded(self.deviations * root(variance), 0.0, 2 * HIGHEST_EXPONENT, xp)
+        peak = exp2_linear(bounded(larger(mean, size, xp) + above, -HIGHEST_EXPONENT, HIGHEST_EXPONENT, xp), xp)
+        return {"mean": mean, "variance": variance, "observations": count, "peak": peak}
 
 
 def _memory(beta: Array, like: Array) -> Array:

@@ -7,7 +7,7 @@ times a Python number was a float64.
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,35 +24,23 @@ PLAIN = frozenset((float, int, bool))
 """Types of Python numbers."""
 
 
-MOST_COMPILED = 128
-"""How many policies are kept compiled. A process has a few; a test suite has thousands."""
+@lru_cache(128)  # a process has a few policies; a test suite has thousands
+def compiled_rule(policy: Policy) -> Callable[[Any, Any], Any]:
+    """Returns `contract.advanced` of a policy as one function of a state and of what was seen."""
+    return compiled(partial(bounded_next, policy), state=policy.start(), seen=Seen())
 
 
 class Scalars:
     """What a rule may call, for numpy scalars and Python numbers. What is not here is numpy's own."""
 
-    def __init__(self) -> None:
-        self._compiled: dict[Policy, Callable[[Any, Any], Any]] = {}
-        self._last: tuple[Policy, Callable[[Any, Any], Any]] | None = None
-
-    def rule(self, policy: Policy, /) -> Callable[[Any, Any], Any]:
+    @staticmethod
+    def rule(policy: Policy, /) -> Callable[[Any, Any], Any]:
         """Returns `contract.advanced` of a policy as a function of a state and of what was seen."""
-        # Mostly the same as at the last step: the hash of a policy takes a tenth as long as its rule.
-        last = self._last
-        if last is not None and last[0] is policy:
-            return last[1]
         # By its own class, and not one that it is derived from: what a user has added may not be traced. Such a policy
         # is not kept either: it may refer to a model.
-        if not vars(type(policy)).get("is_compiled"):
-            return lambda state, seen: bounded_next(policy, state, seen, SCALARS)
-        function = self._compiled.get(policy)
-        if function is None:
-            if len(self._compiled) >= MOST_COMPILED:
-                self._compiled.clear()
-            function = compiled(partial(bounded_next, policy), state=policy.start(), seen=Seen())
-            self._compiled[policy] = function
-        self._last = policy, function
-        return function
+        if vars(type(policy)).get("is_compiled"):
+            return compiled_rule(policy)
+        return lambda state, seen: bounded_next(policy, state, seen, SCALARS)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)

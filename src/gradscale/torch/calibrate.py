@@ -12,7 +12,7 @@ from gradscale.histogram.calibration import Calibration, add_batch, calibration_
 from gradscale.histogram.counts import ExponentHistogram
 from gradscale.torch.probing.run import check_loss, keep_buffers
 from gradscale.torch.watch.recorder import Recorder
-from gradscale.watching.sample import Kind
+from gradscale.watching.rows import Kind
 
 SUFFIXES: dict[Kind, str] = {"output_grad": " (output)", "weight_grad": ""}
 """What is measured, and how its kind is written after its name."""
@@ -74,7 +74,7 @@ def calibrate(
                     check_loss(loss_fn(model, batch), "loss_fn").backward()
             finally:
                 sample = recorder.detach()
-            counted = {f"{tally.name}{SUFFIXES[tally.kind]}": tally.histogram for tally in sample.tallies()}
+            counted = {f"{name}{SUFFIXES[kind]}": tally.histogram for (name, kind), tally in sample.items()}
             add_batch(found, counted, index)
             if optimizer is not None:
                 optimizer.step()

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradscale.formats import FP8_E4M3, FP8_E5M2, FP16, Format, get_format
-from gradscale.watching.rows import WatchRow, rows_of, rows_table
-from gradscale.watching.sample import Sample
+from gradscale.watching.rows import Sample, WatchRow, rows_of, rows_table
 
 FORMATS = (FP16, FP8_E4M3, FP8_E5M2)
 """What rows have losses of, unless other formats are named."""

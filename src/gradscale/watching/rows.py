@@ -1,15 +1,58 @@
-"""Rows of what was recorded: numbers of one tensor at one step, and what formats lose of them."""
+"""What was recorded of the tensors of a step, and rows of it: their numbers, and what formats lose of them."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from gradscale._table import text_table
 from gradscale.formats import Format
+from gradscale.histogram.counts import ExponentHistogram
 from gradscale.histogram.losses import Losses, losses
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE
-from gradscale.watching.sample import Kind, Sample
+
+Kind = Literal["weight", "input", "output", "output_grad", "weight_grad"]
+
+KINDS: tuple[Kind, ...] = ("weight", "input", "output", "output_grad", "weight_grad")
+
+MODEL = "(model)"
+"""The name of the whole model, which frameworks call by the empty string."""
+
+Key = tuple[str, Kind]
+"""Name of a module or a parameter, and what was recorded of it."""
+
+
+class Tally(NamedTuple):
+    """The numbers of one tensor of a model, or of several together.
+
+    Attributes:
+        histogram: the numbers, in host memory; gradients are unscaled.
+        amax: the largest magnitude; NaN where there is one.
+        dtype: the type that the tensor had.
+        scale: what gradients were multiplied by when they were recorded; 1 for other tensors.
+    """
+
+    histogram: ExponentHistogram
+    amax: float
+    dtype: Any
+    scale: float
+
+
+Sample = dict[Key, Tally]
+"""The tensors of one step, those of all forward and backward passes together."""
+
+
+def sample_of(tallies: Iterable[tuple[Key, Tally]]) -> Sample:
+    """Returns tensors by their keys. The type and the scale of a key are those of the last of its tensors."""
+    sample: Sample = {}
+    for key, tally in tallies:
+        if (before := sample.get(key)) is not None:
+            amax = float(np.maximum(before.amax, tally.amax))  # NaN if one is
+            tally = tally._replace(histogram=before.histogram + tally.histogram, amax=amax)
+        sample[key] = tally
+    return sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +101,7 @@ class WatchRow:
 
 def rows_of(sample: Sample, step: int, formats: Sequence[Format]) -> Iterator[WatchRow]:
     """Yields a row for each tensor of a sample."""
-    for name, kind, histogram, amax, dtype, scale in sample.tallies():
+    for (name, kind), (histogram, amax, dtype, scale) in sample.items():
         zeros, infs, nans = (int(number) for number in (histogram.zeros, histogram.infs, histogram.nans))
         elements = histogram.nonzero + zeros + infs + nans
         # torch's own scaler goes to 0 and to inf. At the bounds, too, all is flushed or overflows.
@@ -83,26 +126,11 @@ def rows_of(sample: Sample, step: int, formats: Sequence[Format]) -> Iterator[Wa
 def rows_table(rows: Iterable[WatchRow], format: Format) -> str:
     """Returns rows as a table of text, with what one format loses."""
     columns = ("step", "tensor", "kind", "scale", "amax", "smallest", "bits", "zeros", "inf, NaN")
-    return text_table(
-        (*columns, f"{format.name} flushed", "subnormal", "overflow", "SNR dB"),
-        [(*_cells(row), *_format_cells(row.formats[format.name])) for row in rows],
-        whole=("tensor", "kind"),
-    )
-
-
-def _cells(row: WatchRow) -> tuple[str, ...]:
-    return (
-        str(row.step),
-        row.name,
-        row.kind,
-        f"{row.scale:g}",
-        f"{row.amax:.1e}",
-        f"{row.smallest:.1e}",
-        str(row.range_bits),
-        f"{row.zeros:.1%}",
-        str(row.infs + row.nans),
-    )
-
-
-def _format_cells(found: Losses) -> tuple[str, ...]:
-    return (f"{found.flushed:.2%}", f"{found.subnormal:.2%}", f"{found.overflow:.2%}", f"{found.snr_db:.1f}")
+    lines: list[tuple[str, ...]] = []
+    for row in rows:
+        found, numbers = row.formats[format.name], (f"{row.scale:g}", f"{row.amax:.1e}", f"{row.smallest:.1e}")
+        counts = (str(row.range_bits), f"{row.zeros:.1%}", str(row.infs + row.nans))
+        lost = (f"{found.flushed:.2%}", f"{found.subnormal:.2%}", f"{found.overflow:.2%}", f"{found.snr_db:.1f}")
+        lines.append((str(row.step), row.name, row.kind, *numbers, *counts, *lost))
+    names = (*columns, f"{format.name} flushed", "subnormal", "overflow", "SNR dB")
+    return text_table(names, lines, whole=("tensor", "kind"))

@@ -1,7 +1,6 @@
 """`watch`: what it records, at which steps, and that nothing is left on the model between them."""
 
 import copy
-import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -93,21 +92,6 @@ def test_recorded_gradients_are_unscaled_and_the_row_has_their_scale(scale: floa
     assert row.scale == scale
     assert row.formats["FP16"] == losses(exponent_histogram(grads[0].cpu().numpy()), FP16, scale)
     assert row_of(watched, "0", "input").scale == 1.0
-
-
-def test_a_row_has_the_facts_of_its_tensor() -> None:
-    model = model_of()
-    scaler = LossScaler(model)
-    watched = watch(model, scaler)
-    expected = torch.relu(model[0](batch())).detach()
-    train(model, scaler, 1)
-    row = row_of(watched, "1", "output")
-    nonzero = expected[expected > 0]
-    assert (row.elements, row.amax, row.dtype) == (expected.numel(), float(expected.max()), "float32")
-    assert row.zeros == int((expected == 0).sum()) / expected.numel()
-    assert row.smallest == 2.0 ** math.floor(math.log2(float(nonzero.min())))
-    assert row.range_bits == math.floor(math.log2(row.amax)) - math.log2(row.smallest) + 1
-    assert (row.infs, row.nans) == (0, 0)
 
 
 def test_micro_batches_are_counted_together_and_their_gradient_once() -> None:
@@ -277,4 +261,4 @@ def test_copies_of_the_model_and_the_scaler_are_not_watched() -> None:
     assert watched.step_index == 0
     pickle.loads(pickle.dumps(model))(batch())
     assert watched._recorder is not None
-    assert list(watched._recorder.detach().tallies()) == []
+    assert watched._recorder.detach() == {}

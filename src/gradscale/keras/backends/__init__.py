@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import keras
 
-from gradscale.keras._installed import BACKENDS
+from gradscale.histogram.counts import ExponentHistogram
+from gradscale.keras.compat import BACKENDS
 from gradscale.record import Array
-from gradscale.watching.sample import Counts
 
 T = TypeVar("T")
 
@@ -52,8 +52,8 @@ class Backend(ABC):
         """Returns the numbers of a gradient, dense or sparse."""
 
     @abstractmethod
-    def counts(self, arrays: Sequence[Any]) -> Counts:
-        """Returns arrays, of which there is at least one, by the powers of two of their numbers. Synchronizes."""
+    def counts(self, arrays: Sequence[Any]) -> list[tuple[ExponentHistogram, float]]:
+        """Returns the histogram of each array, of which there is one at least, and its largest number. Synchronizes."""
 
     @abstractmethod
     def leaves(self, value: Any, dtype: str) -> list[Array]:

@@ -12,12 +12,11 @@ from jax.core import Tracer
 from jax.experimental.sparse import JAXSparse
 
 from gradscale.formats import FP32
+from gradscale.histogram.counts import ExponentHistogram
 from gradscale.keras.backends import Assign, Backend
 from gradscale.keras.remember import STATIC, TENSORS, StepResult
-from gradscale.kernels import jax_text
-from gradscale.kernels.jax import peak, real_parts, share_above, square
+from gradscale.kernels.jax import peak, place, real_parts, share_above, square
 from gradscale.kernels.jax_exponents import counts_and_peaks
-from gradscale.watching.sample import Counts
 
 jax.tree_util.register_dataclass(StepResult, data_fields=TENSORS, meta_fields=STATIC)
 
@@ -42,10 +41,11 @@ class Jax(Backend):
     def values(self, grad: Any) -> Array:
         return jnp.asarray(grad.data if isinstance(grad, JAXSparse) else grad)
 
-    def counts(self, arrays: Sequence[Any]) -> Counts:
-        """Returns arrays by the powers of two of their numbers. Compiled for all of them together."""
+    def counts(self, arrays: Sequence[Any]) -> list[tuple[ExponentHistogram, float]]:
+        """Returns the histogram of each array, and its largest number. Compiled for all of them together."""
         bins, outside, peaks = map(np.asarray, counts_and_peaks(tuple(map(jnp.asarray, arrays))))
-        return Counts(bins.astype(np.int64), outside.astype(np.int64), peaks)
+        rows = zip(bins.astype(np.int64), *outside.T.astype(np.int64), strict=True)
+        return list(zip((ExponentHistogram(*row) for row in rows), peaks.tolist(), strict=True))
 
     def leaves(self, value: Any, dtype: str) -> list[Array]:
         return list(jnp.ravel(jnp.asarray(value, dtype)))
@@ -70,7 +70,7 @@ class Jax(Backend):
             assign(variable, value)
 
     def place(self, value: Any) -> str:
-        return jax_text.place(value)
+        return place(value)
 
     def owner(self, value: Any) -> Any:
         """Returns the trace of a value; None if it is an array.

@@ -10,9 +10,8 @@ import tensorflow as tf
 
 from gradscale._chunks import chunks
 from gradscale.formats import FP32
-from gradscale.histogram.counts import exponent_histogram
+from gradscale.histogram.counts import ExponentHistogram, exponent_histogram
 from gradscale.keras.backends import Assign, Backend, Update
-from gradscale.watching.sample import Counts
 
 T = TypeVar("T")
 
@@ -81,15 +80,10 @@ class TensorFlow(Backend):
     def values(self, grad: Any) -> tf.Tensor:
         return tf.convert_to_tensor(grad.values if isinstance(grad, tf.IndexedSlices | tf.SparseTensor) else grad)
 
-    def counts(self, arrays: Sequence[Any]) -> Counts:
-        """Returns arrays by the powers of two of their numbers, counted in NumPy: TensorFlow has no kernel for it."""
+    def counts(self, arrays: Sequence[Any]) -> list[tuple[ExponentHistogram, float]]:
+        """Returns the histogram of each array, and its largest number, by NumPy: TensorFlow has no kernel for it."""
         numbers: list[Any] = [keras.ops.convert_to_numpy(array) for array in arrays]
-        found = [exponent_histogram(array) for array in numbers]
-        return Counts(
-            np.stack([each.counts for each in found]),
-            np.array([(each.zeros, each.infs, each.nans) for each in found], np.int64),
-            np.array([_peak(array) for array in numbers]),
-        )
+        return [(exponent_histogram(array), _peak(array)) for array in numbers]
 
     def leaves(self, value: Any, dtype: str) -> list[tf.Tensor]:
         return tf.unstack(tf.reshape(tf.cast(value, dtype), [-1]))

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradscale.histogram.counts import ExponentHistogram
 from gradscale.keras.backends import Backend, Update
 from gradscale.keras.variables import on_host
 from gradscale.kernels.torch import largest, norms, share_above, single, single_norm
-from gradscale.kernels.torch_counter import Counter
+from gradscale.kernels.torch_exponents import tally
 from gradscale.policies.scalars import SCALARS
-from gradscale.watching.sample import Counts
 
 T = TypeVar("T")
 
@@ -65,11 +65,8 @@ class Torch(Backend):
     def values(self, grad: Tensor) -> Tensor:
         return grad.coalesce().values() if grad.is_sparse else grad.detach()
 
-    def counts(self, arrays: Sequence[Any]) -> Counts:
-        counter = Counter()
-        for array in arrays:
-            counter.add(array.detach())
-        return counter.counts()
+    def counts(self, arrays: Sequence[Any]) -> list[tuple[ExponentHistogram, float]]:
+        return [(found.histogram, found.amax) for found in (tally(array.detach()) for array in arrays)]
 
     def leaves(self, value: Any, dtype: str) -> list[Any]:
         return on_host(value, dtype)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradscale.kernels.torch_counter import Counter
+from gradscale.kernels.torch_exponents import tally
 from gradscale.torch.cast import tensors_in
 from gradscale.torch.gradients import numbers_of
 from gradscale.torch.probing.run import probing
 from gradscale.torch.wrappers import own_module, own_name
-from gradscale.watching.sample import KINDS, MODEL, Key, Kind, Sample
+from gradscale.watching.rows import KINDS, MODEL, Key, Kind, Sample, Tally, sample_of
 
 
 class LeftOut(partial[None]):
@@ -44,11 +44,10 @@ class Recorder:
         self._scale_of = scale_of
         self._kinds = kinds
         self._handles: list[RemovableHandle] = []
-        self._counter = Counter()
-        self._sample = Sample()
+        self._found: dict[Key, list[Tally]] = {}
         self._without_gradients: set[str] = set()
-        # By the identity of a tensor: a weak reference to it, its version, the scale, and where it was counted.
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, float, int]] = {}
+        # By the identity of a tensor: a weak reference to it, its version, and what was counted.
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, Tally]] = {}
         root = own_module(model)
         for wrapped_name, module in root.named_modules():
             if not re.search(layers, name := own_name(wrapped_name)):
@@ -63,7 +62,7 @@ class Recorder:
         """Removes every hook, and returns what was recorded."""
         for handle in self._handles:
             handle.remove()
-        return self._sample.keep(self._counter.counts())
+        return sample_of((key, each) for key, found in self._found.items() for each in found)
 
     def _forward(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -80,7 +79,7 @@ class Recorder:
             return
         shown = name or MODEL
         for key, parameter in _parameters(name, module, "weight"):
-            if key not in self._sample.slots:
+            if key not in self._found:
                 self._add(key, parameter)
         self._add((shown, "input"), (args, kwargs))
         self._add((shown, "output"), output)
@@ -89,34 +88,28 @@ class Recorder:
                 record = partial(self._output_grad, (shown, "output_grad"), [])
                 self._handles.append(tensor.register_hook(record))
 
-    def _output_grad(self, key: Key, last: list[tuple[int, float]], grad: Tensor) -> None:
-        """Adds the gradient of an output; `last` is where that of its last backward pass was counted, and its scale."""
-        scale, slots = self._scale_of(), self._sample.slots.setdefault(key, [])
+    def _output_grad(self, key: Key, last: list[Tally], grad: Tensor) -> None:
+        """Adds the gradient of an output; `last` is what was counted of it in its last backward pass."""
+        scale, found = self._scale_of(), self._found.setdefault(key, [])
         # A pass that has overflowed is run again at a lower scale, and its gradients are not used.
-        if last and last[0][1] != scale:
-            slots.remove(last[0][0])
+        if last and last[0].scale != scale:
+            found.remove(last[0])
         self._add(key, grad, scale)
-        last[:] = [(slots[-1], scale)]
+        last[:] = found[-1:]
 
     def _weight_grad(self, key: Key, parameter: Tensor) -> None:
         if parameter.grad is not None:
             # Replaced, not added: `.grad` is the sum of all backward passes of the step so far.
-            self._sample.slots[key] = []
-            self._count(key, parameter.grad, self._scale_of())
+            self._found[key] = [tally(numbers_of(parameter.grad.detach()), self._scale_of())]
 
     def _add(self, key: Key, values: Any, scale: float = 1.0) -> None:
         """Adds the tensors in `values`. One that is the output of a module and the input of others is counted once."""
         for tensor in _floating(values) if key[1] in self._kinds else ():
             known = self._known.get(id(tensor))
-            if known is None or known[0]() is not tensor or known[1:3] != (tensor._version, scale):
-                slot = self._count(key, tensor, scale)
-                self._known[id(tensor)] = weakref.ref(tensor), tensor._version, scale, slot
-            else:
-                self._sample.slots.setdefault(key, []).append(known[3])
-
-    def _count(self, key: Key, tensor: Tensor, scale: float) -> int:
-        self._counter.add(numbers_of(tensor.detach()), scale)
-        return self._sample.add(key, tensor.dtype, scale)
+            if known is None or known[0]() is not tensor or (known[1], known[2].scale) != (tensor._version, scale):
+                known = weakref.ref(tensor), tensor._version, tally(numbers_of(tensor.detach()), scale)
+                self._known[id(tensor)] = known
+            self._found.setdefault(key, []).append(known[2])
 
 
 def _floating(values: Any) -> Iterator[Tensor]:
