@@ -316,7 +316,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             if by_scaler and not self._unscales_half and any(grad.dtype is torch.float16 for grad in gradients.values):
                 raise refusals.half_gradients(optimizer)
         noted, device, own = noted_in(state), scale.device, getattr(optimizer, "grad_scale", None)
-        shares, loss_counts = self._begin_ranks(optimizer)
+        measures = not edited or (noted is not None and asked.get("clip_norm") is not None)
+        shares, loss_counts = self._begin_ranks(optimizer) if measures else (False, True)
         plan = None
         on_host = edited or own is not None or noted is not None
         if (self._rule.capturable and not edited) or not (on_host or host.in_host_memory(device)):
@@ -326,7 +327,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             scale = scale if divides else one(device)
             plan = plan_step(self._rule, gradients, scale, divisor, window.steps, edited=edited, **asked)
         facts = Facts(Seen(), attempted=False) if noted is None else noted.facts
-        if not edited or (noted is not None and plan.norm):
+        if measures:
             measured = plan
             if own is not None and plan.folding:
                 # The user's own divisor, which the kernel multiplies in: a gradient must be finite after both.
