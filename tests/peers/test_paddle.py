@@ -94,7 +94,7 @@ def test_export_refuses_hysteresis_that_paddle_does_not_have() -> None:
         ({"incr_count": -1}, ValueError, "`incr_count` .* between 0 and"),
         ({"scale": np.asarray([math.nan])}, ValueError, "`scale` .* must not be NaN"),
         ({"scale": np.ones(2)}, TypeError, "`scale` .* must be a number"),
-        ({"incr_ratio": 0.0}, ValueError, "`incr_ratio` .* must be positive"),
+        ({"incr_ratio": 0.0}, ValueError, "`incr_ratio` must be greater than 1"),
         ({"use_dynamic_loss_scaling": 1}, TypeError, "`use_dynamic_loss_scaling` .* must be a bool"),
         ({"bogus": 1}, ValueError, r"unknown: \['bogus'\]"),
     ],

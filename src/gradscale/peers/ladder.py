@@ -45,6 +45,8 @@ class Ladder(Record):
         refuses_inf: whether the scale stays as it is where growth would make it infinite.
         init_clean_steps: clean steps counted before the first.
         arithmetic: `"float32"` tensors, Python's `"float64"`, or `"mixed"`: a float32 scale times a double factor.
+        most_skips: skipped steps in a row after which the system stops the run. Where it has such a limit, a scale that
+            cannot go lower is not `stuck` before.
         flushes: whether a backoff below the normal float32 numbers ends at zero, as with JAX and TensorFlow on a CPU.
     """
 
@@ -64,6 +66,7 @@ class Ladder(Record):
     init_clean_steps: int = 0
     arithmetic: Literal["float32", "float64", "mixed"] = "float32"
     flushes: bool = False
+    most_skips: int | None = None
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
 
@@ -96,14 +99,18 @@ class Ladder(Record):
         # The credits before this overflow: the last one is kept by systems that stop at 1, and is spent by the others.
         backs_off = xp.logical_and(overflow, state.credits <= 1)
         lowered = self._lowered(state.scale, xp)
+        stuck = xp.logical_and(backs_off, lowered == state.scale)
+        applied = xp.logical_and(clean, seen.loss_finite)
+        if self.most_skips is not None:
+            stuck = xp.logical_and(xp.logical_not(applied), state.consecutive_skips >= self.most_skips)
         return counted(
             state,
-            xp.logical_and(clean, seen.loss_finite),
+            applied,
             xp,
             scale=xp.where(grows, self._grown(state.scale, xp), xp.where(backs_off, lowered, state.scale)),
             clean_steps=xp.where(grows, 0, clean_steps),
             credits=xp.where(self._refills(clean, grows, backs_off, xp), self.hysteresis, left),
-            stuck=xp.logical_and(backs_off, lowered == state.scale),
+            stuck=stuck,
         )
 
     def _grown(self, scale: Array, xp: Namespace) -> Array:
