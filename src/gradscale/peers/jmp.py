@@ -9,7 +9,7 @@ import numpy as np
 from gradscale.peers._form import FACTOR, Form, values_of, wrapped
 from gradscale.peers._saved import Imported, Saved, started
 from gradscale.peers._settings import Count, CountOrZero, Float32, Limit, Positive, checked, static_as
-from gradscale.peers.ladder import Ladder, compiled, one_factor_ladder
+from gradscale.peers.ladder import Ladder, in_graph, one_factor_ladder
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import NoScaling, Static
 
@@ -33,22 +33,9 @@ def dynamic_loss_scale(
     return one_factor_ladder(loss_scale, factor, period, **settings)
 
 
-@checked
-def jitted_dynamic_loss_scale(
-    loss_scale: Float32,
-    counter: CountOrZero = 0,
-    period: Count = 2000,
-    factor: Positive = 2,
-    min_loss_scale: Limit = 1.0,
-) -> Ladder:
-    """Returns the rule of `DynamicLossScale` inside `jax.jit`.
-
-    There `min_loss_scale` becomes 1, and XLA multiplies by 1 / factor to back off.
-    """
-    # jmp's `tree_unflatten` does not pass `min_loss_scale` on, so the constructor's default applies.
-    del min_loss_scale
-    return compiled(dynamic_loss_scale(loss_scale, counter, period, factor))
-
+# jmp's `tree_unflatten` does not pass `min_loss_scale` on, so the constructor's default applies.
+jitted_dynamic_loss_scale = in_graph(dynamic_loss_scale, floor=1.0)
+"""The rule of `DynamicLossScale` inside `jax.jit`: `min_loss_scale` becomes 1, and XLA multiplies by 1 / factor."""
 
 static_loss_scale = static_as("loss_scale")
 

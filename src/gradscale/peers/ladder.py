@@ -1,14 +1,18 @@
 """The growth-and-backoff rule as other systems have it, with their off-by-ones, missing bounds and arithmetic."""
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, ParamSpec
 
 import numpy as np
 
 from gradscale.policies.arithmetic import Namespace, larger, smaller
 from gradscale.policies.contract import ScaleState, Seen, counted, one_more
 from gradscale.record import Array, Record, leaf
+
+P = ParamSpec("P")
 
 NO_LIMIT = -(2**31) + 1
 """`fewest_credits` of a system whose credits fall below zero without end: one less is still an int32."""
@@ -162,6 +166,16 @@ def compiled(rule: Ladder) -> Ladder:
         )
     reciprocal = float(np.float32(1) / np.float32(rule.backoff_divisor))
     return replace(rule, backoff_factor=reciprocal, backoff_divisor=1.0)
+
+
+def in_graph(rule: Callable[P, Ladder], **fixed: Any) -> Callable[P, Ladder]:
+    """Returns a function like `rule`, whose ladders are `compiled` and have the `fixed` settings."""
+
+    @functools.wraps(rule)
+    def compiled_rule(*args: P.args, **kwargs: P.kwargs) -> Ladder:
+        return replace(compiled(rule(*args, **kwargs)), **fixed)
+
+    return compiled_rule
 
 
 def kernel_ladder(

@@ -6,7 +6,7 @@ from typing import Any
 from gradscale.peers._form import FACTOR, Form
 from gradscale.peers._saved import Imported
 from gradscale.peers._settings import Float32, Positive, Whole, checked
-from gradscale.peers.ladder import Ladder, compiled, one_factor_ladder
+from gradscale.peers.ladder import Ladder, in_graph, one_factor_ladder
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import Static
 
@@ -44,11 +44,8 @@ def dynamic_loss_scale(
     return one_factor_ladder(float(initial_loss_scale), float(multiplier), increment_period, **settings)
 
 
-def dynamic_loss_scale_in_graph(
-    initial_loss_scale: float = 2.0**15, increment_period: int = 2000, multiplier: float = 2.0
-) -> Ladder:
-    """Returns the rule of `DynamicLossScale` in a graph, where TensorFlow multiplies by 1 / multiplier to back off."""
-    return compiled(dynamic_loss_scale(initial_loss_scale, increment_period, multiplier))
+dynamic_loss_scale_in_graph = in_graph(dynamic_loss_scale)
+"""The rule of `DynamicLossScale` in a graph, where TensorFlow multiplies by 1 / multiplier to back off."""
 
 
 def fixed_loss_scale(loss_scale_value: float) -> Static:

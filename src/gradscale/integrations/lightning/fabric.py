@@ -91,8 +91,14 @@ class FabricMixedPrecision(LightningMixedPrecision):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Returns a context in which operations run in FP16, or BF16."""
-        first, *others = (torch.autocast(device, dtype=self._desired_input_dtype) for device in self._devices)
-        return _nested(first, *others) if others else first
+        return super().forward_context() if len(self._devices) == 1 else self._on_all_devices()
+
+    @contextmanager
+    def _on_all_devices(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for device in self._devices:
+                stack.enter_context(torch.autocast(device, dtype=self._desired_input_dtype))
+            yield
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Scales the loss and runs the backward pass."""
@@ -122,14 +128,6 @@ class FabricMixedPrecision(LightningMixedPrecision):
         if not isinstance(self.scaler, GradScaler) or not self.scaler.is_enabled():
             return {}
         return logged(self.scaler.metrics())
-
-
-@contextmanager
-def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 def _devices() -> tuple[str, ...]:

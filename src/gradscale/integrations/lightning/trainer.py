@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.types import Optimizable
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixedPrecision
 from lightning.pytorch.plugins.precision import Precision
@@ -20,7 +20,7 @@ from gradscale.integrations.lightning.scaler import AUTO, AnyPrecision
 from gradscale.integrations.lightning.schedules import HeldSchedules, OnSkip, check_on_skip
 from gradscale.integrations.logging import GRAD_NORM, PREFIX, logged
 from gradscale.policies.contract import Policy
-from gradscale.torch import GradScaler, StepResult
+from gradscale.torch import GradScaler
 from gradscale.torch.wrappers import own_module
 
 Optimizer = torch.optim.Optimizer
@@ -143,21 +143,18 @@ class MixedPrecision(LightningMixedPrecision, FabricMixedPrecision):
             FabricMixedPrecision.backward(self, tensor, model, *args, **kwargs)
             return
         optimizer, *others = args
-        if (scaler := self._own) is None:
-            super().backward(tensor, model, optimizer, *others, **kwargs)
-        elif others or is_overridden("backward", model, LightningModule):
-            self._check_no_retries()
-            super().backward(scaler.scale(tensor), model, optimizer, *others, **kwargs)
-        else:
+        scaler = self._own
+        if scaler is not None and not others and not is_overridden("backward", model, LightningModule):
             scaler.backward(tensor, **({"retries": self._retries} | kwargs))
-
-    def _check_no_retries(self) -> None:
-        if self._retries:
+            return
+        if scaler is not None and self._retries:
             raise MisconfigurationException(
                 "`retries` runs the backward pass itself, again if it overflows. Received: "
                 f"retries={self._retries!r} and a module with its own `backward`, or a backward pass with "
                 "arguments by position. Leave `retries` out, or the method."
             )
+        loss = tensor if scaler is None else scaler.scale(tensor)
+        super().backward(loss, model, optimizer, *others, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Calls the hooks after the backward pass."""
@@ -226,11 +223,15 @@ class MixedPrecision(LightningMixedPrecision, FabricMixedPrecision):
 
     def _log(self, model: LightningModule, scaler: GradScaler, optimizer: Optimizable) -> None:
         """Logs the scaler's metrics as `self.log` does, if it is time to. Does not synchronize with the device."""
+        result, trainer = scaler.last, model.trainer
+        if result is None or trainer.barebones:  # which refuses to log
+            return
+        skipped = result.poll() is False
         # Not at every step: where nothing has measured the norm, it takes one more read of the gradients.
-        if scaler.last is not None and _is_due(model.trainer, scaler.last):
+        if trainer.is_last_batch or skipped or trainer._logger_connector.should_update_logs:
             metrics: dict[str, Any] = logged(scaler.metrics())
-            if GRAD_NORM not in metrics and scaler.last.poll() is not False:
-                metrics |= {GRAD_NORM: norm} if (norm := norm_after_step(optimizer)) is not None else {}
+            if GRAD_NORM not in metrics and not skipped and (norm := norm_after_step(optimizer)) is not None:
+                metrics[GRAD_NORM] = norm
             for name, value in metrics.items():
                 model.log(name, value, prog_bar=name in IN_PROGRESS_BAR, on_step=True, on_epoch=False, batch_size=1)
 
@@ -244,13 +245,6 @@ class MixedPrecision(LightningMixedPrecision, FabricMixedPrecision):
         state = dict(state_dict)
         self._schedules.load(state.pop(HELD, ()))
         super().load_state_dict(state)
-
-
-def _is_due(trainer: Trainer, result: StepResult) -> bool:
-    """Returns whether metrics are logged: after a skip, at the end of an epoch, and when the loggers are due."""
-    if trainer.barebones:
-        return False  # it refuses to log
-    return trainer.is_last_batch or result.poll() is False or trainer._logger_connector.should_update_logs
 
 
 def looks_before_step(model: LightningModule) -> bool:
