@@ -155,27 +155,26 @@ def one_factor_ladder(init_scale: float, factor: float, growth_interval: int, **
     )
 
 
-def compiled(rule: Ladder) -> Ladder:
-    """Returns a `one_factor_ladder` as graph compilers run it: multiplied by 1 / factor in float32, not divided."""
-    # XLA and TensorFlow's graph optimizer replace a division by a constant. The last bit differs, and only for a factor
-    # that is not a power of two.
-    if not 2.0**-126 <= rule.backoff_divisor <= 2.0**126:
-        raise ValueError(
-            "The factor by which a compiled rule backs off must lie between 2**-126 and 2**126, so that float32 holds "
-            f"1 / factor in full precision. Received: {rule.backoff_divisor!r}."
-        )
-    reciprocal = float(np.float32(1) / np.float32(rule.backoff_divisor))
-    return replace(rule, backoff_factor=reciprocal, backoff_divisor=1.0)
-
-
 def in_graph(rule: Callable[P, Ladder], **fixed: Any) -> Callable[P, Ladder]:
-    """Returns a function like `rule`, whose ladders are `compiled` and have the `fixed` settings."""
+    """Returns `rule`, which makes a `one_factor_ladder`, for graph compilers: multiplied by 1 / factor, not divided.
+
+    Its ladders have the `fixed` settings.
+    """
 
     @functools.wraps(rule)
-    def compiled_rule(*args: P.args, **kwargs: P.kwargs) -> Ladder:
-        return replace(compiled(rule(*args, **kwargs)), **fixed)
+    def compiled(*args: P.args, **kwargs: P.kwargs) -> Ladder:
+        ladder = rule(*args, **kwargs)
+        # XLA and TensorFlow's graph optimizer replace a division by a constant. The last bit differs, and only for a
+        # factor that is not a power of two.
+        if not 2.0**-126 <= ladder.backoff_divisor <= 2.0**126:
+            raise ValueError(
+                "The factor by which a compiled rule backs off must lie between 2**-126 and 2**126, so that float32 "
+                f"holds 1 / factor in full precision. Received: {ladder.backoff_divisor!r}."
+            )
+        reciprocal = float(np.float32(1) / np.float32(ladder.backoff_divisor))
+        return replace(ladder, backoff_factor=reciprocal, backoff_divisor=1.0, **fixed)
 
-    return compiled_rule
+    return compiled
 
 
 def kernel_ladder(

@@ -7,7 +7,7 @@ from typing import Any
 from gradscale.peers._form import FACTOR, Form, steps_between, steps_so_far, values_of
 from gradscale.peers._saved import Imported, last_name, picked, started, without_weights
 from gradscale.peers._settings import Count, Float32, Positive, checked, static_as
-from gradscale.peers.ladder import Ladder, compiled, one_factor_ladder
+from gradscale.peers.ladder import Ladder, in_graph, one_factor_ladder
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import Static
 
@@ -15,13 +15,14 @@ _BAD_STEP_MAX = 1000
 """A literal in MindSpore's `DynamicLossScaleManager`."""
 
 
+@in_graph
 @checked
 def dynamic_update_cell(loss_scale_value: Float32, scale_factor: Positive, scale_window: Count) -> Ladder:
     """Returns the rule of `nn.DynamicLossScaleUpdateCell`: float32, down to 1, up to infinity, where it stays.
 
     It multiplies by the reciprocal of `scale_factor` to back off.
     """
-    return compiled(one_factor_ladder(loss_scale_value, scale_factor, scale_window, overshoot=True, floor=1.0))
+    return one_factor_ladder(loss_scale_value, scale_factor, scale_window, overshoot=True, floor=1.0)
 
 
 @checked

@@ -8,7 +8,7 @@ from gradscale.peers._form import FACTOR, Form, steps_between, steps_so_far, val
 from gradscale.peers._log_max import LogMaxScaler
 from gradscale.peers._saved import Imported, last_name, picked, started, without_weights
 from gradscale.peers._settings import Count, Float32, Positive, checked
-from gradscale.peers.ladder import Ladder, compiled, one_factor_ladder
+from gradscale.peers.ladder import Ladder, in_graph, one_factor_ladder
 from gradscale.policies.contract import Policy, ScaleState
 
 _BACKOFF = ("iteration", "last_overflow_iteration", "scale")
@@ -27,6 +27,7 @@ _LOG_MAX_SETTINGS = ("scale_min", "scale_max", "log_max", "beta1", "beta2", "ove
 _UNNAMED = re.compile(r"Variable(?:_(\d{1,9}))?$")
 
 
+@in_graph
 @checked
 def backoff_scaler(
     scale_min: Float32 = 1.0, scale_max: Float32 = 2.0**14, step_factor: Positive = 2.0, step_window: Count = 2000
@@ -36,7 +37,7 @@ def backoff_scaler(
     Its graph multiplies by 1 / step_factor to back off. Which of two concurrent operations sees the iteration first is
     left to TensorFlow; this is the usual outcome.
     """
-    return compiled(one_factor_ladder(scale_max, step_factor, step_window, floor=scale_min, ceiling=scale_max))
+    return one_factor_ladder(scale_max, step_factor, step_window, floor=scale_min, ceiling=scale_max)
 
 
 _FORM = Form("OpenSeq2Seq's BackoffScaler", backoff_scaler, "scale", "clean_steps", _BACKOFF_SETTINGS)
