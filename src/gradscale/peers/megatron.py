@@ -92,33 +92,25 @@ def read(mapping: Mapping[str, Any]) -> Imported:
 
 
 def _grad_scaler(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the scaler's own mapping: of a checkpoint, of an optimizer, or given by itself."""
-    if "grad_scaler" in mapping:
-        return cast("Mapping[str, Any]", mapping["grad_scaler"])
-    optimizer = mapping.get("optimizer")
-    if isinstance(optimizer, Sequence):
-        return _shared_scaler(cast("Sequence[Any]", optimizer))
-    if isinstance(optimizer, Mapping):
-        return _scaler_of_optimizer(cast("Mapping[str, Any]", optimizer))
-    return mapping
+    """Returns the scaler's own mapping: of a checkpoint, of an optimizer, of chained ones, or given by itself.
 
-
-def _scaler_of_optimizer(optimizer: Any) -> Mapping[str, Any]:
-    if not isinstance(optimizer, Mapping) or "grad_scaler" not in optimizer:
-        received = list(cast("Mapping[str, Any]", optimizer)) if isinstance(optimizer, Mapping) else optimizer
-        raise ValueError(
-            f"Megatron's FP16 optimizer saves a `grad_scaler`. Received: {shown(received)}. "
-            "A run in BF16 or FP32 has none: use `NoScaling`."
-        )
-    return cast("Mapping[str, Any]", optimizer["grad_scaler"])
-
-
-def _shared_scaler(optimizers: Sequence[Any]) -> Mapping[str, Any]:
-    """Returns the scaler of chained optimizers. Each has one, but only the first one's scale multiplies the loss."""
-    scalers = [_scaler_of_optimizer(optimizer) for optimizer in optimizers]
-    if not scalers:
+    Each of chained optimizers has one, but only the first one's scale multiplies the loss.
+    """
+    held = mapping.get("optimizer")
+    if "grad_scaler" in mapping or not isinstance(held, Mapping | Sequence):
+        return cast("Mapping[str, Any]", mapping.get("grad_scaler", mapping))
+    chain = cast("Sequence[Any]", [held] if isinstance(held, Mapping) else held)
+    if not chain:
         raise ValueError("A chain of Megatron optimizers has at least one. Received: an empty list.")
-    scales = [Saved("Megatron's DynamicGradScaler", scaler).scale("scale") for scaler in scalers if scaler]
+    for optimizer in chain:
+        if not isinstance(optimizer, Mapping) or "grad_scaler" not in optimizer:
+            received = list(cast("Mapping[str, Any]", optimizer)) if isinstance(optimizer, Mapping) else optimizer
+            raise ValueError(
+                f"Megatron's FP16 optimizer saves a `grad_scaler`. Received: {shown(received)}. "
+                "A run in BF16 or FP32 has none: use `NoScaling`."
+            )
+    scalers: list[Mapping[str, Any]] = [optimizer["grad_scaler"] for optimizer in chain]
+    scales = [Saved(_FORM.what, scaler).scale("scale") for scaler in scalers if scaler]
     if len(set(scales)) > 1:
         raise ValueError(
             f"The scalers of chained optimizers must agree. Received: scales {short(scales)}. Only the first "
