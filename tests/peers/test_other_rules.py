@@ -34,7 +34,9 @@ def test_mindspore_manager_is_stuck_after_more_than_a_thousand_overflows_in_a_ro
     state = walked(policy, [True] * 500 + [False] + [True] * 1000)
     assert float(state.scale) == 1.0
     assert not bool(state.stuck)
-    assert bool(advanced(policy, state, True).stuck)
+    state = advanced(policy, state, True)
+    assert bool(state.stuck)
+    assert not bool(advanced(policy, state, False).stuck)
 
 
 @given(FLAGS, st.integers(1, 5), st.sampled_from([2, 3, 1.7]))
