@@ -26,8 +26,8 @@ from benchmarks.timing import timed
 from benchmarks.turns import Side
 
 from gradscale import histogram
-from gradscale.jax import exponent_histogram as jax_histogram
-from gradscale.torch import block_histogram, exponent_histogram
+from gradscale.jax.histogram import exponent_histogram as jax_histogram
+from gradscale.torch.histogram import block_histogram, exponent_histogram
 
 ELEMENTS = 8_000_000
 QUICK_ELEMENTS = 1_000_000

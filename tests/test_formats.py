@@ -12,7 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gradscale import BF16, FORMATS, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format, get_format
+from gradscale import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, Format
+from gradscale.formats import FORMATS, FP4_E2M1, TF32, get_format
 
 # name: max, smallest normal, smallest subnormal, binades, bits, mantissa bits, has inf, has NaN, overflow threshold
 CONSTANTS = {

@@ -9,7 +9,7 @@ from benchmarks.study.rules import BASELINE, FP32_RUN, RULES, SUBJECT
 from benchmarks.study.tasks import SETS, TASKS
 from benchmarks.study.training import Case
 
-from gradscale import get_format
+from gradscale.formats import get_format
 
 FORMATS = ("fp16", "fp8_e5m2")
 SEEDS = (0, 1, 2)

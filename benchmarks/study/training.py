@@ -12,7 +12,8 @@ from benchmarks.study.rules import FP32_RUN, RULES
 from benchmarks.study.task import Turn
 from benchmarks.study.tasks import TASKS
 
-from gradscale import FP16, Format, get_format
+from gradscale import FP16, Format
+from gradscale.formats import get_format
 from gradscale.torch import LossScaler, ScaleStuck, emulate
 
 EARLY = 50

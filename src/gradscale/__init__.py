@@ -2,12 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from gradscale._version import __version__
-from gradscale.engine.decide import Outcome, decide
-from gradscale.engine.health import Condition, Health
+from gradscale._version import __version__ as __version__
 from gradscale.engine.hints import refuse_name
 from gradscale.engine.result import Status
-from gradscale.formats import BF16, FORMATS, FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format, get_format
+from gradscale.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, Format
 from gradscale.peers import export_state, import_state, preset
 from gradscale.policies.contract import Policy, ScaleState, Seen
 from gradscale.policies.dynamic import Dynamic
@@ -15,37 +13,27 @@ from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram
 from gradscale.policies.log_max import LogMax
 from gradscale.policies.static import CheckOnly, NoScaling, Static
-from gradscale.replay.run import Replay, replay
+from gradscale.replay.run import replay
 
 __all__ = [
     "BF16",
-    "FORMATS",
-    "FP4_E2M1",
     "FP8_E4M3",
     "FP8_E5M2",
     "FP16",
     "FP32",
-    "TF32",
     "CheckOnly",
-    "Condition",
     "Dynamic",
     "Format",
     "Headroom",
-    "Health",
     "Histogram",
     "LogMax",
     "NoScaling",
-    "Outcome",
     "Policy",
-    "Replay",
     "ScaleState",
     "Seen",
     "Static",
     "Status",
-    "__version__",
-    "decide",
     "export_state",
-    "get_format",
     "import_state",
     "preset",
     "replay",

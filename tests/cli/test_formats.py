@@ -4,9 +4,9 @@ import json
 
 from typer.testing import CliRunner
 
-from gradscale import FORMATS
 from gradscale.cli import app
 from gradscale.cli.formats import NOTES
+from gradscale.formats import FORMATS
 
 
 def lines() -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 from docs.data.recorded import load, recorded_histograms
 from tests.docs.browser import Page
 
-from gradscale import get_format
+from gradscale.formats import get_format
 from gradscale.histogram import best_static_scale, lost_share, overflow_share, subnormal_share
 
 HISTOGRAMS = recorded_histograms()

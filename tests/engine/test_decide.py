@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.stories import next_of
 
-from gradscale import Dynamic, NoScaling, ScaleState, Seen, Static, decide
-from gradscale.engine.decide import CLIP_EPSILON
+from gradscale import Dynamic, NoScaling, ScaleState, Seen, Static
+from gradscale.engine.decide import CLIP_EPSILON, decide
 
 
 def seen(finite: bool = True, loss_finite: bool = True, norm: float = 0.0) -> Seen:

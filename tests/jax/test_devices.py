@@ -14,7 +14,8 @@ from tests.jax.helpers import INF, NAN, POLICY, base_loss, batch, loss_of, numbe
 from tests.jax.versions import set_mesh
 
 from gradscale import Dynamic, Histogram, Status
-from gradscale.jax import Culprit, Scaler, StepResult, apply, loss_scale, scaled, value_and_grad
+from gradscale.engine.culprits import Culprit
+from gradscale.jax import Scaler, StepResult, apply, loss_scale, scaled, value_and_grad
 from gradscale.policies.headroom import Headroom
 
 DEVICES = 8

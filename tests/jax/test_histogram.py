@@ -11,7 +11,7 @@ from tests.jax.versions import enable_x64
 
 from gradscale import FP16
 from gradscale import histogram as reference
-from gradscale.jax import block_histogram, exponent_histogram
+from gradscale.jax.histogram import block_histogram, exponent_histogram
 from gradscale.kernels.jax_exponents import CHUNK
 
 compiled = jax.jit(exponent_histogram)

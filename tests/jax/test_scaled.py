@@ -11,7 +11,8 @@ import pytest
 from tests.jax.helpers import EXACT, INF, NAN, POLICY, base_loss, batch, params, programs, same, spiked
 
 from gradscale import NoScaling, Static
-from gradscale.jax import ScaledState, loss_scale, scaled
+from gradscale.jax import loss_scale, scaled
+from gradscale.jax.transformation import ScaledState
 from gradscale.policies.headroom import Headroom
 
 INSIDE = {

@@ -12,7 +12,8 @@ from tests.jax.versions import enable_x64
 
 from gradscale import BF16, Dynamic, NoScaling, Policy, Static, Status
 from gradscale.engine import bf16
-from gradscale.jax import Culprit, Scaler, value_and_grad
+from gradscale.engine.culprits import Culprit
+from gradscale.jax import Scaler, value_and_grad
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.log_max import LogMax
 

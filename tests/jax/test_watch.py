@@ -13,8 +13,9 @@ from flax import nnx
 
 from gradscale import FP16, Static
 from gradscale.histogram import exponent_histogram, losses
-from gradscale.jax import Scaler, Watch, WatchRow, value_and_grad
+from gradscale.jax import Scaler, Watch, value_and_grad
 from gradscale.kernels.jax_exponents import CHUNK, counts_and_peaks
+from gradscale.watching import WatchRow
 
 
 def params_of() -> dict[str, Any]:

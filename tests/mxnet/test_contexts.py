@@ -9,7 +9,8 @@ from mxnet.contrib import amp
 from tests.mxnet.helpers import TWO, backward, losses, make_parameter, make_trainer, use_mxnets_amp, weights
 
 from gradscale import Dynamic, Static, Status
-from gradscale.mxnet import Culprit, init_trainer, unscale
+from gradscale.engine.culprits import Culprit
+from gradscale.mxnet import init_trainer, unscale
 
 CLEAN = (0.5, 0.25, 0.0)
 INF = (0.5, math.inf, 0.0)

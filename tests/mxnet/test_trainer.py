@@ -13,7 +13,8 @@ from tests.mxnet.helpers import backward, losses, make_parameter, make_trainer, 
 from tests.other_names import check_answers
 
 from gradscale import Dynamic, Headroom, NoScaling, Seen, Static, Status, preset
-from gradscale.mxnet import Culprit, init_trainer, scale_loss, unscale
+from gradscale.engine.culprits import Culprit
+from gradscale.mxnet import init_trainer, scale_loss, unscale
 from gradscale.policies.scalars import SCALARS
 
 CLEAN = (0.5, -0.25, 0.0)

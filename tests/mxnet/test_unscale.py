@@ -7,7 +7,8 @@ from mxnet import autograd, gluon, nd
 from tests.mxnet.helpers import backward, make_parameter, make_trainer, weights
 
 from gradscale import Dynamic, Headroom, Static, Status, preset
-from gradscale.mxnet import Culprit, init_trainer, scale_loss, unscale
+from gradscale.engine.culprits import Culprit
+from gradscale.mxnet import init_trainer, scale_loss, unscale
 
 
 def test_gradients_are_unscaled_afterwards_and_the_step_divides_by_the_batch_size_alone() -> None:

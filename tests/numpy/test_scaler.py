@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.other_names import check_answers
 
 from gradscale import Dynamic, NoScaling, ScaleState, Static, Status
-from gradscale.numpy import Culprit, LossScaler, ScaleStuck
+from gradscale.engine.culprits import Culprit
+from gradscale.numpy import LossScaler, ScaleStuck
 from gradscale.peers import preset
 from gradscale.policies.headroom import Headroom
 from gradscale.policies.histogram import Histogram

@@ -1,5 +1,6 @@
 """The peers' policies that are no ladders: saved and read back, run as vectors, and run by another framework."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,15 @@ CASES: list[tuple[str, str | None, dict[str, Any]]] = [
     ("flax", None, {"scale": 2.0**-120, "growth_interval": 1, "minimum_scale": None}),
     ("paddle", None, {"init_loss_scaling": 100.0, "incr_every_n_steps": 2, "decr_every_n_nan_or_inf": 2}),
 ]
+LADDERS: list[tuple[str, str | None, dict[str, Any]]] = [
+    ("torch", None, {"growth_factor": 1.5, "backoff_factor": 0.8}),
+    ("apex", None, {"max_loss_scale": 1e5}),
+    ("apex", "update_scale_hysteresis", {"hysteresis": 1, "growth_interval": 3}),
+    ("deepspeed", None, {"consecutive_hysteresis": True, "scale_window": 3}),
+    ("megatron", None, {"growth_interval": 3}),
+    ("fairseq", None, {"threshold": 0.1, "tolerance": 0.3, "scale_window": 2, "scale_factor": 3}),
+    ("fairseq", None, {"min_loss_scale": 0.5, "init_scale": 1.0}),
+]
 STREAM = st.lists(st.tuples(st.booleans(), st.floats(2.0**-20, 2.0**15, width=32)), min_size=1, max_size=40)
 
 
@@ -35,18 +45,18 @@ def plain(state: Any) -> dict[str, Any]:
     return {field.name: np.asarray(getattr(state, field.name)).tolist() for field in fields(state)}
 
 
-@pytest.mark.parametrize(("system", "variant", "config"), CASES)
+@pytest.mark.parametrize(("system", "variant", "config"), [*CASES, *LADDERS])
 @given(stream=STREAM)
 @settings(max_examples=20)
 def test_policy_and_state_are_the_same_after_a_dict(
     system: str, variant: str | None, config: dict[str, Any], stream: list[tuple[bool, float]]
 ) -> None:
     policy: Any = preset(system, variant, **config)
-    assert policy_from_dict(policy.to_dict()) == policy
+    assert policy_from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
     state = policy.start()
     for step in stream:
         state = next_of(policy, state, seen_at(step))
-    again = type(state).from_dict(state.to_dict())
+    again = type(state).from_dict(json.loads(json.dumps(state.to_dict())))
     assert plain(next_of(policy, again, seen_at(stream[0]))) == plain(next_of(policy, state, seen_at(stream[0])))
 
 

@@ -4,10 +4,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 from tests.stories import next_of
 
 from gradscale.peers import export_state, import_state
 from gradscale.policies.contract import Policy, Seen
+
+FLAGS = st.lists(st.booleans(), max_size=60)
 
 
 def advanced(policy: Policy, state: Any, overflow: bool, **seen: Any) -> Any:

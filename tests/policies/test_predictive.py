@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.stories import next_of
 
-from gradscale import BF16, FORMATS, FP16, FP32, Dynamic, Format, Seen
+from gradscale import BF16, FP16, FP32, Dynamic, Format, Seen
+from gradscale.formats import FORMATS
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE
 from gradscale.policies.contract import backed_off
 from gradscale.policies.headroom import Headroom

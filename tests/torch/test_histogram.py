@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradscale import histogram as reference
 from gradscale.kernels.torch_exponents import CHUNK
-from gradscale.torch import block_histogram, exponent_histogram
+from gradscale.torch.histogram import block_histogram, exponent_histogram
 
 pytestmark = pytest.mark.not_simulated("counts of exponents: the device has no `bincount`")
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from gradscale.checkup.targets import BadTarget, Training
 from gradscale.engine.health import HEALTHY, Health
+from gradscale.engine.probe_report import ProbeReport
 from gradscale.engine.result import Status
-from gradscale.torch import LossScaler, ProbeReport, StepResult, Verdict
+from gradscale.torch import LossScaler, StepResult, Verdict
 from gradscale.torch.probing.run import check_loss
 
 LEARNING_RATE = 1e-4

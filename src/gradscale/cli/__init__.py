@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gradscale import __version__
-from gradscale.cli._group import OneLineErrors
+from gradscale.cli._console import OneLineErrors
 from gradscale.cli.calibrate import calibrate
 from gradscale.cli.check_fp16 import check_fp16
 from gradscale.cli.doctor import doctor

@@ -8,34 +8,25 @@ require(__name__, "jax", "optax", extra="jax")
 from gradscale.jax import compat  # noqa: F401
 
 # isort: split
-from gradscale.engine.culprits import Culprit
 from gradscale.engine.health import ScaleStuck
 from gradscale.engine.result import ScaleDesync
 from gradscale.jax.apply import apply
 from gradscale.jax.calibrate import calibrate
-from gradscale.jax.histogram import block_histogram, exponent_histogram
 from gradscale.jax.optimizer import init
 from gradscale.jax.remember import StepResult
 from gradscale.jax.scaler import Scaler
-from gradscale.jax.transformation import ScaledState, loss_scale, scaled
+from gradscale.jax.transformation import loss_scale, scaled
 from gradscale.jax.value_and_grad import value_and_grad
-from gradscale.jax.watch import Watch, WatchCounts
-from gradscale.watching.rows import WatchRow
+from gradscale.jax.watch import Watch
 
 __all__ = [
-    "Culprit",
     "ScaleDesync",
     "ScaleStuck",
-    "ScaledState",
     "Scaler",
     "StepResult",
     "Watch",
-    "WatchCounts",
-    "WatchRow",
     "apply",
-    "block_histogram",
     "calibrate",
-    "exponent_histogram",
     "init",
     "loss_scale",
     "scaled",

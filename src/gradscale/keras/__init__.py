@@ -4,29 +4,21 @@
 from gradscale.keras import compat  # noqa: F401
 
 # isort: split
-from gradscale.engine.culprits import Culprit
 from gradscale.engine.health import ScaleStuck
-from gradscale.explain import LayerRow
 from gradscale.keras import precision
 from gradscale.keras.adopt import adopt, read_tf_checkpoint
-from gradscale.keras.callback import ScaleMonitor, ScaleRow
-from gradscale.keras.explain import Explanation, explain
+from gradscale.keras.callback import ScaleMonitor
+from gradscale.keras.explain import explain
 from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.keras.remember import StepResult
 from gradscale.keras.watch import Watch
-from gradscale.watching.rows import WatchRow
 
 __all__ = [
-    "Culprit",
-    "Explanation",
-    "LayerRow",
     "LossScaleOptimizer",
     "ScaleMonitor",
-    "ScaleRow",
     "ScaleStuck",
     "StepResult",
     "Watch",
-    "WatchRow",
     "adopt",
     "explain",
     "precision",

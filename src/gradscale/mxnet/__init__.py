@@ -4,17 +4,14 @@ from gradscale._extras import require
 
 require(__name__, "mxnet", extra="mxnet")
 
-from gradscale.engine.culprits import Culprit
 from gradscale.engine.health import ScaleStuck
-from gradscale.engine.result import Status, StepResult
+from gradscale.engine.result import StepResult
 from gradscale.mxnet.scaler import LossScaler
 from gradscale.mxnet.trainer import init_trainer, scale_loss, scaler_of, unscale
 
 __all__ = [
-    "Culprit",
     "LossScaler",
     "ScaleStuck",
-    "Status",
     "StepResult",
     "init_trainer",
     "scale_loss",

@@ -4,10 +4,8 @@ A step goes through five stages: measure, agree, decide, apply, remember. Module
 in order. What needs no kernel, such as the decision, is the engine's (`gradscale.engine.host_scaler`).
 """
 
-from gradscale.engine.culprits import Culprit
 from gradscale.engine.health import ScaleStuck
-from gradscale.engine.result import Status
 from gradscale.numpy.remember import StepResult
 from gradscale.numpy.scaler import LossScaler
 
-__all__ = ["Culprit", "LossScaler", "ScaleStuck", "Status", "StepResult"]
+__all__ = ["LossScaler", "ScaleStuck", "StepResult"]

@@ -1,27 +1,10 @@
 """Other systems' loss scalers: their exact rules, and their saved states in and out."""
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, cast
 
-from gradscale.peers import (
-    apex,
-    chainer,
-    deepspeed,
-    fairseq,
-    flax,
-    jmp,
-    keras,
-    megatron,
-    mindspore,
-    mxnet,
-    openseq2seq,
-    paddle,
-    popart,
-    tf_keras,
-    torch,
-    verl,
-)
 from gradscale.peers._peer import Peer
 from gradscale.peers._saved import Imported
 from gradscale.peers._unpickle import StandIn, unpickled
@@ -29,36 +12,19 @@ from gradscale.policies.contract import Policy, ScaleState
 
 __all__ = ["PEERS", "export_state", "import_state", "preset"]
 
-_MODULES = (
-    torch,
-    apex,
-    deepspeed,
-    megatron,
-    fairseq,
-    keras,
-    tf_keras,
-    jmp,
-    flax,
-    mxnet,
-    paddle,
-    mindspore,
-    openseq2seq,
-    popart,
-    chainer,
-    verl,
+_SYSTEMS = (
+    *("torch", "apex", "deepspeed", "megatron", "fairseq", "keras", "tf-keras", "jmp", "flax", "mxnet", "paddle"),
+    *("mindspore", "openseq2seq", "popart", "chainer", "verl"),
 )
 
 
-def _peers() -> dict[str, Peer]:
-    """Returns every system by the name of its module, with `-` for `_`. One that saves nothing has no `read`."""
-    peers: dict[str, Peer] = {}
-    for module in _MODULES:
-        name = module.__name__.rpartition(".")[2].replace("_", "-")
-        peers[name] = Peer(name, module.VARIANTS, getattr(module, "read", None), getattr(module, "write", None))
-    return peers
+def _peer_in(name: str) -> Peer:
+    """Returns a system, which is a module of its name with `_` for `-`. One that saves nothing has no `read`."""
+    module = import_module(f"gradscale.peers.{name.replace('-', '_')}")
+    return Peer(name, module.VARIANTS, getattr(module, "read", None), getattr(module, "write", None))
 
 
-PEERS: Mapping[str, Peer] = MappingProxyType(_peers())
+PEERS: Mapping[str, Peer] = MappingProxyType({name: _peer_in(name) for name in _SYSTEMS})
 """Every system, by name."""
 
 SYSTEM_ALIASES: Mapping[str, str] = MappingProxyType(

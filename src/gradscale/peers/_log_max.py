@@ -5,13 +5,12 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from gradscale.peers._settings import check_float32
+from gradscale.peers._settings import Float32, check_fields, kind
 from gradscale.policies.arithmetic import Namespace
-from gradscale.policies.checks import check_number
 from gradscale.policies.contract import ScaleState, Seen, counted
 from gradscale.policies.scalars import SCALARS
 from gradscale.record import Array, Record, leaf
@@ -27,6 +26,8 @@ MOST_DEVIATIONS = 2.0**100
 
 LOG2_E = float(np.float32(1) / np.float32(math.log(2)))
 """1 / log(2) in float32: TensorFlow's graph optimizer replaces a division by a constant by this product."""
+
+Decay = Annotated[float, kind("lie from 0 to below 1", lambda x: 0 <= x < 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +69,19 @@ class LogMaxScaler(Record):
         overflow_std_dev: standard deviations above the mean that must still fit.
     """
 
-    scale_min: float = 1.0
-    scale_max: float = 2.0**14
-    log_max: float = 16.0
-    beta1: float = 0.99
-    beta2: float = 0.999
-    overflow_std_dev: float = 3.09
+    scale_min: Float32 = 1.0
+    scale_max: Float32 = 2.0**14
+    log_max: Annotated[float, kind(f"lie between 0 and {MOST_LOG_MAX}", lambda x: 0 <= x <= MOST_LOG_MAX)] = 16.0
+    beta1: Decay = 0.99
+    beta2: Decay = 0.999
+    overflow_std_dev: Annotated[
+        float, kind(f"lie between 0 and {MOST_DEVIATIONS}", lambda x: 0 <= x <= MOST_DEVIATIONS)
+    ] = 3.09
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite", "amax"})
 
     def __post_init__(self) -> None:
-        for name in ("scale_min", "scale_max"):
-            check_float32(name, getattr(self, name))
-        for name, most in (("log_max", MOST_LOG_MAX), ("overflow_std_dev", MOST_DEVIATIONS)):
-            check_number(name, value := getattr(self, name))
-            if not 0 <= value <= most:
-                raise ValueError(f"`{name}` must lie between 0 and {most}. Received: {name}={value!r}.")
-        for name in ("beta1", "beta2"):
-            check_number(name, value := getattr(self, name))
-            if not 0 <= value < 1:
-                raise ValueError(f"`{name}` must lie from 0 to below 1. Received: {name}={value!r}.")
+        check_fields(self)
 
     def start(self) -> LogMaxScalerState:
         """Returns the state before the first step: a scale of 1, whatever the bounds."""

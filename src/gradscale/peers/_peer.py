@@ -48,11 +48,13 @@ class Peer:
         differ only in a note in parentheses, the one with the same note is returned.
         """
         wanted = str(wanted)
-        known = {word for name in self.variants for word in _qualifiers(name)}
-        given = _qualifiers(wanted) & known
-        for shorten in (_whole, _unqualified, _last_part):
-            matching = {name: rule for name, rule in self.variants.items() if shorten(name) == shorten(wanted)}
-            found = {rule for name, rule in matching.items() if given <= _qualifiers(name)}
+        path, last, note = _parts(wanted)
+        names = {_parts(name): rule for name, rule in self.variants.items()}
+        path &= set().union(*(known for known, _, _ in names))
+        alike = {name: rule for name, rule in names.items() if name[1] == last and path <= name[0]}
+        same_note = {name: rule for name, rule in alike.items() if name[2] == note}
+        same_path = {name: rule for name, rule in same_note.items() if name[0] == path}
+        for found in (set(rules.values()) for rules in (same_path, same_note, alike)):
             if len(found) == 1:
                 return found.pop()
         raise ValueError(
@@ -60,24 +62,8 @@ class Peer:
         )
 
 
-def _whole(name: str) -> str:
-    return name.strip().lower()
-
-
-def _unqualified(name: str) -> str:
-    """Returns the last part of a name, with the note that follows it in parentheses."""
-    _, opening, note = _whole(name).partition(" (")
-    return _last_part(name) + opening + note
-
-
-def _last_part(name: str) -> str:
-    return _parts(name)[-1]
-
-
-def _qualifiers(name: str) -> set[str]:
-    """Returns the parts of a name before its last."""
-    return set(_parts(name)[:-1])
-
-
-def _parts(name: str) -> list[str]:
-    return re.split(r"[.\s]", _whole(name).partition(" (")[0])
+def _parts(name: str) -> tuple[frozenset[str], str, str]:
+    """Returns the parts of a name before its last, its last, and the note that follows in parentheses."""
+    words, _, note = name.strip().lower().partition(" (")
+    *path, last = re.split(r"[.\s]", words)
+    return frozenset(path), last, note

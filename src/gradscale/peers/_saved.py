@@ -160,7 +160,7 @@ def picked(what: str, mapping: Mapping[str, Any], required: Sequence[str], setti
     that end in another name belong to the rest of the checkpoint; a bare name must be known.
     """
     found: dict[str, Any] = {}
-    for key, value in mapping.items():
+    for key, value in Saved(what, mapping).values.items():
         name = last_name(key)
         if name != str(key) and name not in (*required, *settings):
             continue
@@ -180,12 +180,6 @@ def without_weights(mapping: Mapping[str, Any], names: Sequence[str]) -> dict[st
     return {key: value for key, value in mapping.items() if last_name(key) in names or not hasattr(value, "shape")}
 
 
-def given(saved: Saved, *numbers: str, counts: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns those of the named settings that were saved, as Python numbers, for the keywords of a preset."""
-    values: dict[str, Any] = {name: saved.number(name) for name in numbers if name in saved.values}
-    return values | {name: saved.count(name) for name in counts if name in saved.values}
-
-
 def started(policy: Any, **leaves: Any) -> Imported:
     """Returns `policy` and its first state with `leaves` set, in the types of that state; raises if they do not fit."""
     start = policy.start()
@@ -196,13 +190,3 @@ def _typed(name: str, like: Any, value: Any) -> Any:
     if like.dtype.kind == "f" and float(np.finfo(like.dtype).max) < abs(value) < math.inf:
         raise ValueError(f"`{name}` of a saved state must fit {like.dtype}. Received: {value!r}.")
     return like.dtype.type(value)
-
-
-def check_order(saved: Saved, first: str, then: str, steps: int) -> int:
-    """Returns `steps`, the difference of the counters `first` and `then`; raises if it is negative."""
-    if steps < 0:
-        raise ValueError(
-            f"`{first}` of {saved.what} must come before `{then}`. Received: "
-            f"{first}={short(saved.values[first])}, {then}={short(saved.values[then])}."
-        )
-    return steps

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradscale.peers._settings import check_growth, check_positive
+from gradscale.peers._settings import Growth, Positive, check_fields, checked
 from gradscale.policies.arithmetic import Namespace, bounded
 from gradscale.policies.contract import ScaleState, Seen, counted
 from gradscale.policies.static import Static
@@ -38,12 +38,12 @@ class ChainerScaling(Record):
         growth_factor: 2**(1 / interval), so that `interval` clean steps double the scale.
     """
 
-    growth_factor: float
+    growth_factor: Growth
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
 
     def __post_init__(self) -> None:
-        check_growth("growth_factor", self.growth_factor)
+        check_fields(self)
 
     def start(self) -> SearchState:
         """Returns the state before the first step, with its scale in float64."""
@@ -65,15 +65,14 @@ class ChainerScaling(Record):
         )
 
 
-def loss_scaling(interval: float = 1000, scale: float | None = None) -> ChainerScaling | Static:
+@checked
+def loss_scaling(interval: Positive = 1000, scale: Positive | None = None) -> ChainerScaling | Static:
     """Returns the rule that `Optimizer.loss_scaling` sets up: dynamic, or fixed where `scale` is given.
 
     With a fixed scale Chainer checks nothing; `Static` still skips a step that overflows.
     """
     if scale is not None:
-        check_positive("scale", scale)
         return Static(scale)
-    check_positive("interval", interval)
     if interval < 1:
         raise ValueError(f"`interval` must be at least 1. Received: interval={interval!r}.")
     return ChainerScaling(2.0 ** (1.0 / interval))

@@ -1,19 +1,16 @@
 """DeepSpeed: the scaler of ZeRO, those of the fused and unfused FP16 optimizers, and the JSON that sets them up."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, cast
-
-import numpy as np
+from functools import partial
+from typing import Any
 
 from gradscale._text import shown_keys
-from gradscale.peers._export import values_of
-from gradscale.peers._iterations import modulo_rule, read_iterations, write_iterations
+from gradscale.peers._form import modulo_rule, read_iterations, values_of, write_iterations
 from gradscale.peers._saved import Imported, Saved, started, whole_or_inside
-from gradscale.peers._settings import check_limit, check_positive, whole
+from gradscale.peers._settings import Count, Limit, Positive, Whole, checked, static_as
 from gradscale.peers._unpickle import attributes_of
 from gradscale.peers.ladder import Ladder
-from gradscale.policies.checks import check_count, check_number
+from gradscale.policies.checks import check_number
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import NoScaling, Static
 
@@ -22,15 +19,18 @@ LATE = 1
 """Clean steps that do not count after the start and after an overflow. DeepSpeed grows where
 `(cur_iter - last_overflow_iter) - 1` is a positive multiple of the window, a step later than apex without the `- 1`."""
 
+_OPTIMIZER = "DeepSpeed's FP16 optimizer"
+
 UNFUSED_MIN = 0.25
 """Floor of the unfused optimizer where the configuration gives none."""
 
 
+@checked
 def dynamic_loss_scaler(
-    init_scale: float = 2.0**16,
-    scale_window: int = 1000,
-    min_scale: float = 1.0,
-    delayed_shift: int = 2,
+    init_scale: Positive = 2.0**16,
+    scale_window: Whole = 1000,
+    min_scale: Limit = 1.0,
+    delayed_shift: Count = 2,
     consecutive_hysteresis: bool = False,
     raise_error_at_min_scale: bool = True,
     dtype: Any = None,
@@ -41,35 +41,18 @@ def dynamic_loss_scaler(
     is off. `dtype` only changes the text of its log.
     """
     del raise_error_at_min_scale, dtype
-    check_positive("init_scale", init_scale)
-    check_limit("min_scale", min_scale)
-    check_count("delayed_shift", delayed_shift)
-    window = whole("scale_window", scale_window)
-    rule = modulo_rule(init_scale, SCALE_FACTOR, window, floor=min_scale, late=LATE)
-    return _with_hysteresis(rule, delayed_shift, consecutive_hysteresis)
+    hysteresis = _hysteresis(delayed_shift, consecutive_hysteresis)
+    return modulo_rule(init_scale, SCALE_FACTOR, scale_window, floor=min_scale, late=LATE, **hysteresis)
 
 
-def _with_hysteresis(rule: Ladder, hysteresis: int, consecutive: bool) -> Ladder:
-    return replace(rule, hysteresis=hysteresis, refill="clean" if consecutive else "growth")
+def _hysteresis(delayed_shift: int, consecutive: bool) -> dict[str, Any]:
+    return {"hysteresis": delayed_shift, "refill": "clean" if consecutive else "growth"}
 
 
-def loss_scaler(scale: float = 1.0) -> Static:
-    """Returns the static scale of `LossScaler`."""
-    return Static(scale)
+loss_scaler = static_as("scale", 1.0)
 
-
-def fused_optimizer(
-    init_scale: float = 2.0**32,
-    scale_window: int = 1000,
-    min_scale: float = 1.0,
-    delayed_shift: int = 1,
-    consecutive_hysteresis: bool = False,
-) -> Ladder:
-    """Returns the rule of the fused `FP16_Optimizer`, used without ZeRO.
-
-    Only its newest versions have hysteresis; the others ignore the setting, as 1 does here.
-    """
-    return dynamic_loss_scaler(init_scale, scale_window, min_scale, delayed_shift, consecutive_hysteresis)
+fused_optimizer = partial(dynamic_loss_scaler, init_scale=2.0**32, delayed_shift=1)
+"""The rule of the fused `FP16_Optimizer`, used without ZeRO. Only its newest versions have hysteresis."""
 
 
 def unfused_optimizer(init_scale: float = 2.0**16, scale_window: int = 1000, min_scale: float = UNFUSED_MIN) -> Ladder:
@@ -113,9 +96,14 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     """
     for part in whole_or_inside(mapping, "optimizer", "optimizer_state_dict"):
         if "loss_scaler" in part:
-            return _read_object(attributes_of(part["loss_scaler"]))
+            attributes = attributes_of(part["loss_scaler"])  # older ones lack `consecutive_hysteresis`
+            dynamic = {"dynamic_loss_scale": "scale_window" in attributes}
+            return _read("DeepSpeed's loss scaler", {"consecutive_hysteresis": False, **attributes, **dynamic})
         if "cur_scale" in part:
-            return _read_optimizer(part)
+            # Only versions with hysteresis save `cur_hysteresis`. The hysteresis itself is not saved: 2 is the default.
+            shift = 2 if "cur_hysteresis" in part else 1
+            unsaved = {"min_scale": 1.0, "delayed_shift": shift, "cur_hysteresis": 1, "consecutive_hysteresis": False}
+            return _read(_OPTIMIZER, unsaved | dict(part))
         if "fp32_groups_flat" in part:
             return started(NoScaling())
     raise ValueError(
@@ -124,31 +112,14 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     )
 
 
-def _read_object(attributes: Mapping[str, Any]) -> Imported:
-    """Returns the policy and the state of ZeRO's scaler object; older ones lack `consecutive_hysteresis`."""
-    dynamic = "scale_window" in attributes
-    saved = Saved(
-        "DeepSpeed's loss scaler", {"consecutive_hysteresis": False, **attributes, "dynamic_loss_scale": dynamic}
-    )
-    imported = read_iterations(saved, saved.scale("min_scale") if dynamic else 0.0, LATE)
-    if not dynamic:
-        return imported
-    return _resumed(imported, saved, saved.count("delayed_shift", lowest=1), saved.flag("consecutive_hysteresis"))
-
-
-def _read_optimizer(mapping: Mapping[str, Any]) -> Imported:
-    """Returns the policy and the state of the fused or unfused optimizer."""
-    # Only versions with hysteresis save `cur_hysteresis`. The hysteresis itself is not saved: 2 is the default.
-    saved = Saved("DeepSpeed's FP16 optimizer", mapping)
-    imported = read_iterations(saved, 1.0, LATE)
-    has_hysteresis = isinstance(imported[0], Ladder) and "cur_hysteresis" in mapping
-    return _resumed(imported, saved, 2, False) if has_hysteresis else imported
-
-
-def _resumed(imported: Imported, saved: Saved, hysteresis: int, consecutive: bool) -> Imported:
-    """Returns what was imported, with the hysteresis and the credits that are left of it."""
-    rule = _with_hysteresis(cast("Ladder", imported[0]), hysteresis, consecutive)
-    return rule, replace(imported[1], credits=np.int32(saved.count("cur_hysteresis", lowest=1)))
+def _read(what: str, values: Mapping[str, Any]) -> Imported:
+    saved = Saved(what, values)
+    if not saved.flag("dynamic_loss_scale"):
+        return read_iterations(saved, 0.0)
+    floor = saved.scale("min_scale")
+    hysteresis = _hysteresis(saved.count("delayed_shift", lowest=1), saved.flag("consecutive_hysteresis"))
+    credits = saved.count("cur_hysteresis", lowest=1)
+    return read_iterations(saved, floor, LATE, credits, **hysteresis)
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
@@ -157,7 +128,7 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     The floor is not in it, and hysteresis only as the credits left; both must be in the configuration again.
     """
     rule = modulo_rule(1.0, SCALE_FACTOR, 1000, floor=1.0, late=LATE)
-    written = write_iterations("DeepSpeed's FP16 optimizer", policy, state, rule, ("floor", "hysteresis", "refill"))
+    written = write_iterations(_OPTIMIZER, policy, state, rule, ("floor", "hysteresis", "refill"))
     if isinstance(policy, Ladder) and policy.hysteresis > 1:
         written["cur_hysteresis"] = values_of(state).count("credits", lowest=1)
     return written

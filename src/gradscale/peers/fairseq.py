@@ -1,5 +1,6 @@
 """fairseq: `DynamicLossScaler`, which tolerates a share of overflows and stops the run at the lowest scale."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -7,26 +8,13 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from gradscale._text import shown_keys
-from gradscale.peers._export import ladder_for, values_of
-from gradscale.peers._iterations import modulo_rule
+from gradscale.peers._form import ladder_for, modulo_rule, values_of
 from gradscale.peers._saved import Imported, Saved, settings_of, started, whole_or_inside
-from gradscale.peers._settings import check_growth, check_limit, check_positive, whole
+from gradscale.peers._settings import Count, Growth, Limit, Positive, Whole, check_fields, checked
 from gradscale.peers.ladder import LadderState
 from gradscale.policies.arithmetic import Namespace, larger
-from gradscale.policies.checks import check_count
 from gradscale.policies.contract import Policy, ScaleState, Seen, counted
 from gradscale.record import Array, Record, leaf
-
-_CONFIG = (
-    "fp16_scale_window",
-    "fp16_scale_tolerance",
-    "threshold_loss_scale",
-    "min_loss_scale",
-    "distributed_world_size",
-    "model_parallel_size",
-    "update_freq",
-)
-_CONFIG_SECTIONS = ("common", "optimization", "distributed_training")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +43,17 @@ class FairseqScaler(Record):
         min_loss_scale: an overflow that leaves the scale here or below stops the run: the scale is kept, and `stuck`.
     """
 
-    init_scale: float = 2.0**15
-    scale_factor: float = 2.0
-    scale_window: int = 2000
-    tolerance: float = 0.0
-    threshold: float | None = None
-    min_loss_scale: float = 1e-4
+    init_scale: Positive = 2.0**15
+    scale_factor: Growth = 2.0
+    scale_window: Whole = 2000
+    tolerance: Limit = 0.0
+    threshold: Limit | None = None
+    min_loss_scale: Limit = 1e-4
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
 
     def __post_init__(self) -> None:
-        check_positive("init_scale", self.init_scale)
-        check_growth("scale_factor", self.scale_factor)
-        object.__setattr__(self, "scale_window", whole("scale_window", self.scale_window))
-        check_limit("tolerance", self.tolerance)
-        if self.threshold is not None:
-            check_limit("threshold", self.threshold)
-        check_limit("min_loss_scale", self.min_loss_scale)
+        check_fields(self)
 
     def start(self) -> FairseqState:
         """Returns the state before the first step."""
@@ -131,20 +113,18 @@ def fp16_optimizer(
             )
         fp16_scale_window = _window(distributed_world_size, model_parallel_size, schedule[0])
     return FairseqScaler(
-        init_scale=fp16_init_scale,
-        scale_window=fp16_scale_window,
-        tolerance=fp16_scale_tolerance,
-        threshold=threshold_loss_scale,
-        min_loss_scale=min_loss_scale,
+        fp16_init_scale, 2.0, fp16_scale_window, fp16_scale_tolerance, threshold_loss_scale, min_loss_scale
     )
 
 
-def _window(world_size: int, model_parallel_size: int, update_freq: int) -> int:
-    check_count("distributed_world_size", world_size)
-    check_count("model_parallel_size", model_parallel_size)
-    check_count("update_freq", update_freq)
+@checked
+def _window(distributed_world_size: Count, model_parallel_size: Count, update_freq: Count) -> int:
     # fairseq's formula, with its divisions in floating point and one `int` at the end.
-    return int(2**14 / max(int(world_size / model_parallel_size), 1) / update_freq)
+    return int(2**14 / max(int(distributed_world_size / model_parallel_size), 1) / update_freq)
+
+
+_CONFIG = tuple(inspect.signature(fp16_optimizer).parameters)[1:]  # the scale is that of the optimizer
+_CONFIG_SECTIONS = ("common", "optimization", "distributed_training")
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
@@ -153,25 +133,17 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     fairseq saves the scale and no counters, so they start again, as they do when fairseq itself resumes. The settings
     come from the checkpoint's `cfg` or `args`; without them, those of the class are assumed.
     """
-    settings = _settings(mapping)
+    settings = settings_of(mapping.get("args"), _CONFIG)
+    for section in _CONFIG_SECTIONS if isinstance(cfg := mapping.get("cfg"), Mapping) else ():
+        settings |= settings_of(cast("Mapping[str, Any]", cfg).get(section), _CONFIG)
     policy = fp16_optimizer(**settings) if settings else FairseqScaler()
     for part in whole_or_inside(mapping, "last_optimizer_state"):
         if "loss_scale" in part:
-            scale = Saved("fairseq's optimizer", part).scale("loss_scale")
-            return started(policy, scale=scale)
+            return started(policy, scale=Saved("fairseq's optimizer", part).scale("loss_scale"))
     raise ValueError(
         "A fairseq checkpoint of an FP16 run holds `loss_scale` in its `last_optimizer_state`. "
         f"Received keys: {shown_keys(mapping)}. Runs with --amp, BF16 or FP32 save none."
     )
-
-
-def _settings(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings in a checkpoint: in the sections of a `cfg`, or flat in the older `args`."""
-    settings = settings_of(mapping.get("args"), _CONFIG)
-    if isinstance(cfg := mapping.get("cfg"), Mapping):
-        for section in _CONFIG_SECTIONS:
-            settings |= settings_of(cast("Mapping[str, Any]", cfg).get(section), _CONFIG)
-    return settings
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:

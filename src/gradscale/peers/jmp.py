@@ -1,68 +1,52 @@
 """jmp: `NoOpLossScale`, `StaticLossScale` and `DynamicLossScale`."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gradscale.peers._export import COMMON_SETTINGS, ladder_for, shared_factor, values_of
-from gradscale.peers._saved import Imported, given, picked, started
-from gradscale.peers._settings import check_float32, check_limit, check_positive
-from gradscale.peers.ladder import Ladder, compiled, one_factor_ladder
-from gradscale.policies.checks import check_count
+from gradscale.peers._form import FACTOR, Form, values_of, wrapped
+from gradscale.peers._saved import Imported, Saved, started
+from gradscale.peers._settings import Count, CountOrZero, Float32, Limit, Positive, checked, static_as
+from gradscale.peers.ladder import Ladder, in_graph, one_factor_ladder
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import NoScaling, Static
 
 
+@checked
 def dynamic_loss_scale(
-    loss_scale: float, counter: int = 0, period: int = 2000, factor: float = 2, min_loss_scale: float = 1.0
+    loss_scale: Float32,
+    counter: CountOrZero = 0,
+    period: Count = 2000,
+    factor: Positive = 2,
+    min_loss_scale: Limit = 1.0,
 ) -> Ladder:
     """Returns the rule of `DynamicLossScale` outside `jax.jit`: float32, divided down to a floor, never to infinity."""
-    check_float32("loss_scale", loss_scale)
-    check_count("period", period)
-    check_positive("factor", factor)
-    check_limit("min_loss_scale", min_loss_scale)
-    if counter:
-        check_count("counter", counter)
-    return one_factor_ladder(
-        loss_scale,
-        factor,
-        period,
-        floor=min_loss_scale,
-        refuses_inf=True,
-        init_clean_steps=wrapped(counter, period),
-        flushes=True,
-    )
+    clean_steps = wrapped(counter, period)
+    settings: dict[str, Any] = {
+        "floor": min_loss_scale,
+        "init_clean_steps": clean_steps,
+        "refuses_inf": True,
+        "flushes": True,
+    }
+    return one_factor_ladder(loss_scale, factor, period, **settings)
 
 
-def jitted_dynamic_loss_scale(
-    loss_scale: float, counter: int = 0, period: int = 2000, factor: float = 2, min_loss_scale: float = 1.0
-) -> Ladder:
-    """Returns the rule of `DynamicLossScale` inside `jax.jit`.
+# jmp's `tree_unflatten` does not pass `min_loss_scale` on, so the constructor's default applies.
+jitted_dynamic_loss_scale = in_graph(dynamic_loss_scale, floor=1.0)
+"""The rule of `DynamicLossScale` inside `jax.jit`: `min_loss_scale` becomes 1, and XLA multiplies by 1 / factor."""
 
-    There `min_loss_scale` becomes 1, and XLA multiplies by 1 / factor to back off.
-    """
-    # jmp's `tree_unflatten` does not pass `min_loss_scale` on, so the constructor's default applies.
-    check_limit("min_loss_scale", min_loss_scale)
-    return compiled(dynamic_loss_scale(loss_scale, counter, period, factor))
+static_loss_scale = static_as("loss_scale")
 
-
-def wrapped(counter: int, period: int) -> int:
-    """Returns the clean steps that `counter` stands for."""
-    # jmp grows at `counter == period - 1` and then takes `(counter + 1) % period`: past the period, a counter wraps
-    # round without growth.
-    return counter if counter < period else (counter + 1) % period - 1
-
-
-def unwrapped(clean_steps: int, period: int) -> int:
-    """Returns a counter that stands for `clean_steps`, which is -1 where the next step must wrap round."""
-    return clean_steps if clean_steps >= 0 else 2 * period - 1
-
-
-def static_loss_scale(loss_scale: float) -> Static:
-    """Returns the rule of `StaticLossScale`, which leaves the check to its user; `Static` skips a step by itself."""
-    return Static(loss_scale)
+_FORM = Form(
+    "jmp's DynamicLossScale",
+    partial(dynamic_loss_scale, 1.0),
+    "loss_scale",
+    "counter",
+    {"period": "growth_interval", "factor": FACTOR, "min_loss_scale": "floor"},
+    wraps=True,
+)
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
@@ -74,12 +58,8 @@ def read(mapping: Mapping[str, Any]) -> Imported:
     if not mapping:
         return started(NoScaling())
     if set(mapping) == {"loss_scale"}:
-        return started(Static(picked("A jmp StaticLossScale", mapping, ("loss_scale",)).scale("loss_scale")))
-    settings = ("period", "factor", "min_loss_scale")
-    saved = picked("A jmp DynamicLossScale", mapping, ("loss_scale", "counter"), settings)
-    keywords = given(saved, "factor", "min_loss_scale", counts=("period",))
-    rule = dynamic_loss_scale(1.0, saved.count("counter"), **keywords)
-    return started(replace(rule, init_scale=float(saved.scale32("loss_scale"))))
+        return started(Static(Saved("jmp's StaticLossScale", mapping).scale("loss_scale")))
+    return _FORM.read(mapping)
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
@@ -89,19 +69,10 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     """
     if isinstance(policy, NoScaling):
         return {}
-    values = values_of(state)
-    if isinstance(policy, Static):
-        return {"loss_scale": np.float32(values.scale("scale"))}
-    system = "jmp's DynamicLossScale"
-    ladder = ladder_for(system, policy, dynamic_loss_scale(1.0), (*COMMON_SETTINGS, "floor"))
-    period = int(ladder.growth_interval)
-    return {
-        "loss_scale": np.float32(values.scale("scale")),
-        "counter": np.int32(unwrapped(values.count("clean_steps", lowest=-1), period)),
-        "period": period,
-        "factor": shared_factor(system, ladder),
-        "min_loss_scale": np.float32(ladder.floor),
-    }
+    static = isinstance(policy, Static)
+    written = {"loss_scale": values_of(state).scale("scale")} if static else _FORM.write(policy, state)
+    types: dict[str, Any] = {"loss_scale": np.float32, "counter": np.int32, "min_loss_scale": np.float32}
+    return {key: types.get(key, type(value))(value) for key, value in written.items()}
 
 
 VARIANTS = {

@@ -1,14 +1,18 @@
 """The growth-and-backoff rule as other systems have it, with their off-by-ones, missing bounds and arithmetic."""
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, ParamSpec
 
 import numpy as np
 
 from gradscale.policies.arithmetic import Namespace, larger, smaller
 from gradscale.policies.contract import ScaleState, Seen, counted, one_more
 from gradscale.record import Array, Record, leaf
+
+P = ParamSpec("P")
 
 NO_LIMIT = -(2**31) + 1
 """`fewest_credits` of a system whose credits fall below zero without end: one less is still an int32."""
@@ -45,6 +49,8 @@ class Ladder(Record):
         refuses_inf: whether the scale stays as it is where growth would make it infinite.
         init_clean_steps: clean steps counted before the first.
         arithmetic: `"float32"` tensors, Python's `"float64"`, or `"mixed"`: a float32 scale times a double factor.
+        most_skips: skipped steps in a row after which the system stops the run. Where it has such a limit, a scale that
+            cannot go lower is not `stuck` before.
         flushes: whether a backoff below the normal float32 numbers ends at zero, as with JAX and TensorFlow on a CPU.
     """
 
@@ -64,6 +70,7 @@ class Ladder(Record):
     init_clean_steps: int = 0
     arithmetic: Literal["float32", "float64", "mixed"] = "float32"
     flushes: bool = False
+    most_skips: int | None = None
 
     needs: ClassVar[frozenset[str]] = frozenset({"finite", "loss_finite"})
 
@@ -103,14 +110,18 @@ class Ladder(Record):
         # The credits before this overflow: the last one is kept by systems that stop at 1, and is spent by the others.
         backs_off = xp.logical_and(overflow, state.credits <= 1)
         lowered = self._lowered(state.scale, xp)
+        stuck = xp.logical_and(backs_off, lowered == state.scale)
+        applied = xp.logical_and(clean, seen.loss_finite)
+        if self.most_skips is not None:
+            stuck = xp.logical_and(xp.logical_not(applied), state.consecutive_skips >= self.most_skips)
         return counted(
             state,
-            xp.logical_and(clean, seen.loss_finite),
+            applied,
             xp,
             scale=xp.where(grows, self._grown(state.scale, xp), xp.where(backs_off, lowered, state.scale)),
             clean_steps=xp.where(grows, 0, clean_steps),
             credits=xp.where(self._refills(clean, grows, backs_off, xp), self.hysteresis, left),
-            stuck=xp.logical_and(backs_off, lowered == state.scale),
+            stuck=stuck,
         )
 
     def _grown(self, scale: Array, xp: Namespace) -> Array:
@@ -152,17 +163,26 @@ def one_factor_ladder(init_scale: float, factor: float, growth_interval: int, **
     )
 
 
-def compiled(rule: Ladder) -> Ladder:
-    """Returns a `one_factor_ladder` as graph compilers run it: multiplied by 1 / factor in float32, not divided."""
-    # XLA and TensorFlow's graph optimizer replace a division by a constant. The last bit differs, and only for a factor
-    # that is not a power of two.
-    if not 2.0**-126 <= rule.backoff_divisor <= 2.0**126:
-        raise ValueError(
-            "The factor by which a compiled rule backs off must lie between 2**-126 and 2**126, so that float32 holds "
-            f"1 / factor in full precision. Received: {rule.backoff_divisor!r}."
-        )
-    reciprocal = float(np.float32(1) / np.float32(rule.backoff_divisor))
-    return replace(rule, backoff_factor=reciprocal, backoff_divisor=1.0)
+def in_graph(rule: Callable[P, Ladder], **fixed: Any) -> Callable[P, Ladder]:
+    """Returns `rule`, which makes a `one_factor_ladder`, for graph compilers: multiplied by 1 / factor, not divided.
+
+    Its ladders have the `fixed` settings.
+    """
+
+    @functools.wraps(rule)
+    def compiled(*args: P.args, **kwargs: P.kwargs) -> Ladder:
+        ladder = rule(*args, **kwargs)
+        # XLA and TensorFlow's graph optimizer replace a division by a constant. The last bit differs, and only for a
+        # factor that is not a power of two.
+        if not 2.0**-126 <= ladder.backoff_divisor <= 2.0**126:
+            raise ValueError(
+                "The factor by which a compiled rule backs off must lie between 2**-126 and 2**126, so that float32 "
+                f"holds 1 / factor in full precision. Received: {ladder.backoff_divisor!r}."
+            )
+        reciprocal = float(np.float32(1) / np.float32(ladder.backoff_divisor))
+        return replace(ladder, backoff_factor=reciprocal, backoff_divisor=1.0, **fixed)
+
+    return compiled
 
 
 def kernel_ladder(

@@ -6,68 +6,72 @@ from typing import Any, cast
 import numpy as np
 
 from gradscale._text import short, shown
-from gradscale.peers._export import ladder_for, values_of
+from gradscale.peers._form import Form
 from gradscale.peers._saved import Imported, Saved, settings_of, started
-from gradscale.peers._settings import check_backoff, check_float32, check_growth, whole
+from gradscale.peers._settings import Backoff, Count, Float32, Growth, Whole, checked, static_as
 from gradscale.peers.ladder import NO_LIMIT, Ladder
-from gradscale.policies.checks import check_count
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import Static
 
 _CONFIG = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
+@checked
 def dynamic_grad_scaler(
-    initial_scale: float = 2.0**32,
-    min_scale: float = 1.0,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 1000,
-    hysteresis: int = 2,
+    initial_scale: Float32 = 2.0**32,
+    min_scale: Float32 = 1.0,
+    growth_factor: Growth = 2.0,
+    backoff_factor: Backoff = 0.5,
+    growth_interval: Whole = 1000,
+    hysteresis: Count = 2,
 ) -> Ladder:
     """Returns the rule of `DynamicGradScaler`: float32, with a floor and no ceiling, so that the scale can become inf.
 
     Only growth restores the credits, which fall below zero.
     """
-    check_float32("initial_scale", initial_scale)
-    check_float32("min_scale", min_scale)
     if min_scale > initial_scale:
         raise ValueError(
             "`min_scale` must not be above `initial_scale`. "
             f"Received: min_scale={min_scale!r}, initial_scale={initial_scale!r}."
         )
-    check_growth("growth_factor", growth_factor)
-    check_backoff("backoff_factor", backoff_factor)
-    check_count("hysteresis", hysteresis)
     # `hysteresis_tracker -= 1` has no lower bound: once spent, every overflow backs off until the next growth.
     return Ladder(
         init_scale=initial_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
-        growth_interval=whole("growth_interval", growth_interval),
+        growth_interval=growth_interval,
         hysteresis=hysteresis,
         fewest_credits=NO_LIMIT,
         floor=min_scale,
     )
 
 
-def constant_grad_scaler(initial_scale: float) -> Static:
-    """Returns the scale of `ConstantGradScaler`, which never changes."""
-    return Static(initial_scale)
+constant_grad_scaler = static_as("initial_scale")
 
 
+@checked
 def optimizer_config(
     loss_scale: float | None = None,
     initial_loss_scale: float = 2.0**32,
     min_loss_scale: float = 1.0,
-    loss_scale_window: float = 1000,
+    loss_scale_window: Whole = 1000,
     hysteresis: int = 2,
 ) -> Ladder | Static:
     """Returns the rule that `OptimizerConfig`, or the command line, asks for: constant if `loss_scale` is given."""
     if loss_scale:  # Megatron's own test: 0 is dynamic, like None
         return constant_grad_scaler(loss_scale)
-    window = whole("loss_scale_window", loss_scale_window)
-    return dynamic_grad_scaler(initial_loss_scale, min_loss_scale, growth_interval=window, hysteresis=hysteresis)
+    return dynamic_grad_scaler(
+        initial_loss_scale, min_loss_scale, growth_interval=loss_scale_window, hysteresis=hysteresis
+    )
+
+
+_FORM = Form(
+    "Megatron's DynamicGradScaler",
+    dynamic_grad_scaler,
+    "scale",
+    "growth_tracker",
+    credits="hysteresis_tracker",
+)
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
@@ -84,43 +88,29 @@ def read(mapping: Mapping[str, Any]) -> Imported:
             "Megatron saves nothing of a constant scale but the `loss_scale` in the checkpoint's `args`. Received: an "
             "empty `grad_scaler`, and no such `args`. Use preset('megatron', 'ConstantGradScaler', initial_scale=...)."
         )
-    saved = Saved("Megatron's DynamicGradScaler", scaler).only("scale", "growth_tracker", "hysteresis_tracker")
-    return started(
-        policy,
-        scale=saved.scale32("scale"),
-        clean_steps=saved.count("growth_tracker"),
-        credits=saved.count("hysteresis_tracker", lowest=NO_LIMIT),
-    )
+    return policy, _FORM.read(scaler)[1]
 
 
 def _grad_scaler(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the scaler's own mapping: of a checkpoint, of an optimizer, or given by itself."""
-    if "grad_scaler" in mapping:
-        return cast("Mapping[str, Any]", mapping["grad_scaler"])
-    optimizer = mapping.get("optimizer")
-    if isinstance(optimizer, Sequence):
-        return _shared_scaler(cast("Sequence[Any]", optimizer))
-    if isinstance(optimizer, Mapping):
-        return _scaler_of_optimizer(cast("Mapping[str, Any]", optimizer))
-    return mapping
+    """Returns the scaler's own mapping: of a checkpoint, of an optimizer, of chained ones, or given by itself.
 
-
-def _scaler_of_optimizer(optimizer: Any) -> Mapping[str, Any]:
-    if not isinstance(optimizer, Mapping) or "grad_scaler" not in optimizer:
-        received = list(cast("Mapping[str, Any]", optimizer)) if isinstance(optimizer, Mapping) else optimizer
-        raise ValueError(
-            f"Megatron's FP16 optimizer saves a `grad_scaler`. Received: {shown(received)}. "
-            "A run in BF16 or FP32 has none: use `NoScaling`."
-        )
-    return cast("Mapping[str, Any]", optimizer["grad_scaler"])
-
-
-def _shared_scaler(optimizers: Sequence[Any]) -> Mapping[str, Any]:
-    """Returns the scaler of chained optimizers. Each has one, but only the first one's scale multiplies the loss."""
-    scalers = [_scaler_of_optimizer(optimizer) for optimizer in optimizers]
-    if not scalers:
+    Each of chained optimizers has one, but only the first one's scale multiplies the loss.
+    """
+    held = mapping.get("optimizer")
+    if "grad_scaler" in mapping or not isinstance(held, Mapping | Sequence):
+        return cast("Mapping[str, Any]", mapping.get("grad_scaler", mapping))
+    chain = cast("Sequence[Any]", [held] if isinstance(held, Mapping) else held)
+    if not chain:
         raise ValueError("A chain of Megatron optimizers has at least one. Received: an empty list.")
-    scales = [Saved("Megatron's DynamicGradScaler", scaler).scale("scale") for scaler in scalers if scaler]
+    for optimizer in chain:
+        if not isinstance(optimizer, Mapping) or "grad_scaler" not in optimizer:
+            received = list(cast("Mapping[str, Any]", optimizer)) if isinstance(optimizer, Mapping) else optimizer
+            raise ValueError(
+                f"Megatron's FP16 optimizer saves a `grad_scaler`. Received: {shown(received)}. "
+                "A run in BF16 or FP32 has none: use `NoScaling`."
+            )
+    scalers: list[Mapping[str, Any]] = [optimizer["grad_scaler"] for optimizer in chain]
+    scales = [Saved(_FORM.what, scaler).scale("scale") for scaler in scalers if scaler]
     if len(set(scales)) > 1:
         raise ValueError(
             f"The scalers of chained optimizers must agree. Received: scales {short(scales)}. Only the first "
@@ -134,14 +124,8 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
 
     The settings are not in it, and must be given to Megatron again.
     """
-    settings = ("growth_interval", "hysteresis", "floor")
-    ladder_for("Megatron's DynamicGradScaler", policy, dynamic_grad_scaler(), settings)
-    values = values_of(state)
-    return {
-        "scale": np.asarray([values.scale("scale")], np.float32),
-        "growth_tracker": values.count("clean_steps"),
-        "hysteresis_tracker": values.count("credits", lowest=NO_LIMIT),
-    }
+    written = _FORM.write(policy, state, given_again=("growth_interval", "hysteresis", "floor"))
+    return written | {"scale": np.asarray([written["scale"]], np.float32)}
 
 
 VARIANTS = {

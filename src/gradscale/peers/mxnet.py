@@ -1,14 +1,13 @@
 """MXNet: `mxnet.amp.LossScaler`, whose every change takes effect one step late."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from gradscale.peers._settings import check_positive
+from gradscale.peers._settings import Count, Positive, check_fields
 from gradscale.peers.ladder import Ladder, LadderState
 from gradscale.policies.arithmetic import Namespace
-from gradscale.policies.checks import check_count
 from gradscale.policies.contract import ScaleState, Seen
 from gradscale.record import Array, Record, leaf
 
@@ -37,16 +36,14 @@ class MxnetLossScaler(Record):
         max_loss_scale: a growth never ends above.
     """
 
-    loss_scale: float = 2.0**16
-    scale_seq_len: int = 2000
-    max_loss_scale: float = 2.0**24
+    loss_scale: Positive = 2.0**16
+    scale_seq_len: Count = 2000
+    max_loss_scale: Positive = 2.0**24
 
     needs: ClassVar[frozenset[str]] = Ladder.needs
 
     def __post_init__(self) -> None:
-        check_positive("loss_scale", self.loss_scale)
-        check_count("scale_seq_len", self.scale_seq_len)
-        check_positive("max_loss_scale", self.max_loss_scale)
+        check_fields(self)
 
     def start(self) -> LaggingState:
         """Returns the state before the first step, with scales in float64."""
@@ -55,12 +52,8 @@ class MxnetLossScaler(Record):
 
     def next(self, state: LaggingState, seen: Seen, xp: Namespace) -> LaggingState:
         """Returns the state after one step. `stuck` means that an overflow could not lower the scale."""
-        ladder = Ladder(
-            init_scale=self.loss_scale,
-            growth_interval=self.scale_seq_len,
-            ceiling=self.max_loss_scale,
-            arithmetic="float64",
-        )
+        bounds: dict[str, Any] = {"growth_interval": self.scale_seq_len, "ceiling": self.max_loss_scale}
+        ladder = Ladder(self.loss_scale, arithmetic="float64", **bounds)
         # MXNet's `has_overflow` copies `_next_loss_scale` to `loss_scale` before it computes the next one.
         decided: ScaleState = ladder.next(state, seen, xp)
         return cast("LaggingState", replace(decided, public_scale=state.scale))

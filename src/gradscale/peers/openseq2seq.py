@@ -4,12 +4,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from gradscale.peers._export import COMMON_SETTINGS, ladder_for, shared_factor, values_of
+from gradscale.peers._form import FACTOR, Form, steps_between, steps_so_far, values_of
 from gradscale.peers._log_max import LogMaxScaler
-from gradscale.peers._saved import Imported, Saved, given, last_name, picked, started, without_weights
-from gradscale.peers._settings import check_float32, check_positive
-from gradscale.peers.ladder import Ladder, compiled, one_factor_ladder
-from gradscale.policies.checks import check_count
+from gradscale.peers._saved import Imported, last_name, picked, started, without_weights
+from gradscale.peers._settings import Count, Float32, Positive, checked
+from gradscale.peers.ladder import Ladder, in_graph, one_factor_ladder
 from gradscale.policies.contract import Policy, ScaleState
 
 _BACKOFF = ("iteration", "last_overflow_iteration", "scale")
@@ -17,25 +16,31 @@ _MODEL = ("x_hat", "slow_x_hat", "xsquared_hat", "b1_correction", "b2_correction
 _LOG_MAX = ("iteration", "scale", *_MODEL)
 """The variables of each scaler in the order of their creation. A checkpoint has no other names for them."""
 
-_BACKOFF_SETTINGS = ("scale_min", "scale_max", "step_factor", "step_window")
+_BACKOFF_SETTINGS = {
+    "scale_min": "floor",
+    "scale_max": "ceiling",
+    "step_factor": FACTOR,
+    "step_window": "growth_interval",
+}
 _LOG_MAX_SETTINGS = ("scale_min", "scale_max", "log_max", "beta1", "beta2", "overflow_std_dev")
 
 _UNNAMED = re.compile(r"Variable(?:_(\d{1,9}))?$")
 
 
+@in_graph
+@checked
 def backoff_scaler(
-    scale_min: float = 1.0, scale_max: float = 2.0**14, step_factor: float = 2.0, step_window: int = 2000
+    scale_min: Float32 = 1.0, scale_max: Float32 = 2.0**14, step_factor: Positive = 2.0, step_window: Count = 2000
 ) -> Ladder:
     """Returns the rule of `BackoffScaler`: float32, within its bounds, starting from the upper one.
 
     Its graph multiplies by 1 / step_factor to back off. Which of two concurrent operations sees the iteration first is
     left to TensorFlow; this is the usual outcome.
     """
-    check_float32("scale_min", scale_min)
-    check_float32("scale_max", scale_max)
-    check_positive("step_factor", step_factor)
-    check_count("step_window", step_window)
-    return compiled(one_factor_ladder(scale_max, step_factor, step_window, floor=scale_min, ceiling=scale_max))
+    return one_factor_ladder(scale_max, step_factor, step_window, floor=scale_min, ceiling=scale_max)
+
+
+_FORM = Form("OpenSeq2Seq's BackoffScaler", backoff_scaler, "scale", "clean_steps", _BACKOFF_SETTINGS)
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
@@ -73,50 +78,32 @@ def _index(key: str) -> int:
 
 
 def _read_backoff(named: Mapping[str, Any]) -> Imported:
-    saved = picked("OpenSeq2Seq's BackoffScaler", named, _BACKOFF, _BACKOFF_SETTINGS)
-    policy = backoff_scaler(**given(saved, "scale_min", "scale_max", "step_factor", counts=("step_window",)))
-    since_overflow = saved.count("iteration") - saved.count("last_overflow_iteration", lowest=-1)
-    if since_overflow < 0:
-        raise ValueError(
-            f"`last_overflow_iteration` of {saved.what} must not come after `iteration`. Received: "
-            f"{saved.values['last_overflow_iteration']!r} after {saved.values['iteration']!r}."
-        )
-    return started(policy, scale=saved.scale("scale"), clean_steps=since_overflow % policy.growth_interval)
+    saved = picked(_FORM.what, named, _BACKOFF, tuple(_BACKOFF_SETTINGS))
+    now, last, _ = _BACKOFF
+    window = saved.count("step_window", lowest=1) if "step_window" in saved.values else 2000
+    clean_steps = {"clean_steps": steps_between(saved, last, now, lowest=-1, fewest=0) % window}
+    return _FORM.read({key: value for key, value in saved.values.items() if key not in (now, last)} | clean_steps)
 
 
 def _read_log_max(named: Mapping[str, Any]) -> Imported:
     saved = picked("OpenSeq2Seq's LogMaxScaler", named, _LOG_MAX, _LOG_MAX_SETTINGS)
     saved.count("iteration")
-    policy = LogMaxScaler(**given(saved, *_LOG_MAX_SETTINGS))
+    policy = LogMaxScaler(**{name: saved.number(name) for name in _LOG_MAX_SETTINGS if name in saved.values})
     return started(policy, scale=saved.scale("scale"), **{name: saved.number(name) for name in _MODEL})
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     """Returns the variables of the scaler and its settings, by name, the variables in the order of their creation."""
     values = values_of(state)
-    steps = values.count("applied") + values.count("skipped")
     if isinstance(policy, LogMaxScaler):
-        return _written_log_max(policy, values, steps)
-    system = "OpenSeq2Seq's BackoffScaler"
-    ladder = ladder_for(system, policy, backoff_scaler(), (*COMMON_SETTINGS, "floor", "ceiling"))
-    check_float32("scale_min", ladder.floor)
-    check_float32("scale_max", ladder.ceiling)
-    clean_steps = values.count("clean_steps")
-    return {
-        "iteration": max(steps, clean_steps),
-        "last_overflow_iteration": max(steps, clean_steps) - clean_steps,
-        "scale": values.scale("scale"),
-        "scale_min": float(ladder.floor),
-        "scale_max": float(ladder.ceiling),
-        "step_factor": shared_factor(system, ladder),
-        "step_window": int(ladder.growth_interval),
-    }
-
-
-def _written_log_max(policy: LogMaxScaler, values: Saved, steps: int) -> dict[str, Any]:
-    variables = {"iteration": steps, "scale": values.scale("scale")} | {n: values.number(n) for n in _MODEL}
-    settings = {key: value for key, value in policy.to_dict().items() if key not in ("schema", "kind")}
-    return variables | settings
+        variables = {"iteration": steps_so_far(values, 0), "scale": values.scale("scale")}
+        variables |= {name: values.number(name) for name in _MODEL}
+        return variables | {name: getattr(policy, name) for name in _LOG_MAX_SETTINGS}
+    written = _FORM.write(policy, state)
+    backoff_scaler(written["scale_min"], written["scale_max"])  # raises unless float32 holds them
+    clean_steps = written.pop("clean_steps")
+    now = steps_so_far(values, clean_steps)
+    return dict(zip(_BACKOFF, (now, now - clean_steps, written.pop("scale")), strict=True)) | written
 
 
 VARIANTS = {

@@ -1,39 +1,28 @@
 """Paddle: `paddle.amp.GradScaler` and the `AmpScaler` under it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from gradscale.peers._export import COMMON_SETTINGS, ladder_for, values_of
+from gradscale.peers._form import Form, values_of
 from gradscale.peers._saved import Imported, Saved, check_not_disabled, started
-from gradscale.peers._settings import check_backoff, check_float32, check_growth
+from gradscale.peers._settings import Backoff, Count, Float32, Growth, checked
 from gradscale.peers.ladder import Ladder
-from gradscale.policies.checks import check_count
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import NoScaling, Static
 
-_WHAT = "A Paddle GradScaler"
-_KEYS = (
-    "scale",
-    "incr_ratio",
-    "decr_ratio",
-    "incr_every_n_steps",
-    "decr_every_n_nan_or_inf",
-    "incr_count",
-    "decr_count",
-    "use_dynamic_loss_scaling",
-)
 
-
+@checked
 def grad_scaler(
     enable: bool = True,
-    init_loss_scaling: float = 2.0**16,
-    incr_ratio: float = 2.0,
-    decr_ratio: float = 0.5,
-    incr_every_n_steps: int = 2000,
-    decr_every_n_nan_or_inf: int = 1,
+    init_loss_scaling: Float32 = 2.0**16,
+    incr_ratio: Growth = 2.0,
+    decr_ratio: Backoff = 0.5,
+    incr_every_n_steps: Count = 2000,
+    decr_every_n_nan_or_inf: Count = 1,
     use_dynamic_loss_scaling: bool = True,
 ) -> Ladder | Static | NoScaling:
     """Returns the rule of `GradScaler` in dynamic graphs: float32, without bounds.
@@ -42,13 +31,8 @@ def grad_scaler(
     """
     if not enable:
         return NoScaling()
-    check_growth("incr_ratio", incr_ratio)
-    check_backoff("decr_ratio", decr_ratio)
     if not use_dynamic_loss_scaling:
         return Static(init_loss_scaling)
-    check_float32("init_loss_scaling", init_loss_scaling)
-    check_count("incr_every_n_steps", incr_every_n_steps)
-    check_count("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf)
     # Paddle counts overflows up, and clears the count at a clean step and at a backoff: credits that both refill.
     return Ladder(
         init_scale=init_loss_scaling,
@@ -64,56 +48,50 @@ amp_scaler = partial(grad_scaler, init_loss_scaling=2.0**15, incr_every_n_steps=
 """The rule of `AmpScaler`: that of `GradScaler` with other defaults."""
 
 
+_FORM = Form(
+    "Paddle's GradScaler",
+    grad_scaler,
+    "scale",
+    "incr_count",
+    {
+        "incr_ratio": "growth_factor",
+        "decr_ratio": "backoff_factor",
+        "incr_every_n_steps": "growth_interval",
+        "decr_every_n_nan_or_inf": "hysteresis",
+    },
+)
+_COUNT, _DYNAMIC = "decr_count", "use_dynamic_loss_scaling"
+
+
 def read(mapping: Mapping[str, Any]) -> Imported:
     """Returns the policy and the state of a `state_dict()`; the empty one of a disabled scaler is refused."""
-    check_not_disabled(_WHAT, mapping)
-    saved = Saved(_WHAT, mapping).only(*_KEYS)
-    scale = float(saved.scale32("scale"))
-    if not saved.flag("use_dynamic_loss_scaling"):
-        return started(Static(scale))
-    every = saved.count("decr_every_n_nan_or_inf", lowest=1)
-    policy = Ladder(
-        init_scale=scale,
-        growth_factor=saved.factor("incr_ratio"),
-        backoff_factor=saved.factor("decr_ratio"),
-        growth_interval=saved.count("incr_every_n_steps", lowest=1),
-        hysteresis=every,
-        refill="clean or backoff",
-    )
-    return started(policy, clean_steps=saved.count("incr_count"), credits=every - _overflows(saved, every))
-
-
-def _overflows(saved: Saved, every: int) -> int:
-    """Returns the overflows in a row so far: fewer than make the scale back off."""
-    count = saved.count("decr_count")
+    check_not_disabled(_FORM.what, mapping)
+    saved = Saved(_FORM.what, mapping).only("scale", *_FORM.settings, "incr_count", _COUNT, _DYNAMIC)
+    if not saved.flag(_DYNAMIC):
+        return started(Static(float(saved.scale32("scale"))))
+    policy, state = _FORM.read({key: value for key, value in mapping.items() if key not in (_COUNT, _DYNAMIC)})
+    every, count = cast("Ladder", policy).hysteresis, saved.count(_COUNT)
     if count >= every:
         raise ValueError(
             f"`decr_count` of {saved.what} must be below `decr_every_n_nan_or_inf`, at which it starts again from 0. "
             f"Received: decr_count={count}, decr_every_n_nan_or_inf={every}."
         )
-    return count
+    return policy, replace(state, credits=np.int32(every - count))
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     """Returns a dict for `GradScaler.load_state_dict`; the empty one for `NoScaling`, as a disabled scaler saves."""
     if isinstance(policy, NoScaling):
         return {}
-    dynamic = not isinstance(policy, Static)
-    ladder = Ladder(init_scale=1.0)
-    if dynamic:
-        # No other system refills as Paddle does. Without hysteresis that makes no difference.
-        rule = Ladder(init_scale=1.0, hysteresis=getattr(policy, "hysteresis", 1), refill="clean or backoff")
-        ladder = ladder_for("Paddle's GradScaler", policy, rule, (*COMMON_SETTINGS, "hysteresis"))
-    values, every = values_of(state), int(ladder.hysteresis)
-    return {
-        "scale": np.asarray([values.scale("scale")], np.float32),
-        "incr_ratio": float(ladder.growth_factor),
-        "decr_ratio": float(ladder.backoff),
-        "incr_every_n_steps": int(ladder.growth_interval),
-        "decr_every_n_nan_or_inf": every,
-        "incr_count": values.count("clean_steps"),
-        "decr_count": every - values.count("credits") if every > 1 else 0,
-        "use_dynamic_loss_scaling": dynamic,
+    static = isinstance(policy, Static)
+    # No other system refills as Paddle does. Without hysteresis that makes no difference.
+    rule = partial(Ladder, 1.0, hysteresis=getattr(policy, "hysteresis", 1), refill="clean or backoff")
+    written = replace(_FORM, rule=rule).write(rule() if static else policy, state)
+    every = written["decr_every_n_nan_or_inf"]
+    return written | {
+        "scale": np.asarray([written["scale"]], np.float32),
+        _COUNT: every - values_of(state).count("credits") if every > 1 else 0,
+        _DYNAMIC: not static,
     }
 
 

@@ -1,13 +1,13 @@
 """PopART: automatic loss scaling, which watches the share of gradients above an edge."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 
-from gradscale.peers._export import values_of
-from gradscale.peers._saved import Imported, Saved, given, picked, started
+from gradscale.peers._form import values_of
+from gradscale.peers._saved import Imported, Saved, picked, started
 from gradscale.policies.arithmetic import Namespace, bounded
 from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, as_single, check_count, check_number, check_scale
 from gradscale.policies.contract import Policy, ScaleState, Seen, counted
@@ -16,6 +16,7 @@ from gradscale.record import Array, Record, leaf
 
 _WHAT = "PopART's automatic loss scaling"
 _STATISTICS = "autoLossScaleStats"
+_FACTOR = "lossScaleUpdateFactor"
 _HIGHEST_IN_FP16 = 2.0**15
 _MAX_IN_FP16 = 65535.0
 """FP16's maximum as PopART has it. It is 65504."""
@@ -134,29 +135,36 @@ def automatic_loss_scaling(
     return PopartScaling(lossScaling, thresholdUpperCountProportion, updatePeriod, clipOutput, binEdgeLocation)
 
 
+_FIELDS = {
+    "lossScaling": "loss_scaling",
+    "thresholdUpperCountProportion": "threshold",
+    "updatePeriod": "update_period",
+    "clipOutput": "clips",
+    "binEdgeLocation": "edge",
+}
+
+
 def read(mapping: Mapping[str, Any]) -> Imported:
     """Returns the policy and the state of the saved variables: an update factor, and a counter if the period is not 1.
 
     The optimizer's `lossScaling` must be added, as the scale is their product; the settings may be. Without an update
     factor the scale is fixed. The statistics that PopART saves with them are cleared in every step, and ignored.
     """
-    named = {_without_operator(str(key)): value for key, value in mapping.items() if not str(key).endswith(_STATISTICS)}
+    kept = {str(key): value for key, value in mapping.items() if not str(key).endswith(_STATISTICS)}
+    # A counter is saved with its operator's name in front.
+    named = {"counter" if key.endswith("_counter") else key: value for key, value in kept.items()}
     if set(named) == {"lossScaling"}:
         return started(Static(Saved(_WHAT, named).factor("lossScaling")))
-    settings = ("counter", "thresholdUpperCountProportion", "updatePeriod", "clipOutput", "binEdgeLocation")
-    saved = picked(_WHAT, named, ("lossScaling", "lossScaleUpdateFactor"), settings)
-    keywords = given(saved, "thresholdUpperCountProportion", "binEdgeLocation", counts=("updatePeriod",))
-    clips = saved.flag("clipOutput") if "clipOutput" in named else True
-    rule = automatic_loss_scaling(lossScaling=saved.factor("lossScaling"), clipOutput=clips, **keywords)
-    policy = cast("PopartScaling", rule)
-    factor = saved.scale32("lossScaleUpdateFactor")
+    saved = picked(_WHAT, named, ("lossScaling", _FACTOR), ("counter", *_FIELDS))
+    readers: dict[str, Callable[[str], Any]] = {
+        "lossScaling": saved.factor,
+        "updatePeriod": saved.count,
+        "clipOutput": saved.flag,
+    }
+    policy = PopartScaling(**{_FIELDS[key]: readers.get(key, saved.number)(key) for key in _FIELDS if key in named})
+    factor = saved.scale32(_FACTOR)
     counter = saved.count("counter", lowest=-1) if "counter" in named else 0
     return started(policy, scale=factor * np.float32(policy.loss_scaling), update_factor=factor, counter=counter)
-
-
-def _without_operator(key: str) -> str:
-    """Returns the bare name of a counter, which PopART saves with its operator's name in front."""
-    return "counter" if key.endswith("_counter") else key
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
@@ -169,15 +177,8 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
             "PopART can continue from its own preset or from `Static`; it knows no other rule. "
             f"Received: {type(policy).__name__}."
         )
-    return {
-        "lossScaling": float(policy.loss_scaling),
-        "lossScaleUpdateFactor": values.scale("update_factor"),
-        "counter": values.count("counter", lowest=-1),
-        "thresholdUpperCountProportion": float(policy.threshold),
-        "updatePeriod": int(policy.update_period),
-        "clipOutput": bool(policy.clips),
-        "binEdgeLocation": float(policy.edge),
-    }
+    variables = {_FACTOR: values.scale("update_factor"), "counter": values.count("counter", lowest=-1)}
+    return variables | {key: getattr(policy, field) for key, field in _FIELDS.items()}
 
 
 VARIANTS = {"automaticLossScalingSettings": automatic_loss_scaling, "AutomaticLossScale": automatic_loss_scaling}

@@ -3,19 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gradscale.peers._export import COMMON_SETTINGS, ladder_for, shared_factor, values_of
-from gradscale.peers._saved import Imported, given, picked, started
-from gradscale.peers._settings import check_float32, check_positive, whole
-from gradscale.peers.ladder import Ladder, compiled, one_factor_ladder
+from gradscale.peers._form import FACTOR, Form
+from gradscale.peers._saved import Imported
+from gradscale.peers._settings import Float32, Positive, Whole, checked
+from gradscale.peers.ladder import Ladder, in_graph, one_factor_ladder
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import Static
-
-_SETTINGS = {
-    "initial_scale": "initial_loss_scale",
-    "dynamic_growth_steps": "increment_period",
-    "multiplier": "multiplier",
-}
-"""What tf-keras calls the settings of TF1's `DynamicLossScale`; it has no multiplier but 2."""
 
 _OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 """The one entry of a TensorFlow checkpoint that is not a variable."""
@@ -41,23 +34,18 @@ def loss_scale_optimizer(
     return Static(initial_scale)
 
 
+@checked
 def dynamic_loss_scale(
-    initial_loss_scale: float = 2.0**15, increment_period: int = 2000, multiplier: float = 2.0
+    initial_loss_scale: Float32 = 2.0**15, increment_period: Whole = 2000, multiplier: Positive = 2.0
 ) -> Ladder:
     """Returns the rule of TF1's `DynamicLossScale`, run eagerly: float32, divided down to 1, never up to infinity."""
-    check_float32("initial_loss_scale", initial_loss_scale)
-    check_positive("multiplier", multiplier)
-    interval = whole("increment_period", increment_period)
     # TF1 tests `num_good_steps + 1 >= increment_period`, and assigns a grown scale only if it is finite.
     settings = {"overshoot": True, "floor": 1.0, "refuses_inf": True}
-    return one_factor_ladder(float(initial_loss_scale), float(multiplier), interval, **settings)
+    return one_factor_ladder(float(initial_loss_scale), float(multiplier), increment_period, **settings)
 
 
-def dynamic_loss_scale_in_graph(
-    initial_loss_scale: float = 2.0**15, increment_period: int = 2000, multiplier: float = 2.0
-) -> Ladder:
-    """Returns the rule of `DynamicLossScale` in a graph, where TensorFlow multiplies by 1 / multiplier to back off."""
-    return compiled(dynamic_loss_scale(initial_loss_scale, increment_period, multiplier))
+dynamic_loss_scale_in_graph = in_graph(dynamic_loss_scale)
+"""The rule of `DynamicLossScale` in a graph, where TensorFlow multiplies by 1 / multiplier to back off."""
 
 
 def fixed_loss_scale(loss_scale_value: float) -> Static:
@@ -68,35 +56,34 @@ def fixed_loss_scale(loss_scale_value: float) -> Static:
     return policy
 
 
+_TF_KERAS = {"initial_scale": "init_scale", "dynamic_growth_steps": "growth_interval"}
+_TF1 = {"initial_loss_scale": "init_scale", "increment_period": "growth_interval", "multiplier": FACTOR}
+_KEYS = ("current_loss_scale", "good_steps")
+
+
+def _rule(**settings: Any) -> Ladder:
+    """Returns the rule of settings under the names of either. tf-keras has no multiplier but 2."""
+    old_names = dict(zip(_TF_KERAS, _TF1, strict=False))
+    return dynamic_loss_scale(**{old_names.get(name, name): value for name, value in settings.items()})
+
+
 def read(mapping: Mapping[str, Any]) -> Imported:
     """Returns the policy and the state of `current_loss_scale` and `good_steps`, also as a checkpoint names them.
 
     The settings are not in a checkpoint. They may be added, as tf-keras or as TF1 calls them in `get_config`.
     """
-    names = {**{name: name for name in _SETTINGS.values()}, **_SETTINGS}
     variables = {key: value for key, value in mapping.items() if key != _OBJECT_GRAPH}
-    saved = picked("A tf-keras loss scale", variables, ("current_loss_scale", "good_steps"), tuple(names))
-    settings = given(saved, "initial_scale", "initial_loss_scale", "multiplier")
-    settings |= given(saved, counts=("dynamic_growth_steps", "increment_period"))
-    policy = dynamic_loss_scale(**{names[name]: value for name, value in settings.items()})
-    return started(policy, scale=saved.scale("current_loss_scale"), clean_steps=saved.count("good_steps"))
+    return Form("a tf-keras loss scale", _rule, *_KEYS, _TF_KERAS | _TF1).read(variables)
 
 
 def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     """Returns the values of the loss scale's two variables, and its settings; TF1's, unless the multiplier is 2."""
-    system = "tf-keras"
-    ladder = ladder_for(system, policy, dynamic_loss_scale(), COMMON_SETTINGS)
-    multiplier, values = shared_factor(system, ladder), values_of(state)
-    written = {
-        "current_loss_scale": values.scale("scale"),
-        "good_steps": values.count("clean_steps"),
-        "initial_scale": float(ladder.init_scale),
-        "dynamic_growth_steps": int(ladder.growth_interval),
-        "multiplier": multiplier,
-    }
-    if multiplier == 2:
-        return {key: value for key, value in written.items() if key != "multiplier"}
-    return {_SETTINGS.get(key, key): value for key, value in written.items()}
+    written = Form("tf-keras", _rule, *_KEYS, _TF1).write(policy, state)
+    if written["multiplier"] != 2:
+        return written
+    del written["multiplier"]
+    new_names = dict(zip(_TF1, _TF_KERAS, strict=False))
+    return {new_names.get(key, key): value for key, value in written.items()}
 
 
 VARIANTS = {

@@ -1,13 +1,14 @@
 """PyTorch: `torch.amp.GradScaler`, FSDP's `ShardedGradScaler`, and the trainers that save their state."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from gradscale._text import shown_keys
 from gradscale.peers import apex
-from gradscale.peers._export import COMMON_SETTINGS, ladder_for, values_of
+from gradscale.peers._form import COMMON_SETTINGS, Form
 from gradscale.peers._saved import Imported, Saved, check_not_disabled, started
-from gradscale.peers._settings import check_kernel
+from gradscale.peers._settings import Backoff, Count, Float32, Growth, checked
 from gradscale.peers.ladder import Ladder, kernel_ladder
 from gradscale.policies.contract import Policy, ScaleState
 from gradscale.policies.static import NoScaling, Static
@@ -19,12 +20,13 @@ _LIGHTNING = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
 """Keys under which Lightning's checkpoints hold the scaler's dict, newest first."""
 
 
+@checked
 def grad_scaler(
     device: str = "cuda",
-    init_scale: float = 2.0**16,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
+    init_scale: Float32 = 2.0**16,
+    growth_factor: Growth = 2.0,
+    backoff_factor: Backoff = 0.5,
+    growth_interval: Count = 2000,
     enabled: bool = True,
 ) -> Ladder | NoScaling:
     """Returns the rule of `GradScaler`: a float32 scale without bounds, times factors in double precision.
@@ -32,34 +34,30 @@ def grad_scaler(
     The scale does not grow to infinity, but can back off to zero and stay there. `device` is ignored.
     """
     del device
-    if not enabled:
-        return NoScaling()
-    check_kernel(init_scale, growth_factor, backoff_factor, growth_interval)
-    return kernel_ladder(init_scale, growth_factor, backoff_factor, growth_interval)
+    return kernel_ladder(init_scale, growth_factor, backoff_factor, growth_interval) if enabled else NoScaling()
 
 
+@checked
 def sharded_grad_scaler(
     device: str = "cpu",
-    init_scale: float = 2.0**16,
-    backoff_factor: float = 0.5,
-    growth_factor: float = 2.0,
-    growth_interval: int = 2000,
+    init_scale: Float32 = 2.0**16,
+    backoff_factor: Backoff = 0.5,
+    growth_factor: Growth = 2.0,
+    growth_interval: Count = 2000,
     enabled: bool = True,
 ) -> Ladder | NoScaling:
     """Returns the rule of `ShardedGradScaler`, which on the CPU is written in Python and grows to infinity.
 
     On any other `device` it calls the same kernel as `GradScaler`.
     """
-    if device != "cpu" or not enabled:
-        return grad_scaler(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-    check_kernel(init_scale, growth_factor, backoff_factor, growth_interval)
-    # No `refuses_inf`: the check for infinity is in the kernel, which Python's version on the CPU does not call.
-    return Ladder(
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-    )
+    rule = grad_scaler(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+    if device != "cpu" or isinstance(rule, NoScaling):
+        return rule
+    # The check for infinity is in the kernel, which Python's version on the CPU does not call.
+    return replace(rule, refuses_inf=False, arithmetic="float32")
+
+
+_FORM = Form(_WHAT, grad_scaler, "scale", "_growth_tracker", {name: name for name in COMMON_SETTINGS})
 
 
 def read(mapping: Mapping[str, Any]) -> Imported:
@@ -97,17 +95,9 @@ def write(policy: Policy, state: ScaleState) -> dict[str, Any]:
     """
     if isinstance(policy, NoScaling):
         return {}
-    values = values_of(state)
-    ladder = Ladder(init_scale=1.0, growth_factor=1.0, backoff_factor=1.0)
-    if not isinstance(policy, Static):
-        ladder = ladder_for(_WHAT, policy, kernel_ladder(1.0, 2.0, 0.5, 2000), COMMON_SETTINGS)
-    return {
-        "scale": values.scale("scale"),
-        "growth_factor": float(ladder.growth_factor),
-        "backoff_factor": ladder.backoff,
-        "growth_interval": int(ladder.growth_interval),
-        "_growth_tracker": values.count("clean_steps"),
-    }
+    if isinstance(policy, Static):
+        policy = kernel_ladder(policy.scale, 1.0, 1.0, 2000)
+    return _FORM.write(policy, state)
 
 
 VARIANTS = {

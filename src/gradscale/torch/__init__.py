@@ -8,49 +8,41 @@ from gradscale.torch import compat as compat  # first: it raises where torch is 
 
 # isort: split
 from gradscale.engine.health import ScaleStuck
-from gradscale.engine.probe_report import Operation, ProbeReport, Verdict
+from gradscale.engine.probe_report import Verdict
 from gradscale.torch.calibrate import calibrate
 from gradscale.torch.casting import casts, float_function, half_function, promote_function
 from gradscale.torch.drop_in.grad_scaler import GradScaler
 from gradscale.torch.drop_in.sharded import ShardedGradScaler
 from gradscale.torch.emulation import emulate
-from gradscale.torch.histogram import block_histogram, exponent_histogram
 from gradscale.torch.masters import MasterWeights
-from gradscale.torch.precision.explain import Explanation, explain
+from gradscale.torch.precision.explain import explain
 from gradscale.torch.precision.levels import O0, O1, O2, O3, Precision
 from gradscale.torch.precision.prepare import prepare
 from gradscale.torch.probing.run import probe
 from gradscale.torch.ranks.round import ScaleDesync
 from gradscale.torch.scaler import LossScaler
-from gradscale.torch.step.result import Culprit, StepResult
-from gradscale.torch.watch import Watch, WatchRow, watch
+from gradscale.torch.step.result import StepResult
+from gradscale.torch.watch import Watch, watch
 
 __all__ = [
     "O0",
     "O1",
     "O2",
     "O3",
-    "Culprit",
-    "Explanation",
     "GradScaler",
     "LossScaler",
     "MasterWeights",
-    "Operation",
     "Precision",
-    "ProbeReport",
     "ScaleDesync",
     "ScaleStuck",
     "ShardedGradScaler",
     "StepResult",
     "Verdict",
     "Watch",
-    "WatchRow",
-    "block_histogram",
     "calibrate",
     "casts",
     "emulate",
     "explain",
-    "exponent_histogram",
     "float_function",
     "half_function",
     "prepare",

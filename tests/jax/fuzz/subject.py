@@ -13,7 +13,8 @@ from tests.jax.fuzz.program import STEPS, Feed, Setup
 from tests.jax.fuzz.reference import GROWTH_INTERVAL, HYSTERESIS, INIT_SCALE, plain_optimizer
 
 from gradscale import Dynamic, Headroom, NoScaling, Static
-from gradscale.jax import ScaledState, Scaler, apply, init, loss_scale, scaled, value_and_grad
+from gradscale.jax import Scaler, apply, init, loss_scale, scaled, value_and_grad
+from gradscale.jax.transformation import ScaledState
 
 POLICIES: dict[str, Any] = {
     "static": Static(INIT_SCALE),

@@ -11,7 +11,8 @@ import pytest
 from tests.keras.backend.helpers import INF, LARGE, data, network, same, weights
 
 from gradscale import Dynamic, NoScaling, Static, replay
-from gradscale.keras import LossScaleOptimizer, ScaleMonitor, ScaleRow, ScaleStuck
+from gradscale.keras import LossScaleOptimizer, ScaleMonitor, ScaleStuck
+from gradscale.keras.callback import ScaleRow
 
 SGD = keras.optimizers.SGD
 six_batches = partial(data, batches=6)

@@ -6,7 +6,8 @@ import keras
 import pytest
 
 from gradscale import NoScaling
-from gradscale.keras import LayerRow, LossScaleOptimizer, explain
+from gradscale.explain import LayerRow
+from gradscale.keras import LossScaleOptimizer, explain
 
 KerasOwn: Any = keras.optimizers.LossScaleOptimizer
 SGD = keras.optimizers.SGD

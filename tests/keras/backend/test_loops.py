@@ -20,8 +20,9 @@ from tests.keras.backend.helpers import (
 
 from gradscale import Dynamic, Headroom, NoScaling, Policy, Static, Status
 from gradscale.engine import result as engine
+from gradscale.engine.culprits import Culprit
 from gradscale.engine.metrics import METRICS
-from gradscale.keras import Culprit, LossScaleOptimizer, compat
+from gradscale.keras import LossScaleOptimizer, compat
 from gradscale.keras.measure import BACKEND as BACKEND_KERNELS
 
 SGD = keras.optimizers.SGD

@@ -10,7 +10,8 @@ from tests.keras.backend.helpers import BACKEND, data, network
 
 from gradscale import FP16, NoScaling, Static
 from gradscale.histogram import exponent_histogram, losses
-from gradscale.keras import LossScaleOptimizer, Watch, WatchRow
+from gradscale.keras import LossScaleOptimizer, Watch
+from gradscale.watching import WatchRow
 
 SGD = keras.optimizers.SGD
 

@@ -9,8 +9,9 @@ from tests.torch.drop_in.helpers import give, grad_of, last_of, parameter, ready
 from torch import Tensor
 
 from gradscale import Headroom
+from gradscale.engine.culprits import Culprit
 from gradscale.policies.contract import Seen
-from gradscale.torch import Culprit, GradScaler, host
+from gradscale.torch import GradScaler, host
 
 FIRST, SECOND = torch.empty(0).device, torch.device("cpu", 1)
 

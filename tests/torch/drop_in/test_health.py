@@ -6,7 +6,8 @@ import torch
 from tests.torch.drop_in.helpers import parameter
 from tests.torch.helpers import loss_of, poison, small_model
 
-from gradscale import CheckOnly, Condition
+from gradscale import CheckOnly
+from gradscale.engine.health import Condition
 from gradscale.torch import GradScaler
 
 

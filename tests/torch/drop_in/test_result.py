@@ -6,8 +6,9 @@ import pytest
 import torch
 from tests.torch.drop_in.helpers import give, last_of, parameter, ready
 
+from gradscale.engine.culprits import Culprit
 from gradscale.engine.result import Status
-from gradscale.torch import Culprit, GradScaler
+from gradscale.torch import GradScaler
 
 INF, NAN = torch.inf, torch.nan
 

@@ -11,8 +11,8 @@ from tests.torch.precision.models import Net, loss_of
 from torch import Tensor, nn
 
 from gradscale import NoScaling, Static
-from gradscale.torch import O1, O2, Explanation, GradScaler, LossScaler, Precision, explain, prepare
-from gradscale.torch.precision.explain import LIKE_INPUT, module_rows
+from gradscale.torch import O1, O2, GradScaler, LossScaler, Precision, explain, prepare
+from gradscale.torch.precision.explain import LIKE_INPUT, Explanation, module_rows
 
 HALF, FLOAT = torch.float16, torch.float32
 

@@ -15,7 +15,8 @@ from tests.torch.sim import host
 from torch import Tensor, nn
 
 from gradscale import Dynamic, Headroom, Policy, Static
-from gradscale.torch import LossScaler, ProbeReport, Verdict, watch
+from gradscale.engine.probe_report import ProbeReport
+from gradscale.torch import LossScaler, Verdict, watch
 from gradscale.torch.probing import automatic
 from gradscale.torch.step.result import SAMPLE_EVERY
 

@@ -9,8 +9,10 @@ from tests.torch.helpers import autocast
 from tests.torch.probing.models import Attention, Block, Stack, fp16_step, rows
 from torch import Tensor, nn
 
-from gradscale import Condition, Dynamic, Headroom, Health, Policy, Static
-from gradscale.torch import LossScaler, ProbeReport, Verdict
+from gradscale import Dynamic, Headroom, Policy, Static
+from gradscale.engine.health import Condition, Health
+from gradscale.engine.probe_report import ProbeReport
+from gradscale.torch import LossScaler, Verdict
 
 
 def train(

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradscale import Dynamic, Headroom, Static
-from gradscale.torch import LossScaler, ProbeReport, Verdict, probe
+from gradscale.engine.probe_report import ProbeReport
+from gradscale.torch import LossScaler, Verdict, probe
 
 
 def line_of(part: type, text: str) -> int:

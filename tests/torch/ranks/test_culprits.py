@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from tests.torch.ranks.launch import run_ranks
 
-from gradscale.torch import Culprit
+from gradscale.engine.culprits import Culprit
 from gradscale.torch.ranks.round import MOST_CULPRITS, Rounds
 
 pytestmark = pytest.mark.cpu_only("gloo, which has no other device")

@@ -7,7 +7,8 @@ import torch
 from tests.torch.helpers import autocast, batch, small_model, train_step
 from torch import nn
 
-from gradscale import CheckOnly, Condition, Dynamic, NoScaling, Static
+from gradscale import CheckOnly, Dynamic, NoScaling, Static
+from gradscale.engine.health import Condition
 from gradscale.torch import LossScaler
 
 

@@ -10,7 +10,8 @@ from tests.torch.helpers import INF, NAN, give, loss_of, poison, small_model
 from torch import nn
 
 from gradscale import Dynamic, NoScaling, Seen, Static, Status
-from gradscale.torch import Culprit, LossScaler, StepResult, host
+from gradscale.engine.culprits import Culprit
+from gradscale.torch import LossScaler, StepResult, host
 from gradscale.torch.host import Facts, HostCopy
 
 pytestmark = pytest.mark.usefixtures("either_way")

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gradscale import FP16, Dynamic, Static
 from gradscale.histogram import exponent_histogram, losses
-from gradscale.torch import GradScaler, LossScaler, Watch, WatchRow, watch
+from gradscale.torch import GradScaler, LossScaler, Watch, watch
+from gradscale.watching import WatchRow
 
 
 def model_of(width: int = 4) -> nn.Sequential:

@@ -1,16 +1,17 @@
 """`FabricMixedPrecision`: the precision plugin for `lightning.Fabric`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, wraps
 from typing import Any
 
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision as LightningMixedPrecision
 from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor, nn
 
 from gradscale.engine.decide import check_clip, check_retries
-from gradscale.integrations.lightning.fabric_checkpoints import CarriesScaler, carry_scalers
 from gradscale.integrations.lightning.scaler import (
     AUTO,
     FP16,
@@ -25,11 +26,14 @@ from gradscale.torch import GradScaler
 
 Optimizer = torch.optim.Optimizer
 
+KEY = "MixedPrecision"
+"""Under which the scaler is saved: as in a checkpoint of `Trainer`."""
+
 WITHOUT_SCALING = GradScaler("cpu", enabled=False)
 """Steps optimizers of a run in BF16: it clips, and does nothing else."""
 
 
-class FabricMixedPrecision(LightningMixedPrecision, CarriesScaler):
+class FabricMixedPrecision(LightningMixedPrecision):
     """FP16 mixed precision for `lightning.Fabric`, with the scaler of gradscale.
 
     What `MixedPrecision` is in a `Fabric`, with arguments for clipping.
@@ -87,8 +91,14 @@ class FabricMixedPrecision(LightningMixedPrecision, CarriesScaler):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Returns a context in which operations run in FP16, or BF16."""
-        first, *others = (torch.autocast(device, dtype=self._desired_input_dtype) for device in self._devices)
-        return _nested(first, *others) if others else first
+        return super().forward_context() if len(self._devices) == 1 else self._on_all_devices()
+
+    @contextmanager
+    def _on_all_devices(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for device in self._devices:
+                stack.enter_context(torch.autocast(device, dtype=self._desired_input_dtype))
+            yield
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Scales the loss and runs the backward pass."""
@@ -120,16 +130,41 @@ class FabricMixedPrecision(LightningMixedPrecision, CarriesScaler):
         return logged(self.scaler.metrics())
 
 
-@contextmanager
-def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
 def _devices() -> tuple[str, ...]:
     """Returns the types of devices that a model may be on."""
     # A build for an accelerator names it on a machine that has none, too.
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+@cache
+def carry_scalers() -> None:
+    """Makes every `Fabric` with such a plugin save and load its scaler, and leaves others as they are.
+
+    Done once. Fabric gives its plugins no part in a checkpoint, and no way to reach it.
+    """
+    save, load = Fabric.save, Fabric.load
+
+    @wraps(save)
+    def save_with_scaler(self: Fabric, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        plugin = self.strategy.precision
+        # Empty for BF16 and a scaler that is disabled: there is nothing to save, as in a checkpoint of `Trainer`.
+        if isinstance(plugin, FabricMixedPrecision) and not _holds(state, plugin) and (saved := plugin.state_dict()):
+            state = state | {KEY: saved}
+        save(self, path, state, *args, **kwargs)
+
+    @wraps(load)
+    def load_with_scaler(self: Fabric, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        remainder = load(self, path, state, *args, **kwargs)
+        plugin = self.strategy.precision
+        # Without a `state` nothing is restored, and all of the checkpoint is returned.
+        if isinstance(plugin, FabricMixedPrecision) and state and KEY in remainder:
+            plugin.load_state_dict(remainder.pop(KEY))
+        return remainder
+
+    Fabric.save, Fabric.load = save_with_scaler, load_with_scaler
+
+
+def _holds(state: Mapping[str, Any], plugin: Any) -> bool:
+    """Returns whether the user saves the scaler already, or something else under its name."""
+    return KEY in state or any(value is plugin or value is plugin.scaler for value in state.values())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.types import Optimizable
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixedPrecision
 from lightning.pytorch.plugins.precision import Precision
@@ -16,25 +16,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from gradscale.integrations.lightning.fabric import FabricMixedPrecision
-from gradscale.integrations.lightning.fabric_checkpoints import CarriesScaler
-from gradscale.integrations.lightning.hooks import (
-    clips_itself,
-    looks_before_step,
-    norm_after_step,
-    replaces_clipping,
-)
-from gradscale.integrations.lightning.scaler import (
-    AUTO,
-    FP16,
-    AnyPrecision,
-    is_unscaled,
-    policy_and_precision,
-    scaler_of,
-)
+from gradscale.integrations.lightning.scaler import AUTO, AnyPrecision
 from gradscale.integrations.lightning.schedules import HeldSchedules, OnSkip, check_on_skip
 from gradscale.integrations.logging import GRAD_NORM, PREFIX, logged
 from gradscale.policies.contract import Policy
-from gradscale.torch import GradScaler, StepResult
+from gradscale.torch import GradScaler
 from gradscale.torch.wrappers import own_module
 
 Optimizer = torch.optim.Optimizer
@@ -44,8 +30,13 @@ HELD = "held_schedules"
 
 IN_PROGRESS_BAR = frozenset((f"{PREFIX}scale", f"{PREFIX}skipped"))
 
+TORCHS = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_)
 
-class MixedPrecision(LightningMixedPrecision, CarriesScaler):
+CLIPPING_OF_PLUGIN = ("_after_closure", "_clip_gradients", "clip_gradients", "clip_grad_by_norm", "clip_grad_by_value")
+"""Methods of a plugin that clip, the outermost first."""
+
+
+class MixedPrecision(LightningMixedPrecision, FabricMixedPrecision):
     """FP16 mixed precision for `lightning.Trainer` and `lightning.Fabric`, with the scaler of gradscale.
 
         trainer = Trainer(plugins=[MixedPrecision()])  # was: Trainer(precision="16-mixed")
@@ -84,28 +75,14 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         retries: int = 0,
         precision: AnyPrecision | None = None,
     ) -> None:
-        policy, precision = policy_and_precision(policy, precision)
-        own = scaler_of(policy, scaler, precision, device)
-        super().__init__(precision, device or "cpu", own if precision == FP16 else None)
-        self.scaler: GradScaler | None = own
+        FabricMixedPrecision.__init__(self, policy, device, scaler, retries=retries, precision=precision)
         self._device_given = device is not None
         self._on_skip = check_on_skip(on_skip)
         self._logs = log
-        self._retries = retries
         self._schedules = HeldSchedules(())
-        self._clip: dict[str, float] = {}
-        self._clips_in_step = False
+        self._clip_in_step: dict[str, float] | None = None
         self._clip_replaced = False
-        self._in_trainer = False
-        # What this is until a Trainer connects it. Its precision without a scaler is never asked for one.
-        rule = "none" if precision == FP16 else AUTO
-        self._fabric = FabricMixedPrecision(rule, device, retries=retries, precision=precision)
-
-    @property
-    def _in_fabric(self) -> FabricMixedPrecision:
-        """The plugin for `Fabric`, with the scaler of this one, which a user may have replaced."""
-        self._fabric.scaler = self.scaler
-        return self._fabric
+        self._in_trainer = False  # until a Trainer connects it
 
     @property
     def _own(self) -> GradScaler | None:
@@ -121,7 +98,9 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
             self._in_trainer = True
             self._clip_replaced = replaces_clipping(self, MixedPrecision)
             if not self._device_given:
-                self._use(module.trainer.strategy.root_device.type)
+                self.device = module.trainer.strategy.root_device.type
+                if scaler is not None:
+                    scaler._device = self.device
             self._schedules.detach()
             # In manual optimization the user advances them, and nothing would ask for the results.
             holds = self._on_skip == "hold" and scaler is not None and module.automatic_optimization
@@ -130,11 +109,6 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
             if scaler is not None:
                 scaler._discard()  # a step that an error has ended, in a run before
         return super().connect(model, optimizers, lr_schedulers)
-
-    def _use(self, device: str) -> None:
-        self.device = device
-        if (scaler := self._own) is not None:
-            scaler._device = device
 
     def teardown(self) -> None:
         """Ends a run."""
@@ -146,15 +120,16 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         """Returns a context in which operations run in FP16, or BF16."""
         # Lightning decides about autocast's cache: 2.6 turns it off, later releases do not.
         # A `Fabric` does not say on which device it is.
-        return super().forward_context() if self._in_trainer else self._in_fabric.forward_context()
+        of = LightningMixedPrecision if self._in_trainer else FabricMixedPrecision
+        return of.forward_context(self)
 
     def convert_input(self, data: Any) -> Any:
         """Returns a batch as it is; in a `Fabric`, where models take FP16, in FP16."""
-        return super().convert_input(data) if self._in_trainer else self._in_fabric.convert_input(data)
+        return data if self._in_trainer else super().convert_input(data)
 
     def convert_output(self, data: Any) -> Any:
         """Returns what a model returned as it is; in a `Fabric` in float32."""
-        return super().convert_output(data) if self._in_trainer else self._in_fabric.convert_output(data)
+        return data if self._in_trainer else super().convert_output(data)
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Calls the hooks before the backward pass, with the loss as it is: `backward` scales it."""
@@ -167,24 +142,21 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Scales the loss and runs the backward pass, by the module's own `backward` if it has one."""
         if not self._in_trainer:
-            self._in_fabric.backward(tensor, model, *args, **kwargs)
+            FabricMixedPrecision.backward(self, tensor, model, *args, **kwargs)
             return
         optimizer, *others = args
-        if (scaler := self._own) is None:
-            super().backward(tensor, model, optimizer, *others, **kwargs)
-        elif others or is_overridden("backward", model, LightningModule):
-            self._check_no_retries()
-            super().backward(scaler.scale(tensor), model, optimizer, *others, **kwargs)
-        else:
+        scaler = self._own
+        if scaler is not None and not others and not is_overridden("backward", model, LightningModule):
             scaler.backward(tensor, **({"retries": self._retries} | kwargs))
-
-    def _check_no_retries(self) -> None:
-        if self._retries:
+            return
+        if scaler is not None and self._retries:
             raise MisconfigurationException(
                 "`retries` runs the backward pass itself, again if it overflows. Received: "
                 f"retries={self._retries!r} and a module with its own `backward`, or a backward pass with "
                 "arguments by position. Leave `retries` out, or the method."
             )
+        loss = tensor if scaler is None else scaler.scale(tensor)
+        super().backward(loss, model, optimizer, *others, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Calls the hooks after the backward pass."""
@@ -193,7 +165,7 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
     def optimizer_step(self, optimizer: Optimizable, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Runs the closure, clips and steps the optimizer on unscaled gradients, or skips the step."""
         if not self._in_trainer:
-            return self._in_fabric.optimizer_step(optimizer, *args, **kwargs)
+            return FabricMixedPrecision.optimizer_step(self, optimizer, *args, **kwargs)
         if (scaler := self._own) is None:
             return super().optimizer_step(optimizer, *args, **kwargs)
         return self._step(scaler, optimizer, *args, **kwargs)
@@ -213,34 +185,21 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         steps = returned is not None or not model.automatic_optimization
         clips = self._clip_replaced or clips_itself(model)
         if steps and (clips or looks_before_step(model)):
-            self._unscale(optimizer)
+            self.unscale_gradients(optimizer)  # type: ignore[arg-type]
         # Without a step nothing is clipped: gradients that were unscaled would have to be stepped on.
-        self._clip, self._clips_in_step = {}, not (steps and clips)
+        self._clip_in_step = None if steps and clips else {}
         try:
             self._after_closure(model, optimizer)
         finally:
-            self._clips_in_step = False
+            clip, self._clip_in_step = self._clip_in_step or {}, None
         if not steps:
             return returned
-        output = scaler.step(optimizer, **self._clip, **kwargs)  # type: ignore[arg-type]
+        output = scaler.step(optimizer, **clip, **kwargs)  # type: ignore[arg-type]
         scaler.update()
         self._schedules.add(scaler.last)
         if self._logs:
             self._log(model, scaler, optimizer)
         return output
-
-    def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Unscales the gradients before `fabric.clip_gradients`."""
-        self._in_fabric.unscale_gradients(optimizer)
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the scaler's metrics for `fabric.log_dict`; a Trainer logs them by itself. Never synchronizes."""
-        return self._in_fabric.metrics()
-
-    def _unscale(self, optimizer: Any) -> None:
-        """Unscales the gradients, unless they are."""
-        if (scaler := self._own) is not None and not is_unscaled(scaler, optimizer):
-            scaler.unscale_(optimizer)
 
     def clip_gradients(
         self,
@@ -251,26 +210,30 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         """Clips unscaled gradients: in the optimizer's step, or at once where the user's code may look at them."""
         if clip_val <= 0:
             return
-        if self._clips_in_step:
+        if self._clip_in_step is not None:
             by_norm = gradient_clip_algorithm == GradClipAlgorithmType.NORM
-            self._clip = {"clip_norm" if by_norm else "clip_value": float(clip_val)}
+            self._clip_in_step = {"clip_norm" if by_norm else "clip_value": float(clip_val)}
             return
         if self.scaler is not None and self._own is None:
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
             return
         # In manual optimization called by the user, with the wrapper that the Trainer gives them.
         own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        self._unscale(own)
+        self.unscale_gradients(own)
         # Not Lightning's own `MixedPrecision`, which refuses fused optimizers.
         Precision.clip_gradients(self, own, clip_val, gradient_clip_algorithm)
 
     def _log(self, model: LightningModule, scaler: GradScaler, optimizer: Optimizable) -> None:
         """Logs the scaler's metrics as `self.log` does, if it is time to. Does not synchronize with the device."""
+        result, trainer = scaler.last, model.trainer
+        if result is None or trainer.barebones:  # which refuses to log
+            return
+        skipped = result.poll() is False
         # Not at every step: where nothing has measured the norm, it takes one more read of the gradients.
-        if scaler.last is not None and _is_due(model.trainer, scaler.last):
+        if trainer.is_last_batch or skipped or trainer._logger_connector.should_update_logs:
             metrics: dict[str, Any] = logged(scaler.metrics())
-            if GRAD_NORM not in metrics and scaler.last.poll() is not False:
-                metrics |= {GRAD_NORM: norm} if (norm := norm_after_step(optimizer)) is not None else {}
+            if GRAD_NORM not in metrics and not skipped and (norm := norm_after_step(optimizer)) is not None:
+                metrics[GRAD_NORM] = norm
             for name, value in metrics.items():
                 model.log(name, value, prog_bar=name in IN_PROGRESS_BAR, on_step=True, on_epoch=False, batch_size=1)
 
@@ -286,8 +249,39 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
         super().load_state_dict(state)
 
 
-def _is_due(trainer: Trainer, result: StepResult) -> bool:
-    """Returns whether metrics are logged: after a skip, at the end of an epoch, and when the loggers are due."""
-    if trainer.barebones:
-        return False  # it refuses to log
-    return trainer.is_last_batch or result.poll() is False or trainer._logger_connector.should_update_logs
+def looks_before_step(model: LightningModule) -> bool:
+    """Returns whether the module or a callback has the hook before the optimizer's step."""
+    hook = "on_before_optimizer_step"
+    return is_overridden(hook, model, LightningModule) or any(
+        is_overridden(hook, callback, Callback)
+        for callback in model.trainer.callbacks  # type: ignore[attr-defined]
+    )
+
+
+def clips_itself(model: LightningModule) -> bool:
+    """Returns whether the module clips in its own way, and may look at gradients that are clipped."""
+    return any(
+        is_overridden(method, model, LightningModule) for method in ("configure_gradient_clipping", "clip_gradients")
+    )
+
+
+def replaces_clipping(plugin: Precision, parent: type[Precision]) -> bool:
+    """Returns whether gradients are clipped by a function of the user's, which must then be called.
+
+    It may be a method of a class derived from `parent`, or stand in for torch's function, as one that records norms.
+    """
+    return (
+        any(is_overridden(method, plugin, parent) for method in CLIPPING_OF_PLUGIN)
+        or (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_) != TORCHS
+    )
+
+
+def norm_after_step(optimizer: Optimizable) -> Tensor | None:
+    """Returns the norm of the gradients that a step has just been made on, unscaled. Does not synchronize.
+
+    None without gradients, and where ranks hold shards of them: not every rank may log. One read of the gradients.
+    """
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    plain = all(type(grad) is Tensor and grad.layout is torch.strided for grad in grads)
+    return torch.nn.utils.get_total_norm(grads) if grads and plain else None

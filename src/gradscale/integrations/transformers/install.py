@@ -1,13 +1,40 @@
-"""`install`: puts gradscale's scaler into a `Trainer`."""
+"""`install`: puts gradscale's scaler into a `Trainer`, and what that does differently then."""
+
+from typing import Any
 
 from transformers import Trainer
 
 from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, OnStuck
-from gradscale.integrations.transformers.trainer import ScaledTrainer
+from gradscale.integrations.accelerate import install as install_in
+from gradscale.integrations.accelerate.accelerator import ScaledAccelerator
+from gradscale.integrations.patching import mix_in
 from gradscale.peers.specs import as_policy
 from gradscale.policies.contract import Policy
 from gradscale.policies.static import multiplies
 from gradscale.torch import GradScaler
+
+
+class ScaledTrainer(Trainer):
+    """The methods that `install` puts before those of a trainer's own class.
+
+    Attributes:
+        accelerator: the trainer's, with a scaler installed.
+    """
+
+    accelerator: ScaledAccelerator
+    _scaler_settings: dict[str, Any]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Builds the accelerator, as for each trial of a search for hyperparameters, with a scaler of its own."""
+        super().create_accelerator_and_postprocess()
+        install_in(self.accelerator, **self._scaler_settings)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Logs, and with the loss of training the metrics of the scaler."""
+        if "loss" in logs:
+            # In place: callers read what `Trainer.log` adds to their dict.
+            logs.update(self.accelerator.scaler_metrics())
+        super().log(logs, *args, **kwargs)
 
 
 def install(
@@ -56,4 +83,8 @@ def install(
             "steps whose gradients are inf or NaN, pass `CheckOnly()`."
         )
     stuck = {"max_consecutive_skips": max_consecutive_skips, "on_stuck": on_stuck}
-    return ScaledTrainer.take_over(trainer, {"policy": policy, "retries": retries, "log": log, **stuck})
+    settings = {"policy": policy, "retries": retries, "log": log, **stuck}
+    scaler = install_in(trainer.accelerator, **settings)
+    mix_in(ScaledTrainer, trainer)
+    trainer._scaler_settings = settings  # type: ignore[attr-defined]
+    return scaler
