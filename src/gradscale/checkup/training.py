@@ -1,24 +1,30 @@
 """A few steps of a user's training, and what is wrong with them."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradscale.checkup.targets import BadTarget, Training
-from gradscale.engine.health import HEALTHY, Health
+from gradscale.engine.health import HEALTHY, LOST_SHARE, Health, health_of
 from gradscale.engine.result import Status
-from gradscale.torch import LossScaler, ProbeReport, StepResult, Verdict
-from gradscale.torch.probing.run import check_loss
+from gradscale.torch import LossScaler, ProbeReport, StepResult
+from gradscale.torch.calibrate import no_autocast
+from gradscale.torch.probing.run import Probe, Step, check_loss
 
 LEARNING_RATE = 1e-4
 """Of the AdamW that is used where the function returns no optimizer."""
 
 MOST_BATCHES = 64
 """Batches that are taken from the function, and repeated after the last."""
+
+LARGE_FACTOR = 2.0**10
+"""A power of two that a loss is multiplied by, from which on it is taken for a scale: it may be a size of batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,54 +36,73 @@ class Checkup:
         scales: after every step.
         skipped: the steps that were skipped, counted from 1, each with its status and its non-finite parameters.
         health: of the run after the last step.
-        report: of a probe of the last step that was skipped, first of those whose loss was not finite; None if the run
-            is healthy.
+        warned: the warnings of the run.
+        report: of a probe of the first step whose loss was not finite, or else, if the run is not healthy, of the first
+            that overflowed; None without one.
+        probed: the step of the report.
     """
 
     losses: list[float]
     scales: list[float]
     skipped: dict[int, str]
     health: Health
+    warned: list[str]
     report: ProbeReport | None = None
+    probed: int | None = None
 
     @property
     def healthy(self) -> bool:
         """Whether nothing needs to be done."""
-        return self.health.condition in HEALTHY and (self.report is None or self.report.verdict is Verdict.FINITE)
+        return self.health.condition in HEALTHY and self.report is None
 
 
 def check_training(training: Training, steps: int, policy: Any = "auto") -> Checkup:
-    """Runs a few steps, with a probe of the last skipped one if the run is not healthy or a loss was not finite."""
+    """Runs a few steps, with a probe at the first that is skipped for each reason, with the weights of that step."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        found = _checked(training, steps, policy)
+    return replace(found, warned=list(dict.fromkeys(str(each.message) for each in caught)))
+
+
+def _checked(training: Training, steps: int, policy: Any) -> Checkup:
     model, loss_fn = training.model, training.loss_fn
     optimizer = training.optimizer or torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     scaler = LossScaler(model, policy, on_stuck="ignore")
     losses: list[float] = []
     scales: list[float] = []
     skipped: dict[int, str] = {}
-    last_bad: dict[Status, tuple[Any, float]] = {}
-    last_good: Any = None
+    probes: dict[Status, tuple[int, ProbeReport]] = {}
+    known: dict[str, Any] = {}
+    good: Any = None
+    weights = _sums(model)
     for index, batch in enumerate(_repeated(training.batches, steps), 1):
-        loss = _checked(loss_fn(model, batch))
+        loss = _loss(loss_fn(model, batch))
         losses.append(float(loss.detach()))
+        known.setdefault("multiplied", _factor(loss))
         scaler.backward(loss)
+        if _sums(model) != weights:
+            known.setdefault("written", index)
         result = scaler.step(optimizer)
         optimizer.zero_grad()
+        weights = _sums(model)
         scales.append(float(result.next_scale))
-        if result.skipped():
-            skipped[index] = _described(result)
-            last_bad[result.status()] = batch, float(result.scale)
-        else:
-            last_good = (batch,)
-    checkup = Checkup(losses, scales, skipped, scaler.health())
-    # A loss that is not finite comes first: no search for a scale explains it, however many steps were applied since.
-    chosen = last_bad.get(Status.NONFINITE_LOSS) or last_bad.get(Status.OVERFLOW)
-    ended_well = checkup.healthy and len(losses) not in skipped
-    if chosen is None or (ended_well and Status.NONFINITE_LOSS not in last_bad):
-        return checkup
-    batch, scale = chosen
-    other = None if last_good is None else lambda: loss_fn(model, last_good[0])
-    report = scaler.probe(lambda: loss_fn(model, batch), other=other, scale=scale)
-    return Checkup(losses, scales, skipped, checkup.health, report)
+        if not result.skipped():
+            good = (batch,)
+            continue
+        skipped[index], status = _described(result), result.status()
+        if status is not Status.NO_GRADS and status not in probes:
+            probes[status] = index, scaler.probe(lambda batch=batch: loss_fn(model, batch))
+            weights = _sums(model)
+    if good is not None:
+        known |= _zeros(lambda: loss_fn(model, good[0]), model, scales[-1])
+    seen = replace(scaler._evidence(), **known)
+    step, report = probes.get(Status.NONFINITE_LOSS) or probes.get(Status.OVERFLOW) or (None, None)
+    health = health_of(seen if report is None else replace(seen, probed="The probe below shows the operation."))
+    ended_well = health.condition in HEALTHY and len(losses) not in skipped
+    # A loss that is not finite is a fault: no search for a scale explains it, however many steps were applied since.
+    if ended_well and Status.NONFINITE_LOSS not in probes:
+        step = report = None
+    return Checkup(losses, scales, skipped, health, [], report, step)
 
 
 def _repeated(batches: Iterable[Any], steps: int) -> Iterator[Any]:
@@ -88,7 +113,7 @@ def _repeated(batches: Iterable[Any], steps: int) -> Iterator[Any]:
     return islice(cycle(held), steps)
 
 
-def _checked(loss: Any) -> Tensor:
+def _loss(loss: Any) -> Tensor:
     try:
         return check_loss(loss, "loss_fn")
     except TypeError as error:
@@ -99,3 +124,38 @@ def _described(result: StepResult) -> str:
     culprits = result.culprits()
     named = ", ".join(f"{each.name} ({each.kind})" for each in culprits[:3])
     return f"{result.status()}{': ' if named else ''}{named}{', ...' if len(culprits) > 3 else ''}"
+
+
+def _sums(model: nn.Module) -> list[str]:
+    """Returns a number for each parameter that changes if someone writes to it. As text, where a NaN equals itself."""
+    return [str(float(each.detach().sum(dtype=torch.float64))) for each in model.parameters() if not each.is_complex()]
+
+
+def _factor(loss: Tensor) -> float | None:
+    """Returns the power of two that a loss was multiplied by last, if it is as large as a scale; else None."""
+    factor = getattr(loss.grad_fn, "_saved_other", None) if "MulBackward" in str(loss.grad_fn) else None
+    number = float(factor) if isinstance(factor, Tensor) and factor.numel() == 1 else 0.0
+    return number if number >= LARGE_FACTOR and math.frexp(number)[0] == 0.5 else None
+
+
+def _zeros(step: Step, model: nn.Module, scale: float) -> Mapping[str, Any]:
+    """Returns which gradients are zero at a scale and not in float32, and whether all are zero there too.
+
+    By the names of `Evidence`; nothing where the model is not in float32. Two steps.
+    """
+    if any(each.dtype not in (torch.float32, torch.float64) for each in model.parameters()):
+        return {}
+    probed, zero, lost, some = Probe([model], None), dict[str, Tensor](), dict[str, float](), False
+
+    def compare(grads: Mapping[str, Tensor]) -> None:
+        nonlocal some
+        for name, grad in grads.items():
+            some = some or bool(grad.any())
+            flushed = (zero[name] & (grad != 0)).sum() / max(1, grad.numel()) if name in zero else 0.0
+            if flushed >= LOST_SHARE:
+                lost[name] = float(flushed)
+
+    probed.run(step, scale, use=lambda grads: zero.update({name: grad == 0 for name, grad in grads.items()}))
+    with no_autocast(next(model.parameters()).device.type):
+        probed.run(step, 1.0, use=compare)
+    return {"lost": dict(sorted(lost.items(), key=lambda item: -item[1])), "zero_in_float32": not some}

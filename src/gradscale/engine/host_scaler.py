@@ -172,7 +172,7 @@ class HostScaler(OtherNames, ABC):
         if result.loss_finite:
             self._last_finite_loss = int(state.applied) + int(state.skipped)
         progress = Progress.of(state, result.loss_finite, self._last_finite_loss)
-        self._stuck_check.check(progress, result, weights)
+        self._stuck_check.check(progress, result, lambda: {} if weights is None else {"weights": weights()})
 
     @abstractmethod
     def _reset(self) -> None:

@@ -179,7 +179,8 @@ class Scaler(OtherNames):
         loss_finite = bool(state.stuck if result is None else result.loss_finite)
         last = StepResult(applied=False, scale=state.scale, next_scale=state.scale) if result is None else result
         progress = Progress.of(state, loss_finite)
-        StuckCheck(max_consecutive_skips).check(progress, last, lambda: None if params is None else weights_of(params))
+        known = dict[str, Any] if params is None else lambda: {"weights": weights_of(params)}
+        StuckCheck(max_consecutive_skips).check(progress, last, known)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the policy and its state as plain values that go through JSON. Synchronizes with the device.

@@ -159,7 +159,8 @@ class ScaleMonitor(keras.callbacks.Callback):
     def _check_stuck(self, state: ScaleState) -> None:
         # `fit` keeps no result of a step, so this one has what the state knows: no culprits, no sizes.
         last = StepResult(applied=False, scale=state.scale, next_scale=state.scale, loss_finite=self._loss_finite)
-        self._stuck.check(Progress.of(state, self._loss_finite), last, lambda: weights_of(self.model, self._weights))
+        progress = Progress.of(state, self._loss_finite)
+        self._stuck.check(progress, last, lambda: {"weights": weights_of(self.model, self._weights)})
 
     def _show(self, logs: dict[str, Any] | None) -> None:
         if logs is None:

@@ -7,18 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gradscale.engine import result as engine
 from gradscale.engine.culprits import Culprit, culprits_of
 from gradscale.engine.health import (
     MAX_CONSECUTIVE_SKIPS,
+    Evidence,
     Health,
     HealthLog,
+    Losses,
     OnStuck,
     Progress,
     StuckCheck,
-    Vitals,
     Weights,
     health_of,
 )
@@ -125,6 +127,7 @@ class StepResult(engine.StepResult):
         known: whether the step was applied, if the host knows it already: no copy is needed then.
         skips: returns whether the step was skipped, where that is not known; None if the facts say so.
         found: the culprits of all ranks, where they were gathered in the step.
+        notes: what the window has noted of losses.
     """
 
     __slots__ = (
@@ -136,6 +139,7 @@ class StepResult(engine.StepResult):
         "known",
         "made_with",
         "measured",
+        "notes",
         "parameter_names",
         "rule",
         "skips",
@@ -160,6 +164,7 @@ class StepResult(engine.StepResult):
         self.after: ScaleState | None = None
         self.skips: Callable[[], bool] | None = None
         self.found: list[Culprit] | None = None
+        self.notes = window.notes
         self.retries, self.attempted, self.counts, self.names = window.retries, self.measured.attempted, (), ()
         if not (self.attempted and plan.norm):
             self.grad_norm = None
@@ -274,6 +279,7 @@ class Memory:
         after_step: called after every step.
         on_skips: called with the number of steps skipped in a row and the result of the last of them, before the check
             for a stuck run; None for nothing.
+        probed: what the last probe has found, and how many steps had been skipped by then.
     """
 
     def __init__(self, max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS, on_stuck: OnStuck = "raise") -> None:
@@ -294,8 +300,13 @@ class Memory:
         self._sizes: tuple[Any, Any] = (None, None)
         self._noted: tuple[StepResult, ScaleState] | None = None
         self._stuck = False
-        self._last_finite_loss: int | None = None
-        self._weights_at_start: Tensor | None = None
+        self._first: StepResult | None = None
+        self._finite: tuple[StepResult, ScaleState] | None = None  # of the last step whose loss was
+        self._skip: StepResult | None = None
+        self._bad_losses = self._rows = 0
+        self._amax: Any = None  # of the last applied step that has read it
+        self.probed: tuple[str, int] = "", 0
+        self._weights_at_start: list[Tensor] = []
         self.measured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._gradients: int | None = None
@@ -308,20 +319,22 @@ class Memory:
         if new := [optimizer for optimizer in optimizers if optimizer not in self.measured]:
             self.measured.update(new)
             if values := _readable(new)[1]:
-                size, known = largest(values, device).amax(), self._weights_at_start
-                self._weights_at_start = size if known is None else torch.maximum(known, size)
-
-    def weights_at_start(self) -> float | None:
-        """Returns the largest weight before the first step; None before that. Synchronizes with the device."""
-        return None if self._weights_at_start is None else float(self._weights_at_start)
+                self._weights_at_start.append(largest(values, device))
 
     def _weights_now(self, optimizers: Sequence[Optimizer], names: Names) -> Weights | None:
         """Returns how large the weights are now; None if none can be read. Synchronizes with the device."""
         parameters, values = _readable(optimizers)
         sizes: list[float] = largest(values, values[0].device).tolist() if values else []
-        rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
-        named = zip(sizes, names.of(parameters, optimizers), strict=True)
-        return Weights.of(named, self.weights_at_start(), max(rates, default=None))
+        before: list[float] = [size for sizes in self._weights_at_start for size in sizes.tolist()]
+        known = len(before) == len(sizes) and sum(before) > 0
+        return Weights.of(
+            zip(sizes, names.of(parameters, optimizers), strict=True),
+            # A NaN is the largest, and `max` may lose it.
+            max(before, key=lambda size: math.inf if math.isnan(size) else size, default=None),
+            growth=sum(sizes) / sum(before) if known else None,
+            **_settings(optimizers, self._amax),
+            bad_state=_bad_state(optimizers, names),
+        )
 
     def note(self, result: StepResult, facts: Facts, norm: bool, amax: bool, state: ScaleState) -> None:
         """Notes the state after a step, once the host knows it, with its unscaled norm and amax where they were read.
@@ -331,7 +344,15 @@ class Memory:
         result.after, seen = state, facts.seen()
         self._sizes = seen.norm if norm else None, seen.amax if amax else self._sizes[1]
         if result.facts.seen().loss_finite:
-            self._last_finite_loss = int(state.applied) + int(state.skipped)
+            self._finite = result, state
+            if self._first is None:
+                self._first = result
+            if not seen.finite:
+                self._rows += int(state.consecutive_skips) == 1
+            elif amax:
+                self._amax = seen.amax
+        elif state.consecutive_skips:
+            self._bad_losses += 1
         self._noted, self._stuck = (result, state), bool(state.stuck)
 
     def keep(self, result: StepResult, optimizers: Sequence[Optimizer], gradients: int | None = None) -> None:
@@ -357,43 +378,117 @@ class Memory:
         if not state.consecutive_skips:
             self._stuck_check.reported = False
             return
-        progress = Progress.of(state, bool(known.facts.seen().loss_finite), self._last_finite_loss)
-        self._stuck_check.check(progress, known, lambda: self._weights_now(optimizers, known.parameter_names))
+        self._skip, (_, finite) = known, self._finite or (None, None)
+        last_finite = None if finite is None else int(finite.applied) + int(finite.skipped)
+        progress = Progress.of(state, bool(known.facts.seen().loss_finite), last_finite)
+        self._stuck_check.check(progress, known, lambda: self._known(state, optimizers, known.parameter_names))
 
     def metrics(self, state: ScaleState) -> dict[str, float]:
         """Returns the newest numbers known on the host."""
         return host_metrics(state, *self._sizes)
 
-    def health(self, state: ScaleState, *, scaling: bool, in_bf16: bool, multiplies: bool = True) -> Health:
+    def health(self, state: ScaleState, **settings: bool) -> Health:
         """Returns how the run is doing, and logs it on rank 0 if it has changed. Synchronizes with the device."""
-        seen = self._vitals(state)
-        self._counted = seen.applied, seen.skipped
-        health = health_of(replace(seen, scaling=scaling, in_bf16=in_bf16, multiplies=multiplies))
+        seen = self.evidence(state)
+        self._counted, self._bad_losses, self._rows = (seen.applied, seen.skipped), 0, 0
+        health = health_of(replace(seen, **settings))
         if is_first_rank():
             self._log.note(health)
         return health
 
-    def _vitals(self, state: ScaleState) -> Vitals:
-        """Returns what is known of the run after its last step."""
-        applied, skipped, scale, last = int(state.applied), int(state.skipped), float(state.scale), self.last
+    def evidence(self, state: ScaleState) -> Evidence:
+        """Returns what is known of the run after its last step. Synchronizes with the device."""
+        scale, last = float(state.scale), self.last
+        seen = Evidence(scale, int(state.applied), int(state.skipped), int(state.consecutive_skips), self._stuck)
         if last is None:
-            return Vitals(scale, applied, skipped)
-        status = last.status()
+            return seen
         optimizers = [each for reference in self._optimizers if (each := reference()) is not None]
-        return Vitals(
-            scale,
-            applied,
-            skipped,
-            int(state.consecutive_skips),
-            self._stuck,
-            (applied - self._counted[0], skipped - self._counted[1]),
-            status,
-            _headroom_bits(self._sizes[1], scale),
-            () if status is Status.APPLIED else last.culprits(),
-            last.parameters,
-            _without_gradients(last, optimizers, last.parameters if self._gradients is None else self._gradients),
-            self._weights_now(optimizers, last.parameter_names),
+        return replace(
+            seen,
+            status=last.status(),
+            headroom_bits=_headroom_bits(self._sizes[1], scale),
+            culprits=() if self._skip is None or seen.skipped == self._counted[1] else self._skip.culprits(),
+            parameters=last.parameters,
+            without_gradients=_without_gradients(
+                last, optimizers, last.parameters if self._gradients is None else self._gradients
+            ),
+            **self._known(state, optimizers, last.parameter_names),
         )
+
+    def _known(self, state: ScaleState, optimizers: Sequence[Optimizer], names: Names) -> dict[str, Any]:
+        """Returns what else is known of the run, by the names of `Evidence`. Synchronizes with the device."""
+        skipped, (result, finite) = int(state.skipped), self._finite or (None, None)
+        own, several = _losses(self._skip), dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        rank = (dist.get_rank(), dist.get_world_size(), all(map(math.isfinite, own.values))) if several and own else None
+        return {
+            "recent": (int(state.applied) - self._counted[0], skipped - self._counted[1]),
+            "bad_losses": self._bad_losses,
+            "rows": self._rows,
+            "last_finite_loss": None if finite is None else int(finite.applied) + int(finite.skipped),
+            "weights": self._weights_now(optimizers, names),
+            "first_losses": _losses(self._first),
+            "losses": _losses(result),
+            "policy": "" if self.last is None else type(self.last.rule.policy).__name__,
+            "rank": rank,
+            "probed": self.probed[0] if skipped - self.probed[1] <= int(state.consecutive_skips) else "",
+        }
+
+
+def _losses(result: StepResult | None) -> Losses | None:
+    """Returns the losses of a step and their scale; None without one. Synchronizes with the device."""
+    values = [] if result is None else [float(note) for is_mark, note in result.notes if not is_mark]
+    return Losses(values, float(result.made_with)) if result is not None and values else None
+
+
+def _settings(optimizers: Sequence[Optimizer], amax: Any) -> dict[str, Any]:
+    """Returns what the settings of optimizers mean for weights, by the names of `Weights`."""
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
+    decays = [
+        float(group["lr"]) * group["weight_decay"]
+        for optimizer, group in groups
+        if type(optimizer) in (torch.optim.SGD, torch.optim.AdamW)
+    ]
+    reaches = [_reach(type(optimizer), group, amax) for optimizer, group in groups]
+    states = [
+        (group.get("eps"), square.dtype)
+        for optimizer, group in groups
+        for parameter in (() if group.get("fused") else group["params"])  # whose kernel computes in float32
+        if isinstance(square := optimizer.state.get(parameter, {}).get("exp_avg_sq"), Tensor)
+    ]
+    zero = [(eps, dtype) for eps, dtype in states if eps is not None and not torch.tensor(eps, dtype=dtype)]
+    return {
+        "learning_rate": max((float(group["lr"]) for _, group in groups), default=None),
+        "reach": max(reaches) if reaches and None not in reaches else None,
+        "decay": max(decays, default=0.0),
+        "zero_eps": (zero[0][0], str(zero[0][1]).removeprefix("torch.")) if zero else None,
+    }
+
+
+def _reach(kind: type[Optimizer], group: dict[str, Any], amax: Any) -> float | None:
+    """Returns how far an update moves a weight at most; None where that is not known."""
+    # The highest rate that a schedule has had or may have, too.
+    rate = max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if name in group)
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        return 10 * rate  # (1 - beta1) / sqrt(1 - beta2) is 3.2 by default, and 10 for a beta2 of 0.9999
+    if kind is torch.optim.SGD and amax is not None and group["momentum"] < 1:
+        return 2 * rate * float(amax) / (1 - group["momentum"])  # `amax` may be an estimate
+    return None
+
+
+def _bad_state(optimizers: Sequence[Optimizer], names: Names) -> list[str]:
+    """Returns the tensors of the states of optimizers that are not finite, by their names. Synchronizes."""
+    held = [
+        (parameter, key, local(value))
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        for key, value in (state.items() if isinstance(state, dict) else ())
+        if isinstance(value, Tensor)
+    ]
+    found = [each for each in held if type(each[2]) is Tensor and _is_dense_float(each[2])]
+    sizes: list[float] = largest([each[2] for each in found], found[0][2].device).tolist() if found else []
+    bad = [(each, key) for (each, key, _), size in zip(found, sizes, strict=True) if not math.isfinite(size)]
+    named = names.of([each for each, _ in bad], optimizers)
+    return [f"{key} of {name}" for (_, key), name in zip(bad, named, strict=True)]
 
 
 def _headroom_bits(amax: Any, scale: float) -> float:
