@@ -29,26 +29,15 @@ LARGE_FACTOR = 2.0**10
 
 @dataclass(frozen=True, slots=True)
 class Checkup:
-    """What a few steps have shown.
+    """What a few steps have shown."""
 
-    Attributes:
-        losses: of every step.
-        scales: after every step.
-        skipped: the steps that were skipped, counted from 1, each with its status and its non-finite parameters.
-        health: of the run after the last step.
-        warned: the warnings of the run.
-        report: of a probe of the first step whose loss was not finite, or else, if the run is not healthy, of the first
-            that overflowed; None without one.
-        probed: the step of the report.
-    """
-
-    losses: list[float]
-    scales: list[float]
-    skipped: dict[int, str]
-    health: Health
-    warned: list[str]
-    report: ProbeReport | None = None
-    probed: int | None = None
+    losses: list[float]  # of every step
+    scales: list[float]  # after every step
+    skipped: dict[int, str]  # the steps that were skipped, counted from 1, each with its status and its culprits
+    health: Health  # of the run after the last step
+    warned: list[str]  # the warnings of the run
+    report: ProbeReport | None = None  # of the first bad loss; else, if the run is not healthy, of the first overflow
+    probed: int | None = None  # the step of the report
 
     @property
     def healthy(self) -> bool:

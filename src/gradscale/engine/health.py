@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from gradscale.engine.culprits import Culprit
 from gradscale.engine.result import Status, StepResult
 from gradscale.formats import FP16
 from gradscale.policies.checks import check_count
+from gradscale.policies.contract import ScaleState
 
 logger = logging.getLogger(__name__)
 # `health()` returns what it logs: where no logging is set up, Python would print it a second time.
@@ -93,18 +94,11 @@ HEALTHY = (Condition.OK, Condition.CALIBRATING)
 
 
 class Finding(NamedTuple):
-    """What follows from the evidence. As text, what is known comes before what is suspected and what to do.
-
-    Attributes:
-        condition: in a word.
-        known: what was seen, in sentences.
-        suspected: the likely cause, without a capital and a full stop; empty where the evidence shows none.
-        do: what to do, in sentences.
-    """
+    """What follows from the evidence: what is known, the likely cause if the evidence shows one, and what to do."""
 
     condition: Condition
     known: str = ""
-    suspected: str = ""
+    suspected: str = ""  # without a capital and a full stop
     do: str = ""
 
     def __str__(self) -> str:
@@ -114,87 +108,33 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How large the weights of a run are, and what else is known of them and of the optimizers; None: not known.
+    """How large the weights of a run are, and what else is known of them and of the optimizers; None is not known."""
 
-    Attributes:
-        largest: largest magnitude now; inf or NaN if a weight is.
-        name: the parameter that holds it.
-        at_start: largest magnitude before the first step.
-        learning_rate: the largest of the optimizers.
-        growth: how many times the largest magnitudes of all parameters together have grown.
-        reach: how far an update can move a weight at most.
-        decay: learning rate times weight decay.
-        zero_eps: an eps of an optimizer that is 0 in the format of its state, and that format.
-        bad_state: the tensors of the optimizers' states that are not finite.
-    """
-
-    largest: float
-    name: str
-    at_start: float | None = None
-    learning_rate: float | None = None
-    growth: float | None = None
-    reach: float | None = None
-    decay: float = 0.0
-    zero_eps: tuple[float, str] | None = None
-    bad_state: Sequence[str] = ()
+    largest: float  # magnitude now; inf or NaN if a weight is
+    name: str  # of the parameter that holds it
+    at_start: float | None = None  # the largest before the first step
+    learning_rate: float | None = None  # the largest of the optimizers
+    growth: float | None = None  # of the largest magnitudes of all parameters together
+    reach: float | None = None  # how far an update can move a weight at most
+    zero_eps: tuple[float, str] | None = None  # an eps of an optimizer that is 0 in the format of its state, and that
+    bad_state: Sequence[str] = ()  # the tensors of the optimizers' states that are not finite
 
     @classmethod
-    def of(
-        cls,
-        sizes: Iterable[tuple[float, str]],
-        at_start: float | None = None,
-        learning_rate: float | None = None,
-        **more: Any,
-    ) -> "Weights | None":
-        """Returns those of parameters, given by their largest magnitude and name; None without one."""
+    def of(cls, sizes: Iterable[tuple[float, str]], *more: float | None, **others: Any) -> "Weights | None":
+        """Returns those of parameters, given by their largest magnitude and name, and the rest; None without one."""
         # A NaN is not larger than anything, and must be found all the same.
         found = max(sizes, key=lambda one: math.inf if math.isnan(one[0]) else one[0], default=None)
-        return None if found is None else cls(*found, at_start, learning_rate, **more)
-
-    @property
-    def diverged(self) -> bool:
-        """Whether they are not finite, or far larger than at the first step."""
-        at_start = 1.0 if self.at_start is None or math.isnan(self.at_start) else max(1.0, self.at_start)
-        return not self.largest < HUGE * at_start
+        return None if found is None else cls(*found, *more, **others)
 
     def broken_after(self, applied: int) -> bool:
-        """Returns whether they are the fault, after so many applied steps. Without one, only if they are not finite."""
-        return self.diverged and (applied > 0 or not math.isfinite(self.largest))
+        """Returns whether they are not finite, or far larger than at the first step after so many applied ones."""
+        at_start = 1.0 if self.at_start is None or math.isnan(self.at_start) else max(1.0, self.at_start)
+        return not self.largest < HUGE * at_start and (applied > 0 or not math.isfinite(self.largest))
 
     def moved_otherwise(self, applied: int) -> bool:
         """Returns whether so many updates cannot have moved the weights as far as they are from the start."""
-        if self.reach is None or self.at_start is None:
-            return False
-        return not self.largest <= self.at_start + self.reach * applied
-
-    def why(self, condition: Condition, applied: int, written: int | None = None) -> Finding:
-        """Returns why the weights have grown, or are not finite, after so many applied steps.
-
-        `written` is the first step before which something other than the optimizer has written to them.
-        """
-        if self.at_start is not None and not math.isfinite(self.at_start):
-            known = f"The weights of {self.name} were inf or NaN before the first step."
-            return Finding(condition, known, do="Look at their initialization, or at the checkpoint they come from.")
-        before = "" if self.at_start is None else f", and was {self.at_start:.3g} before the first step"
-        known = f"The largest weight, in {self.name}, is {self.largest:.3g} after {_counted(applied, 'update')}{before}."
-        look = "Look for code that writes to parameters or loads them. Restart from a checkpoint with good weights."
-        if written is not None:
-            other = f"Something other than the optimizer has written to the weights, first before step {written}."
-            return Finding(condition, f"{known} {other}", do=look)
-        if self.zero_eps is not None and not math.isfinite(self.largest):
-            eps, dtype = self.zero_eps
-            divides = f"The optimizer's eps of {eps:g} is 0 in its {dtype} state: where gradients are zero it divides by 0."
-            master = " Keep float32 weights: use `MasterWeights` or `prepare`." if dtype == "float16" else ""
-            return Finding(condition, f"{known} {divides}", do=f"Use a larger eps.{master}")
-        if self.decay > 2:
-            turns = f"Learning rate times weight decay is {self.decay:g}: above 2, every update makes weights larger."
-            return Finding(condition, f"{known} {turns}", do="Lower one of the two.")
-        if self.moved_otherwise(applied):
-            far = f"At a learning rate of {self.learning_rate:g} an update moves a weight by {self.reach:.2g} at most."
-            return Finding(condition, f"{known} {far}", "something other than the optimizer has written to them", look)
-        rate = "" if self.learning_rate is None else f" ({self.learning_rate:g})"
-        lower = "Lower it or warm it up, and restart from a checkpoint with good weights."
-        return Finding(condition, known, f"the learning rate{rate} is too high", lower)
+        known = self.reach is not None and self.at_start is not None
+        return known and not self.largest <= self.at_start + self.reach * applied  # type: ignore[operator]
 
 
 class Losses(NamedTuple):
@@ -216,66 +156,35 @@ class Losses(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of a run, in host memory: the one table that health, doctor, `ScaleStuck` and probe share.
+    """What is known of a run, in host memory: the one table that health, doctor, `ScaleStuck` and probes share."""
 
-    Attributes:
-        scale: the scale of the next loss.
-        applied: steps applied so far.
-        skipped: steps skipped so far.
-        consecutive_skips: steps skipped since the last applied one.
-        stuck: the last step overflowed, and the scale could not go lower.
-        recent: steps applied and skipped since the last look, or since the start.
-        bad_losses: those of the recent skips whose loss was not finite.
-        rows: rows of recent skips that began with an overflow.
-        status: of the last step; None before the first.
-        last_finite_loss: the last step whose loss was finite, counted from 1; None if none is known.
-        headroom_bits: how often the scale could double before the largest gradient overflows; inf if all gradients are
-            zero, NaN if it is not known.
-        culprits: the parameters whose gradients were not finite in the last skipped step.
-        parameters: how many parameters had gradients in the last step; 0 where that is not known.
-        without_gradients: parameters of the optimizers that had none.
-        weights: how large the weights are; None where that is not known.
-        first_losses: of the first step; None where they are not known.
-        losses: of the last step whose losses were finite; None where they are not known.
-        policy: name of the policy; empty where it is not known.
-        rank: this rank, the number of ranks, and whether its own losses were finite; None for one rank.
-        probed: what a probe of the last skipped step has found; empty without one.
-        written: the first step before which something other than the optimizer has written to the weights.
-        multiplied: the factor that the loss was multiplied by last, before the scaler; None where it is not known.
-        lost: the parameters of whose gradients a share is zero, and is not in float32, with that share.
-        zero_in_float32: whether all gradients are zero in float32 too; None where that is not known.
-        in_bf16: the backward pass runs in BF16.
-        scaling: whether the policy scales or checks at all.
-        multiplies: whether it multiplies losses, and does not only check gradients.
-    """
-
-    scale: float
-    applied: int
-    skipped: int
-    consecutive_skips: int = 0
-    stuck: bool = False
-    recent: tuple[int, int] = (0, 0)
-    bad_losses: int = 0
-    rows: int = 0
-    status: Status | None = None
-    last_finite_loss: int | None = None
-    headroom_bits: float = math.nan
-    culprits: Sequence[Culprit] = ()
-    parameters: int = 0
-    without_gradients: Sequence[str] = ()
+    scale: float  # of the next loss
+    applied: int  # steps applied so far
+    skipped: int  # steps skipped so far
+    consecutive_skips: int = 0  # since the last applied step
+    stuck: bool = False  # the last step overflowed, and the scale could not go lower
+    recent: tuple[int, int] = (0, 0)  # steps applied and skipped since the last look, or since the start
+    bad_losses: int = 0  # those of the recent skips whose loss was not finite
+    rows: int = 0  # rows of recent skips that began with an overflow
+    status: Status | None = None  # of the last step; None before the first
+    last_finite_loss: int | None = None  # the last step whose loss was finite, counted from 1
+    headroom_bits: float = math.nan  # doublings until the largest gradient overflows; inf if all are zero
+    culprits: Sequence[Culprit] = ()  # the parameters whose gradients were not finite in the last skipped step
+    parameters: int = 0  # how many had gradients in the last step; 0 where that is not known
+    without_gradients: Sequence[str] = ()  # parameters of the optimizers that had none
     weights: Weights | None = None
-    first_losses: Losses | None = None
-    losses: Losses | None = None
-    policy: str = ""
-    rank: tuple[int, int, bool] | None = None
-    probed: str = ""
-    written: int | None = None
-    multiplied: float | None = None
-    lost: Mapping[str, float] = field(default_factory=dict[str, float])
-    zero_in_float32: bool | None = None
-    in_bf16: bool = False
-    scaling: bool = True
-    multiplies: bool = True
+    first_losses: Losses | None = None  # of the first step whose losses were finite
+    losses: Losses | None = None  # of the last step whose losses were finite
+    policy: str = ""  # its name; empty where it is not known
+    rank: tuple[int, int, bool] | None = None  # this one, how many there are, and whether its own losses were finite
+    probed: str = ""  # what a probe of the last skipped step has found
+    written: int | None = None  # the first step before which something other than the optimizer wrote to weights
+    multiplied: float | None = None  # the loss by that, before the scaler, if it is as large as a scale
+    lost: Mapping[str, float] = field(default_factory=dict[str, float])  # shares that are zero, and not in float32
+    zero_in_float32: bool | None = None  # whether all gradients are zero there too
+    in_bf16: bool = False  # the backward pass runs in BF16
+    scaling: bool = True  # the policy scales or checks
+    multiplies: bool = True  # it multiplies losses, and does not only check gradients
 
     @property
     def recent_steps(self) -> int:
@@ -283,24 +192,23 @@ class Evidence:
         return sum(self.recent)
 
     @property
-    def overflows(self) -> int:
-        """Recent steps that overflowed."""
-        return self.recent[1] - self.bad_losses
+    def rose(self) -> str:
+        """By how much the loss has risen since the first step, and weights with it, in a sentence; empty if it has not.
 
-    @property
-    def rise(self) -> float:
-        """By which share of itself the loss has risen since the first step; 0 where that is not known."""
-        if self.first_losses is None or self.losses is None or not (start := abs(self.first_losses.mean)):
-            return 0.0
-        return (self.losses.mean - self.first_losses.mean) / start
+        Empty where one of the two is not known, and for a rise that batches alone may have.
+        """
+        first, last, growth = self.first_losses, self.losses, self.weights and self.weights.growth
+        if first is None or last is None or growth is None or not last.mean - first.mean > RISEN * abs(first.mean):
+            return ""
+        return f"The loss rose from {first.mean:.3g} to {last.mean:.3g}, and the weights grew {growth:.3g} times."
 
     @property
     def diverging(self) -> bool:
-        """Whether weights and loss have grown together, or the weights more than the updates can have moved them."""
-        if (weights := self.weights) is None or not self.applied:
+        """Whether weights and loss have grown together, or the weights more than updates can have moved them."""
+        if self.weights is None or not self.applied:
             return False
-        grown = weights.growth is not None and weights.growth >= GROWN
-        return (grown and self.rise >= RISEN) or self.written is not None or weights.moved_otherwise(self.applied)
+        both = bool(self.rose) and (self.weights.growth or 0) >= GROWN
+        return both or self.written is not None or self.weights.moved_otherwise(self.applied)
 
 
 def diagnosis(seen: Evidence) -> Finding:
@@ -322,11 +230,42 @@ def _broken(seen: Evidence) -> Finding | None:
     if weights is None:
         return None
     if weights.bad_state:
-        known = f"The state of the optimizer is not finite: {_listed(weights.bad_state)}. No learning rate or scale helps."
-        return Finding(Condition.BROKEN, known, do="Load a checkpoint in which it is finite, or start with a new state.")
-    if weights.broken_after(seen.applied):
-        return weights.why(Condition.BROKEN, seen.applied, seen.written)
-    return None
+        known = f"The state of the optimizer is not finite: {_listed(weights.bad_state)}."
+        return Finding(Condition.BROKEN, known, do="Load a good checkpoint, or start with a new state.")
+    return _why(seen, weights, Condition.BROKEN) if weights.broken_after(seen.applied) else None
+
+
+def _diverging(seen: Evidence) -> Finding | None:
+    if not seen.diverging or seen.weights is None:
+        return None
+    found = _why(seen, seen.weights, Condition.DIVERGING)
+    return found._replace(known=f"{seen.rose} {found.known}".lstrip())
+
+
+def _why(seen: Evidence, weights: Weights, condition: Condition) -> Finding:
+    """Returns why weights have grown, or are not finite."""
+    if weights.at_start is not None and not math.isfinite(weights.at_start):
+        known = f"The weights of {weights.name} were inf or NaN before the first step."
+        return Finding(condition, known, do="Look at their initialization, or at the checkpoint they come from.")
+    before = "" if weights.at_start is None else f", and was {weights.at_start:.3g} before the first step"
+    updates = _counted(seen.applied, "update")
+    known = f"The largest weight, in {weights.name}, is {weights.largest:.3g} after {updates}{before}."
+    rate = "" if weights.learning_rate is None else f" ({weights.learning_rate:g})"
+    look = "Look for code that writes to parameters or loads them. Restart from a checkpoint with good weights."
+    if seen.written is not None:
+        other = f"Something other than the optimizer has written to the weights, first before step {seen.written}."
+        return Finding(condition, f"{known} {other}", do=look)
+    if weights.zero_eps is not None and not math.isfinite(weights.largest):
+        eps, dtype = weights.zero_eps
+        zero = f"The optimizer's eps of {eps:g} is 0 in its {dtype} state: where gradients are zero it divides by 0."
+        masters = " Keep float32 weights: use `MasterWeights` or `prepare`." if dtype == "float16" else ""
+        return Finding(condition, f"{known} {zero}", do=f"Use a larger eps.{masters}")
+    if weights.moved_otherwise(seen.applied):
+        far = f"At this learning rate{rate} an update moves a weight by {weights.reach:.2g} at most."
+        return Finding(condition, f"{known} {far}", "something other than the optimizer has written to them", look)
+    otherwise = "" if weights.reach is not None else ", or something other than the optimizer writes to the weights"
+    lower = "Lower it or warm it up, and restart from a checkpoint with good weights."
+    return Finding(condition, known, f"the learning rate{rate} is too high{otherwise}", lower)
 
 
 def _scaled_twice(seen: Evidence) -> Finding | None:
@@ -335,8 +274,7 @@ def _scaled_twice(seen: Evidence) -> Finding | None:
         return Finding(Condition.SCALED_TWICE, known, do="Give the scaler the plain loss.")
     if seen.multiplied is not None:
         known = f"The loss is multiplied by {_scale(seen.multiplied)} before it is given to the scaler."
-        do = "Gradients are that much larger than those of the plain loss: give that to the scaler, which multiplies it."
-        return Finding(Condition.SCALED_TWICE, known, do=do)
+        return Finding(Condition.SCALED_TWICE, f"{known} Gradients are that much larger.", do="Give it the plain loss.")
     return None
 
 
@@ -351,9 +289,8 @@ def _nonfinite_loss(seen: Evidence) -> Finding | None:
         known += [f"On this rank, {number} of {ranks}, {elsewhere}."]
     known += [seen.probed] if seen.probed else []
     weights, suspected = seen.weights, ""
-    if weights is not None and seen.diverging:
-        _, why, suspected, _ = weights.why(Condition.DIVERGING, seen.applied, seen.written)
-        known += [_rise(seen), why]
+    if fault := _diverging(seen):
+        known, suspected = [*known, fault.known], fault.suspected
     elif weights is not None and weights.largest > FP16.max:
         known += [f"A weight of {weights.name} is {weights.largest:.3g}, and FP16 ends at {FP16.max:g}."]
     do = "No scale, retry or policy can help: look at the forward pass and the input batch."
@@ -370,48 +307,28 @@ def _stuck(seen: Evidence) -> Finding | None:
         return Finding(Condition.STUCK, known, do=do)
     if not (seen.stuck and seen.consecutive_skips > 1):
         return None
-    known, suspected, do = _overflow(seen.culprits, seen.parameters)
+    culprits, number, suspected = seen.culprits, len(seen.culprits), ""
+    if not seen.parameters:
+        known = "Gradients overflow, and the step did not record which."
+        do = "Run one with a batch of this run in a custom loop, and look at its culprits."
+    elif not culprits:
+        known, do = "Gradients overflowed that the step did not read.", ""
+        suspected = "`scaler.grad`, another rank, or FP16 gradients that overflow when a scale below 1 divides them"
+    elif number == 1:
+        known = f"The gradient of one parameter, {culprits[0].name!r}, overflows."
+        do = "Look at its hooks and at the backward pass of its module: keep that in float32 if it overflows."
+    elif number == seen.parameters:
+        known, do = "Every gradient is inf or NaN although the loss is finite.", ""
+        suspected = "a division, a sqrt or a norm at zero in the backward pass, or gradients that were not cleared"
+    else:
+        known = f"{number} of {seen.parameters} gradients overflow."
+        suspected, do = "part of the model overflows at any scale", "Keep the modules of these parameters in float32."
     if seen.probed:
         return Finding(Condition.STUCK, f"{known} {seen.probed}")
     if seen.scale > 1:  # Static, or a floor: that this scale is too high is as likely as that no scale would do
         high = f"the scale, {_scale(seen.scale)} at the lowest, is too high"
-        return Finding(Condition.STUCK, known, " or ".join(filter(None, (high, suspected))), f"Try a lower one. {do}")
+        suspected, do = " or ".join(filter(None, (high, suspected))), f"Try a lower one. {do}".rstrip()
     return Finding(Condition.STUCK, known, suspected, do)
-
-
-def _overflow(culprits: Sequence[Culprit], parameters: int) -> tuple[str, str, str]:
-    """Returns which gradients overflow, why they may do so at any scale, and what to do."""
-    if not parameters:
-        known = "Gradients overflow, and the step did not record which."
-        return known, "", "Run one with a batch of this run in a custom loop, and look at its culprits."
-    if not culprits:
-        suspected = "those of `scaler.grad`, another rank's, or FP16 ones that only overflow once divided by a scale below 1"
-        return "Gradients overflowed that the step did not read.", suspected, ""
-    if len(culprits) == 1:
-        known = f"The gradient of one parameter, {culprits[0].name!r}, overflows."
-        return known, "", "Look at its hooks and at the backward pass of its module: keep that in float32 if it overflows."
-    if len(culprits) == parameters:
-        suspected = (
-            "a division by zero, a sqrt or a norm at zero in the backward pass, or gradients left over because they "
-            "were not cleared"
-        )
-        return "Every gradient is inf or NaN although the loss is finite.", suspected, ""
-    known = f"{len(culprits)} of {parameters} gradients overflow."
-    return known, "part of the model overflows at any scale", "Keep the modules of these parameters in float32."
-
-
-def _diverging(seen: Evidence) -> Finding | None:
-    if not seen.diverging or seen.weights is None:
-        return None
-    found = seen.weights.why(Condition.DIVERGING, seen.applied, seen.written)
-    return found._replace(known=f"{_rise(seen)} {found.known}".strip())
-
-
-def _rise(seen: Evidence) -> str:
-    if seen.first_losses is None or seen.losses is None or seen.weights is None or seen.rise < RISEN:
-        return ""
-    grown = "" if seen.weights.growth is None else f", and the weights grew {seen.weights.growth:.3g} times"
-    return f"The loss rose from {seen.first_losses.mean:.3g} to {seen.losses.mean:.3g}{grown}."
 
 
 def _unneeded(seen: Evidence) -> Finding | None:
@@ -430,14 +347,15 @@ def _losing(seen: Evidence) -> Finding | None:
 
 
 def _skipping(seen: Evidence) -> Finding | None:
-    rate = seen.overflows / seen.recent_steps if seen.recent_steps else 0.0
+    overflows = seen.recent[1] - seen.bad_losses
+    rate = overflows / max(1, seen.recent_steps)
     early = seen.applied < CALIBRATION_STEPS or seen.consecutive_skips > 1
-    if seen.multiplies and seen.overflows and early and seen.rows <= CALIBRATION_ROWS:
+    if seen.multiplies and overflows and early and seen.rows <= CALIBRATION_ROWS:
         do = "To lose no batch, use `backward(loss, retries=8)`."
         return Finding(Condition.CALIBRATING, "The scale is still being found.", do=do)
     if rate <= THRASHING_RATE or (seen.recent_steps < CALIBRATION_STEPS and seen.rows <= CALIBRATION_ROWS):
         return None
-    known = f"{seen.overflows} of {_counted(seen.recent_steps, 'step')} overflowed"
+    known = f"{overflows} of {_counted(seen.recent_steps, 'step')} overflowed"
     known += f": {_listed([each.name for each in seen.culprits])}." if seen.culprits else "."
     look = "Look at the batch of a skipped step."
     if seen.probed:
@@ -456,7 +374,7 @@ def _underflowing(seen: Evidence) -> Finding | None:
         known = f"All gradients are zero at a scale of {scale}."
         if seen.zero_in_float32 or (seen.zero_in_float32 is None and seen.scale >= EXACT_ZERO):
             known += " They are zero without a scale too, and none can help."
-            do = "Look whether the loss depends on the weights, and for units that are off for every input, as a dead ReLU."
+            do = "Look whether the loss depends on the weights, and for units that are always off, as a dead ReLU."
             return Finding(Condition.ZERO_GRADIENTS, known, do=do)
         do = "They underflow, or are zero in float32 too: compare with a step there, as `gradscale doctor` does."
         return Finding(Condition.UNDERFLOWING, known, do=do)
@@ -546,18 +464,10 @@ def health_of(seen: Evidence) -> Health:
 
 def _numbers(seen: Evidence) -> dict[str, float | str]:
     """Returns the numbers that are known."""
-    found: dict[str, float | str | None] = {
-        "scale": seen.scale,
-        "applied": seen.applied,
-        "skipped": seen.skipped,
-        "consecutive_skips": seen.consecutive_skips,
-        "recent_steps": seen.recent_steps,
+    of_it = "scale", "applied", "skipped", "consecutive_skips", "recent_steps", "bad_losses", "headroom_bits", "policy"
+    found = {name: getattr(seen, name) for name in (*of_it, "parameters")} | {
         "recent_skipped": seen.recent[1],
-        "recent_bad_losses": seen.bad_losses,
-        "headroom_bits": seen.headroom_bits,
         "status": "" if seen.status is None else seen.status.value,
-        "policy": seen.policy,
-        "parameters": seen.parameters,
         "parameters_without_gradient": len(seen.without_gradients),
         "culprits": ", ".join(f"{one.name} ({one.kind})" for one in seen.culprits[:5]),
         "first_loss": None if seen.first_losses is None else seen.first_losses.mean,
@@ -569,7 +479,6 @@ def _numbers(seen: Evidence) -> dict[str, float | str]:
             "largest_weight_name": seen.weights.name,
             "largest_weight_at_start": seen.weights.at_start,
             "weights_growth": seen.weights.growth,
-            "bad_optimizer_state": ", ".join(seen.weights.bad_state),
         }
     return {name: value for name, value in found.items() if value is not None and value == value and value != ""}
 
@@ -591,32 +500,6 @@ class HealthLog:
         logger.log(logging.INFO if healthy else logging.WARNING, "%s", health)
 
 
-class Progress(NamedTuple):
-    """Where a run stands after a step, in host memory.
-
-    Attributes:
-        applied: steps applied so far.
-        skipped: steps skipped so far.
-        consecutive_skips: steps skipped since the last applied one.
-        stuck: the last step overflowed, and the scale could not go lower.
-        loss_finite: whether the loss of the last step was finite.
-        last_finite_loss: the last step whose loss was finite, counted from 1; None if none is known.
-    """
-
-    applied: int
-    skipped: int
-    consecutive_skips: int
-    stuck: bool
-    loss_finite: bool = True
-    last_finite_loss: int | None = None
-
-    @classmethod
-    def of(cls, state: Any, loss_finite: bool, last_finite_loss: int | None = None) -> "Progress":
-        """Returns that of a `ScaleState`. Synchronizes with the device that holds it."""
-        counts = int(state.applied), int(state.skipped), int(state.consecutive_skips)
-        return cls(*counts, bool(state.stuck), loss_finite, last_finite_loss)
-
-
 class ScaleStuck(RuntimeError):
     """Raised when step after step is skipped and no lower scale is left to try.
 
@@ -625,27 +508,26 @@ class ScaleStuck(RuntimeError):
         cause: what is known of the cause, what is suspected if anything is, and what to do.
     """
 
-    def __init__(self, progress: Progress, scale: float, culprits: Sequence[Culprit], cause: str) -> None:
-        self.culprits = list(culprits)
-        self.cause = cause
-        named = ", ".join(f"{culprit.name} ({culprit.kind})" for culprit in culprits[:5])
-        more = f" and {len(culprits) - 5} more" if len(culprits) > 5 else ""
-        listed = f" Gradients that were not finite: {named}{more}." if culprits else ""
-        super().__init__(f"{_finding(progress, scale)} {cause}{listed}")
+    def __init__(self, seen: Evidence) -> None:
+        self.culprits = list(seen.culprits)
+        self.cause = str(diagnosis(seen))
+        named = [f"{culprit.name} ({culprit.kind})" for culprit in self.culprits]
+        more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+        listed = f" Gradients that were not finite: {', '.join(named[:5])}{more}." if named else ""
+        super().__init__(f"{_stuck_since(seen)} {self.cause}{listed}")
 
 
-def _finding(progress: Progress, scale: float) -> str:
+def _stuck_since(seen: Evidence) -> str:
     """Returns what was found, as a sentence, with the numbers of steps, counted from 1."""
-    skips = progress.consecutive_skips
-    found = f"{skips} steps in a row were skipped"
-    if not progress.loss_finite and progress.last_finite_loss is not None:
-        return f"{found}, and the loss is inf or NaN since step {progress.last_finite_loss + 1}."
-    first = progress.applied + progress.skipped - skips + 1
+    found, finite = f"{seen.consecutive_skips} steps in a row were skipped", seen.status is not Status.NONFINITE_LOSS
+    if not finite and seen.last_finite_loss is not None:
+        return f"{found}, and the loss is inf or NaN since step {seen.last_finite_loss + 1}."
+    first = seen.applied + seen.skipped - seen.consecutive_skips + 1
     found += ", every step so far" if first == 1 else f", since step {first}"
-    if not progress.loss_finite:
+    if not finite:
         return f"{found}, and the loss is inf or NaN."
-    lowest = number_text(scale).removesuffix(".0")
-    if scale > 1:
+    lowest = _scale(seen.scale)
+    if seen.scale > 1:
         return f"{found}, and the policy has no scale below {lowest}."
     return f"{found}, and no lower scale than {lowest} can help."
 
@@ -676,34 +558,40 @@ class StuckCheck:
         self.reported = False
 
     def check(
-        self, progress: Progress, last: StepResult, more: Callable[[], Mapping[str, Any]] = dict[str, Any]
+        self,
+        state: ScaleState,
+        last: StepResult,
+        loss_finite: bool,
+        more: Callable[[], Mapping[str, Any]] = dict[str, Any],
     ) -> None:
-        """Raises, warns or calls if the run is stuck. Synchronizes with the device only if it is.
+        """Raises, warns or calls if the run is stuck. `more` is read, and the device waited for, only if it is.
 
         Args:
-            progress: where the run stood after a step.
+            state: the state after a step.
             last: the result of the last step, which on a device is a few steps later.
-            more: measures what else is known, by the names of `Evidence`; called only for a report.
+            loss_finite: whether the loss of the step was finite.
+            more: returns what else is known, by the names of `Evidence`.
 
         Raises:
             ScaleStuck: the run is stuck, and `on_stuck` is `"raise"`.
         """
         # Skips alone are not enough: from a high initial scale a run may skip many steps and still find its scale.
-        if progress.consecutive_skips < self.max_consecutive_skips:
+        counts = int(state.applied), int(state.skipped), int(state.consecutive_skips)
+        if counts[-1] < self.max_consecutive_skips:
             self.reported = False
             return
         reported = self.on_stuck == "ignore" or (self.reported and self.on_stuck != "raise")
-        if last.attempted and (progress.stuck or not progress.loss_finite) and not reported:
-            culprits, scale, status = last.culprits(), float(last.next_scale), Status.of(False, progress.loss_finite)
-            seen = Evidence(scale, *progress[:3], stuck=True, status=status, culprits=culprits, parameters=last.parameters)
-            error = ScaleStuck(progress, scale, culprits, str(diagnosis(replace(seen, **more()))))
-            self.reported = True
-            if self.on_stuck == "raise":
-                raise error
-            if self.on_stuck == "warn":
-                warnings.warn(str(error), stacklevel=callers_level())
-            elif callable(self.on_stuck):
-                self.on_stuck(error)
+        if not last.attempted or reported or (loss_finite and not state.stuck):
+            return
+        found = {"status": Status.of(False, loss_finite), "culprits": last.culprits(), "parameters": last.parameters}
+        error = ScaleStuck(Evidence(float(last.next_scale), *counts, stuck=True, **{**found, **more()}))
+        self.reported = True
+        if self.on_stuck == "raise":
+            raise error
+        if self.on_stuck == "warn":
+            warnings.warn(str(error), stacklevel=callers_level())
+        elif callable(self.on_stuck):
+            self.on_stuck(error)
 
 
 def callers_level() -> int:

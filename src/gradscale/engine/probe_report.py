@@ -183,7 +183,9 @@ class ProbeReport:
         if self.operation is not None:
             one = self.operation
             reaches = "the loss" if one.phase == "forward" else "a gradient"
-            lines.append(f"First operation whose inf or NaN reaches {reaches}: {one.name} in the {one.phase} pass, {one.place}")
+            lines.append(
+                f"First operation whose inf or NaN reaches {reaches}: {one.name} in the {one.phase} pass, {one.place}"
+            )
             lines += [f"  {one.source}"] if one.source else []
             lines += [f"  given {', '.join(map(str, one.inputs))}"] if one.inputs else []
             lines.append(f"  returned {', '.join(map(str, one.outputs))}")

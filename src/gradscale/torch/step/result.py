@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from gradscale.engine.health import (
     HealthLog,
     Losses,
     OnStuck,
-    Progress,
     StuckCheck,
     Weights,
     health_of,
@@ -304,7 +304,6 @@ class Memory:
         self._finite: tuple[StepResult, ScaleState] | None = None  # of the last step whose loss was
         self._skip: StepResult | None = None
         self._bad_losses = self._rows = 0
-        self._amax: Any = None  # of the last applied step that has read it
         self.probed: tuple[str, int] = "", 0
         self._weights_at_start: list[Tensor] = []
         self.measured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -332,7 +331,7 @@ class Memory:
             # A NaN is the largest, and `max` may lose it.
             max(before, key=lambda size: math.inf if math.isnan(size) else size, default=None),
             growth=sum(sizes) / sum(before) if known else None,
-            **_settings(optimizers, self._amax),
+            **_settings(optimizers),
             bad_state=_bad_state(optimizers, names),
         )
 
@@ -349,8 +348,6 @@ class Memory:
                 self._first = result
             if not seen.finite:
                 self._rows += int(state.consecutive_skips) == 1
-            elif amax:
-                self._amax = seen.amax
         elif state.consecutive_skips:
             self._bad_losses += 1
         self._noted, self._stuck = (result, state), bool(state.stuck)
@@ -378,10 +375,9 @@ class Memory:
         if not state.consecutive_skips:
             self._stuck_check.reported = False
             return
-        self._skip, (_, finite) = known, self._finite or (None, None)
-        last_finite = None if finite is None else int(finite.applied) + int(finite.skipped)
-        progress = Progress.of(state, bool(known.facts.seen().loss_finite), last_finite)
-        self._stuck_check.check(progress, known, lambda: self._known(state, optimizers, known.parameter_names))
+        self._skip, loss_finite = known, bool(known.facts.seen().loss_finite)
+        more = partial(self._known, state, optimizers, known.parameter_names)
+        self._stuck_check.check(state, known, loss_finite, more)
 
     def metrics(self, state: ScaleState) -> dict[str, float]:
         """Returns the newest numbers known on the host."""
@@ -398,28 +394,31 @@ class Memory:
 
     def evidence(self, state: ScaleState) -> Evidence:
         """Returns what is known of the run after its last step. Synchronizes with the device."""
-        scale, last = float(state.scale), self.last
-        seen = Evidence(scale, int(state.applied), int(state.skipped), int(state.consecutive_skips), self._stuck)
-        if last is None:
+        seen = Evidence(float(state.scale), int(state.applied), int(state.skipped), int(state.consecutive_skips))
+        if (last := self.last) is None:
             return seen
         optimizers = [each for reference in self._optimizers if (each := reference()) is not None]
+        gradients = last.parameters if self._gradients is None else self._gradients
+        known = self._known(state, optimizers, last.parameter_names)
+        skips = self._skip is not None and (known["recent"][1] or seen.consecutive_skips)
         return replace(
             seen,
+            stuck=self._stuck,
             status=last.status(),
-            headroom_bits=_headroom_bits(self._sizes[1], scale),
-            culprits=() if self._skip is None or seen.skipped == self._counted[1] else self._skip.culprits(),
+            headroom_bits=_headroom_bits(self._sizes[1], seen.scale),
+            culprits=self._skip.culprits() if self._skip is not None and skips else (),
             parameters=last.parameters,
-            without_gradients=_without_gradients(
-                last, optimizers, last.parameters if self._gradients is None else self._gradients
-            ),
-            **self._known(state, optimizers, last.parameter_names),
+            without_gradients=_without_gradients(last, optimizers, gradients),
+            **known,
         )
 
     def _known(self, state: ScaleState, optimizers: Sequence[Optimizer], names: Names) -> dict[str, Any]:
         """Returns what else is known of the run, by the names of `Evidence`. Synchronizes with the device."""
         skipped, (result, finite) = int(state.skipped), self._finite or (None, None)
         own, several = _losses(self._skip), dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        rank = (dist.get_rank(), dist.get_world_size(), all(map(math.isfinite, own.values))) if several and own else None
+        rank = (
+            (dist.get_rank(), dist.get_world_size(), all(map(math.isfinite, own.values))) if several and own else None
+        )
         return {
             "recent": (int(state.applied) - self._counted[0], skipped - self._counted[1]),
             "bad_losses": self._bad_losses,
@@ -440,55 +439,43 @@ def _losses(result: StepResult | None) -> Losses | None:
     return Losses(values, float(result.made_with)) if result is not None and values else None
 
 
-def _settings(optimizers: Sequence[Optimizer], amax: Any) -> dict[str, Any]:
+def _settings(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Returns what the settings of optimizers mean for weights, by the names of `Weights`."""
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
-    decays = [
-        float(group["lr"]) * group["weight_decay"]
-        for optimizer, group in groups
-        if type(optimizer) in (torch.optim.SGD, torch.optim.AdamW)
-    ]
-    reaches = [_reach(type(optimizer), group, amax) for optimizer, group in groups]
-    states = [
-        (group.get("eps"), square.dtype)
+    # The highest rate that a schedule has had, or may have, too. An update of Adam is at most (1 - beta1) / sqrt(1 - beta2)
+    # times that: 3.2 by default, and 10 for a beta2 of 0.9999.
+    rates = [max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if name in group) for _, group in groups]
+    is_adam = groups and all(
+        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and rate * group["weight_decay"] < 2
+        for (optimizer, group), rate in zip(groups, rates, strict=True)
+    )
+    zero_eps = (
+        (group["eps"], str(squares.dtype).removeprefix("torch."))
         for optimizer, group in groups
         for parameter in (() if group.get("fused") else group["params"])  # whose kernel computes in float32
-        if isinstance(square := optimizer.state.get(parameter, {}).get("exp_avg_sq"), Tensor)
-    ]
-    zero = [(eps, dtype) for eps, dtype in states if eps is not None and not torch.tensor(eps, dtype=dtype)]
+        if isinstance(squares := optimizer.state.get(parameter, {}).get("exp_avg_sq"), Tensor)
+        and not torch.tensor(group.get("eps", 1.0), dtype=squares.dtype)
+    )
     return {
         "learning_rate": max((float(group["lr"]) for _, group in groups), default=None),
-        "reach": max(reaches) if reaches and None not in reaches else None,
-        "decay": max(decays, default=0.0),
-        "zero_eps": (zero[0][0], str(zero[0][1]).removeprefix("torch.")) if zero else None,
+        "reach": 10 * max(rates) if is_adam else None,
+        "zero_eps": next(zero_eps, None),
     }
-
-
-def _reach(kind: type[Optimizer], group: dict[str, Any], amax: Any) -> float | None:
-    """Returns how far an update moves a weight at most; None where that is not known."""
-    # The highest rate that a schedule has had or may have, too.
-    rate = max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if name in group)
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        return 10 * rate  # (1 - beta1) / sqrt(1 - beta2) is 3.2 by default, and 10 for a beta2 of 0.9999
-    if kind is torch.optim.SGD and amax is not None and group["momentum"] < 1:
-        return 2 * rate * float(amax) / (1 - group["momentum"])  # `amax` may be an estimate
-    return None
 
 
 def _bad_state(optimizers: Sequence[Optimizer], names: Names) -> list[str]:
     """Returns the tensors of the states of optimizers that are not finite, by their names. Synchronizes."""
-    held = [
-        (parameter, key, local(value))
+    found = [
+        (parameter, key, values)
         for optimizer in optimizers
         for parameter, state in optimizer.state.items()
         for key, value in (state.items() if isinstance(state, dict) else ())
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and type(values := local(value)) is Tensor and _is_dense_float(values)
     ]
-    found = [each for each in held if type(each[2]) is Tensor and _is_dense_float(each[2])]
     sizes: list[float] = largest([each[2] for each in found], found[0][2].device).tolist() if found else []
-    bad = [(each, key) for (each, key, _), size in zip(found, sizes, strict=True) if not math.isfinite(size)]
-    named = names.of([each for each, _ in bad], optimizers)
-    return [f"{key} of {name}" for (_, key), name in zip(bad, named, strict=True)]
+    bad = [each for each, size in zip(found, sizes, strict=True) if not math.isfinite(size)]
+    named = names.of([parameter for parameter, _, _ in bad], optimizers)
+    return [f"{key} of {name}" for (_, key, _), name in zip(bad, named, strict=True)]
 
 
 def _headroom_bits(amax: Any, scale: float) -> float:
