@@ -162,7 +162,7 @@ class Evidence:
     applied: int  # steps applied so far
     skipped: int  # steps skipped so far
     consecutive_skips: int = 0  # since the last applied step
-    stuck: bool = False  # the last step overflowed, and the scale could not go lower
+    stuck: bool = False  # the last steps overflowed, and the scale could not go lower
     recent: tuple[int, int] = (0, 0)  # steps applied and skipped since the last look, or since the start
     bad_losses: int = 0  # those of the recent skips whose loss was not finite
     rows: int = 0  # rows of recent skips that began with an overflow
@@ -305,7 +305,7 @@ def _stuck(seen: Evidence) -> Finding | None:
             "they require gradients."
         )
         return Finding(Condition.STUCK, known, do=do)
-    if not (seen.stuck and seen.consecutive_skips > 1):
+    if not seen.stuck:
         return None
     culprits, number, suspected = seen.culprits, len(seen.culprits), ""
     if not seen.parameters:

@@ -254,7 +254,7 @@ def judged(
     dtype = operation.outputs[0].dtype if operation is not None else ""
     if large is not None and origin.overflow and forward and dtype == "float16":
         known = f"a weight of {large}, and FP16 ends at {FP16.max:g}: {name} overflows."
-        return Verdict.BROKEN_WEIGHTS, f"{known} Look at the initialization of that weight, or at its checkpoint."
+        return Verdict.BROKEN_WEIGHTS, f"{known} Look at how that weight has become so large."
     if other_finite:
         return Verdict.BAD_BATCH, f"{name} is not finite for this batch, and another batch is finite. {_DATA}"
     if operation is not None and origin.overflow and forward and dtype not in ("float32", "float64"):

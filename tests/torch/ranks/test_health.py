@@ -33,7 +33,7 @@ def found() -> tuple[list[str], list[str]]:
 def test_every_rank_knows_it_and_the_first_logs_it_once(tmp_path: Path) -> None:
     (first, logged), (second, silent) = run_ranks(2, found, folder=tmp_path)
     assert first == second
-    assert first == ["ok", "ok", "forward_overflow", "forward_overflow", "calibrating", "calibrating"]
+    assert first == ["ok", "ok", "nonfinite_loss", "nonfinite_loss", "ok", "ok"]
     (line,) = logged  # once, and recoveries are logged as information only
-    assert line.startswith("forward_overflow: 2 updates in 3 steps.")
+    assert line.startswith("nonfinite_loss: 2 updates in 3 steps. The loss was inf or NaN in 1 of 1 step")
     assert silent == []

@@ -403,7 +403,7 @@ class Memory:
         skips = self._skip is not None and (known["recent"][1] or seen.consecutive_skips)
         return replace(
             seen,
-            stuck=self._stuck,
+            stuck=self._stuck and seen.consecutive_skips > 1,
             status=last.status(),
             headroom_bits=_headroom_bits(self._sizes[1], seen.scale),
             culprits=self._skip.culprits() if self._skip is not None and skips else (),
@@ -442,8 +442,8 @@ def _losses(result: StepResult | None) -> Losses | None:
 def _settings(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Returns what the settings of optimizers mean for weights, by the names of `Weights`."""
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
-    # The highest rate that a schedule has had, or may have, too. An update of Adam is at most (1 - beta1) / sqrt(1 - beta2)
-    # times that: 3.2 by default, and 10 for a beta2 of 0.9999.
+    # The highest rate that a schedule has had, or may have, too. An update of Adam is at most
+    # (1 - beta1) / sqrt(1 - beta2) times that: 3.2 by default, and 10 for a beta2 of 0.9999.
     rates = [max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if name in group) for _, group in groups]
     is_adam = groups and all(
         type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and rate * group["weight_decay"] < 2
