@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
 import pytest
 
 from gradscale.engine.culprits import Culprit
@@ -102,8 +101,8 @@ def test_the_error_says_since_which_step(
     applied: int, skips: int, status: Status, last_finite_loss: int | None, text: str
 ) -> None:
     known = {"last_finite_loss": last_finite_loss}
+    bad: Any = Bad(status)
     with pytest.raises(ScaleStuck) as caught:
-        bad: Any = Bad(status)
         StuckCheck(3).check(state(applied, skips, True), bad, status is Status.OVERFLOW, lambda: known)
     assert str(caught.value).startswith(f"4 steps in a row were skipped{text}")
 
@@ -182,7 +181,7 @@ def test_the_cause_says_so_where_the_parameters_were_not_recorded() -> None:
             "the learning rate (30) is too high. ",
         ),
         (Weights(INF, "head", 0.25), "The largest weight, in head, is inf after 4 updates, and was 0.25 before"),
-        (Weights(NAN, "head"), "The largest weight, in head, is nan after 4 updates. Likely cause: the learning rate is"),
+        (Weights(NAN, "head"), "The largest weight, in head, is nan after 4 updates. Likely cause: the learning rate"),
         (
             Weights(NAN, "head", 0.25, zero_eps=(1e-8, "float16")),
             "The largest weight, in head, is nan after 4 updates, and was 0.25 before the first step. The optimizer's "

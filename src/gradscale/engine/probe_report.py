@@ -221,17 +221,20 @@ def judged(
     seen: Evidence | None,
     large: str | None,
     other_finite: bool | None,
+    bad_ranks: str = "",
 ) -> tuple[Verdict, str]:
     """Returns what is wrong with a step, and what to do, from its run at the scale of training and the cause.
 
     None stands for what is not known: how often the scale must be halved, if no lower one helps or none is needed; the
-    evidence of the run; and whether another batch is finite. `large` is a weight above the range of FP16.
+    evidence of the run; and whether another batch is finite. `large` is a weight above the range of FP16, and
+    `bad_ranks` are those whose numbers are not finite.
     """
     at, operation = number_text(scale).removesuffix(".0"), origin.operation
     name = "an operation" if operation is None else f"`{operation.name}` {operation.place}"
     fault = None if seen is None else fault_of_weights(seen)
     if run.finite:
-        return Verdict.FINITE, f"loss and gradients are finite at a scale of {at}."
+        elsewhere = f" on this rank, not on {bad_ranks}" if bad_ranks else ""
+        return Verdict.FINITE, f"loss and gradients are finite at a scale of {at}{elsewhere}."
     if halvings is not None:
         fitting, times = scale / 2**halvings, "once" if halvings == 1 else f"{halvings} times"
         low = number_text(fitting).removesuffix(".0")

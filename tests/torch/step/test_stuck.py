@@ -56,8 +56,16 @@ def in_none(model: nn.Sequential) -> None:
     ("damage", "loss", "cause"),
     [
         (in_none, NAN, "No scale, retry or policy can help: look at the forward pass and the input batch"),
-        (in_one, 1.0, r"The gradient of one parameter, '2\.bias', overflows\. Look at its hooks and at the backward pass"),
-        (in_some, 1.0, r"2 of 4 gradients overflow\. Likely cause: part of the model overflows at any scale\. Keep the"),
+        (
+            in_one,
+            1.0,
+            r"The gradient of one parameter, '2\.bias', overflows\. Look at its hooks and at the backward pass",
+        ),
+        (
+            in_some,
+            1.0,
+            r"2 of 4 gradients overflow\. Likely cause: part of the model overflows at any scale\. Keep the",
+        ),
         (in_all, 1.0, r"Every gradient is inf or NaN although the loss is finite\. Likely cause: a division, a sqrt"),
     ],
 )
@@ -91,7 +99,9 @@ def test_gradients_that_only_grad_took_are_a_cause_of_their_own() -> None:
     x = torch.ones(1, dtype=torch.float16, requires_grad=True)
     scaler.grad((x.float() * 2.0).sum(), x)
     scaler.backward(loss_of(model))
-    with pytest.raises(ScaleStuck, match=r"Gradients overflowed that the step did not read\. Likely cause: .*`scaler\.grad`"):
+    with pytest.raises(
+        ScaleStuck, match=r"Gradients overflowed that the step did not read\. Likely cause: .*`scaler\.grad`"
+    ):
         scaler.step(torch.optim.SGD(model.parameters()))
 
 

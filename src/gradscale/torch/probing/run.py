@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradscale.engine.culprits import culprits_of
@@ -118,6 +119,16 @@ class Probe:
         device = next((each.device for each in self.parameters), None)
         return self._any_rank(torch.tensor([flag], device=device))[0]
 
+    def ranks(self, flag: bool) -> str:
+        """Returns the ranks on which a flag is set, where several probe together."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return ""
+        device, own = next((each.device for each in self.parameters), None), dist.get_rank()
+        flags = [flag and rank == own for rank in range(dist.get_world_size())]
+        return ", ".join(
+            str(rank) for rank, bad in enumerate(self._any_rank(torch.tensor(flags, device=device))) if bad
+        )
+
 
 def probe(
     step: Step,
@@ -178,9 +189,10 @@ def probe(
         # What seems to be an input: FSDP gathers its weights from memory of its own.
         origin = replace(origin, outside=broken[0] if broken else "a parameter of another rank", parameter=True)
     large = next((f"{name} is {size:.3g}" for size, name in named if FP16.max < size < math.inf), None)
+    bad_ranks = probed.ranks(not first.finite)
     other_finite = None if other is None else probed.run(other, scale).finite
     return ProbeReport(
-        *judged(first, origin, scale, halvings, None if seen is None else seen(), large, other_finite),
+        *judged(first, origin, scale, halvings, None if seen is None else seen(), large, other_finite, bad_ranks),
         *(origin.operation, origin.overflow, origin.outside),
         *(scale, None if halvings is None else scale / 2**halvings, halvings),
         *(first.loss, first.culprits, tuple(deque(cause.operations, frames))),
