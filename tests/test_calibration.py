@@ -36,8 +36,8 @@ def test_whether_a_scale_is_needed_is_answered_first() -> None:
     needed = calibration_of({"a": histogram_of(-3), "b": histogram_of(-40)})
     assert needed.needs_scale
     assert str(needed).startswith(
-        "A scale is needed: without a scale 50.00% of the gradients become zero in FP16, and more than 1% of 1 of the 2 "
-        "measured tensors. At 2^15, 0.00% do."
+        "A scale is needed: without a scale 50.00% of the gradients become zero in FP16, and more than 1% of 1 of the "
+        "2 measured tensors. At 2^15, 0.00% do."
     )
     without = calibration_of({"a": histogram_of(-3, -10)})
     assert not without.needs_scale

@@ -163,7 +163,7 @@ def test_a_stuck_run_has_the_parameter() -> None:
 
 def test_diverged_weights_are_reported_with_the_learning_rate() -> None:
     advice = health_of(replace(GOOD, weights=Weights(1e4, "a", 0.5, learning_rate=3.0, reach=30.0))).advice
-    assert advice.startswith("The largest weight, in a, is 1e+04 after 1000 updates, and was 0.5 before the first step. ")
+    assert advice.startswith("The largest weight, in a, is 1e+04 after 1000 updates, and was 0.5 before the first step.")
     assert "Likely cause: the learning rate (3) is too high. " in advice
 
 

@@ -22,7 +22,7 @@ SHOWN = 8
 """Scales in the text: no scale, in four steps up to the best one, and three above it."""
 
 LEGEND = (
-    "Shares are of the nonzero elements. flushed: become zero. subnormal: keep fewer digits. overflow: are too large for "
+    "Shares are of the nonzero elements. flushed: become zero. subnormal: keep fewer digits. overflow: too large for "
     "the format. energy: share of the sum of squares that is flushed. SNR: signal to rounding noise; 6 dB are one bit. "
     "bits: powers of two from the smallest to the largest. own: the best scale of that gradient alone."
 )
