@@ -60,33 +60,19 @@ INSIDE = ("gradscale.", "torch._dynamo.", "torch._compile")
 
 
 class Condition(StrEnum):
-    """How a run is doing.
+    """How a run is doing."""
 
-    Attributes:
-        OK: steps are applied, and gradients fit the format.
-        CALIBRATING: the scale is still being found. Skips are normal.
-        THRASHING: too many steps overflow, one by one.
-        STUCK: every step overflows, and no lower scale is left; or no step has had a gradient.
-        UNDERFLOWING: gradients are so small that many of them are zero.
-        ZERO_GRADIENTS: all gradients are zero, without a scale too.
-        UNNEEDED: the backward pass runs in BF16, and needs no scale.
-        SCALED_TWICE: the loss is multiplied by a scale before the scaler multiplies it.
-        NONFINITE_LOSS: the loss is or was inf or NaN, and the weights look sound.
-        DIVERGING: the loss and the weights grow.
-        BROKEN: weights or optimizer state are inf or NaN, or weights have diverged.
-    """
-
-    OK = "ok"
-    CALIBRATING = "calibrating"
-    THRASHING = "thrashing"
-    STUCK = "stuck"
-    UNDERFLOWING = "underflowing"
-    ZERO_GRADIENTS = "zero_gradients"
-    UNNEEDED = "unneeded"
-    SCALED_TWICE = "scaled_twice"
-    NONFINITE_LOSS = "nonfinite_loss"
-    DIVERGING = "diverging"
-    BROKEN = "broken"
+    OK = "ok"  # steps are applied, and gradients fit the format
+    CALIBRATING = "calibrating"  # the scale is still being found: skips are normal
+    THRASHING = "thrashing"  # too many steps overflow, one by one
+    STUCK = "stuck"  # every step overflows, and no lower scale is left; or no step has had a gradient
+    UNDERFLOWING = "underflowing"  # gradients are so small that many of them are zero
+    ZERO_GRADIENTS = "zero_gradients"  # all gradients are zero, without a scale too
+    UNNEEDED = "unneeded"  # the backward pass runs in BF16, and needs no scale
+    SCALED_TWICE = "scaled_twice"  # the loss is multiplied by a scale before the scaler multiplies it
+    NONFINITE_LOSS = "nonfinite_loss"  # the loss is or was inf or NaN, and the weights look sound
+    DIVERGING = "diverging"  # loss and weights grow, or something other than the optimizer writes to weights
+    BROKEN = "broken"  # weights or optimizer state are inf or NaN, or weights have diverged
 
 
 HEALTHY = (Condition.OK, Condition.CALIBRATING)
@@ -204,11 +190,9 @@ class Evidence:
 
     @property
     def diverging(self) -> bool:
-        """Whether weights and loss have grown together, or the weights more than updates can have moved them."""
-        if self.weights is None or not self.applied:
-            return False
-        both = bool(self.rose) and (self.weights.growth or 0) >= GROWN
-        return both or self.written is not None or self.weights.moved_otherwise(self.applied)
+        """Whether weights and loss have grown together, or something other than the optimizer writes to weights."""
+        grown = self.weights is not None and self.weights.growth is not None and self.weights.growth >= GROWN
+        return self.written is not None or bool(grown and self.rose)
 
 
 def diagnosis(seen: Evidence) -> Finding:
@@ -262,7 +246,8 @@ def _why(seen: Evidence, weights: Weights, condition: Condition) -> Finding:
         return Finding(condition, f"{known} {zero}", do=f"Use a larger eps.{masters}")
     if weights.moved_otherwise(seen.applied):
         far = f"At this learning rate{rate} an update moves a weight by {weights.reach:.2g} at most."
-        return Finding(condition, f"{known} {far}", "something other than the optimizer has written to them", look)
+        other = "something other than the optimizer has written to them, or the learning rate was higher before"
+        return Finding(condition, f"{known} {far}", other, look)
     otherwise = "" if weights.reach is not None else ", or something other than the optimizer writes to the weights"
     lower = "Lower it or warm it up, and restart from a checkpoint with good weights."
     return Finding(condition, known, f"the learning rate{rate} is too high{otherwise}", lower)

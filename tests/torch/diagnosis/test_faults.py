@@ -46,7 +46,7 @@ WRITTEN = (
     "The largest weight, in ",
     "and was 0.499 before the first step.",
     "an update moves a weight by ",
-    "Likely cause: something other than the optimizer has written to them.",
+    "Likely cause: something other than the optimizer has written to them",
 )
 
 TABLE = {

@@ -331,7 +331,7 @@ class Memory:
             # A NaN is the largest, and `max` may lose it.
             max(before, key=lambda size: math.inf if math.isnan(size) else size, default=None),
             growth=sum(sizes) / sum(before) if known else None,
-            **_settings(optimizers),
+            **_settings(optimizers, comparable=known),
             bad_state=_bad_state(optimizers, names),
         )
 
@@ -439,7 +439,7 @@ def _losses(result: StepResult | None) -> Losses | None:
     return Losses(values, float(result.made_with)) if result is not None and values else None
 
 
-def _settings(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def _settings(optimizers: Sequence[Optimizer], *, comparable: bool) -> dict[str, Any]:
     """Returns what the settings of optimizers mean for weights, by the names of `Weights`."""
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
     # The highest rate that a schedule has had, or may have, too. An update of Adam is at most
@@ -458,7 +458,7 @@ def _settings(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     )
     return {
         "learning_rate": max((float(group["lr"]) for _, group in groups), default=None),
-        "reach": 10 * max(rates) if is_adam else None,
+        "reach": 10 * max(rates) if is_adam and comparable else None,  # not of weights that were added since
         "zero_eps": next(zero_eps, None),
     }
 
