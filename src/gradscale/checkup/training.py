@@ -1,6 +1,5 @@
 """A few steps of a user's training, and what is wrong with them."""
 
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,9 +21,6 @@ LEARNING_RATE = 1e-4
 
 MOST_BATCHES = 64
 """Batches that are taken from the function, and repeated after the last."""
-
-LARGE_FACTOR = 2.0**10
-"""A power of two that a loss is multiplied by, from which on it is taken for a scale: it may be a size of batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +63,6 @@ def _checked(training: Training, steps: int, policy: Any) -> Checkup:
     for index, batch in enumerate(_repeated(training.batches, steps), 1):
         loss = _loss(loss_fn(model, batch))
         losses.append(float(loss.detach()))
-        known.setdefault("multiplied", _factor(loss))
         scaler.backward(loss)
         if _sums(model) != weights:
             known.setdefault("written", index)
@@ -118,13 +113,6 @@ def _described(result: StepResult) -> str:
 def _sums(model: nn.Module) -> list[str]:
     """Returns a number for each parameter that changes if someone writes to it. As text, where a NaN equals itself."""
     return [str(float(each.detach().sum(dtype=torch.float64))) for each in model.parameters() if not each.is_complex()]
-
-
-def _factor(loss: Tensor) -> float | None:
-    """Returns the power of two that a loss was multiplied by last, if it is as large as a scale; else None."""
-    factor = getattr(loss.grad_fn, "_saved_other", None) if "MulBackward" in str(loss.grad_fn) else None
-    number = float(factor) if isinstance(factor, Tensor) and factor.numel() == 1 else 0.0
-    return number if number >= LARGE_FACTOR and math.frexp(number)[0] == 0.5 else None
 
 
 def _zeros(step: Step, model: nn.Module, scale: float) -> Mapping[str, Any]:

@@ -37,9 +37,6 @@ ADAPTERS = {
 OTHERS = ("tensorflow", "tensorflow-cpu", "flax", "jmp")
 """What gradscale works with and does not install."""
 
-SHOWN_SKIPS = 3
-"""Skipped steps of a training that are listed."""
-
 MARKS = {True: "ok", False: "FAILED", None: "-"}
 """The result of a test of a device."""
 
@@ -283,10 +280,8 @@ def _show_training(found: "Checkup") -> None:
         f"{counted(len(found.losses), 'step')}, {len(found.skipped)} skipped; "
         f"loss {found.losses[0]:.4g} to {found.losses[-1]:.4g}; scale {number(found.scales[-1])}"
     )
-    for step, why in list(found.skipped.items())[:SHOWN_SKIPS]:
+    for step, why in list(found.skipped.items())[:3]:
         screen.print(f"  step {step}: {escape(why)}")
-    if len(found.skipped) > SHOWN_SKIPS:
-        screen.print(f"  and {counted(len(found.skipped) - SHOWN_SKIPS, 'more step')}")
     for warned in found.warned:
         screen.print(f"[bold]Warning[/bold]: {escape(warned)}", soft_wrap=True)
     screen.print(f"[bold]Health[/bold]: {escape(str(found.health))}")

@@ -22,10 +22,8 @@ logger = logging.getLogger(__name__)
 logger.addHandler(logging.NullHandler())
 
 HUGE = 30.0
-"""Growth of the largest weight that is taken for a divergence; weights below 1 at the first step count as 1.
-
-Weights start below 1 and end a healthy run below 10 in almost every network. One update at a learning rate that makes
-the loss overflow multiplies them by a hundred or more."""
+"""Growth of the largest weight that is a divergence; weights below 1 at the first step count as 1. Weights start below
+1 and end a healthy run below 10. One update at a learning rate far too high multiplies them by a hundred or more."""
 
 GROWN, RISEN = 3.0, 0.25
 """Growth of the weights, and rise of the loss, that together are a divergence. Neither is one alone."""
@@ -40,8 +38,7 @@ THRASHING_RATE = 0.05
 """Share of skipped steps that is too high. A dynamic scale that finds its limit by crossing it skips 0.05%."""
 
 UNDERFLOW_BITS = 16.0
-"""Headroom at which the largest gradient, times the scale, is below 1: of FP16's 40 binades, 16 are not used, and
-gradients that are 2**24 times smaller than the largest are zero."""
+"""Headroom at which the largest gradient, scaled, is below 1: gradients 2**24 times smaller than that are zero."""
 
 EXACT_ZERO = 2.0**40
 """Scale at which gradients that are all zero are taken to be so without a scale: 2**-64 would be seen in FP16."""
@@ -134,11 +131,6 @@ class Losses(NamedTuple):
         """Their mean."""
         return sum(self.values) / len(self.values)
 
-    @property
-    def twice(self) -> bool:
-        """Whether one of them is exactly another one times the scale."""
-        return self.scale != 1 and not {each * self.scale for each in self.values if each}.isdisjoint(self.values)
-
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
@@ -165,7 +157,6 @@ class Evidence:
     rank: tuple[int, int, bool] | None = None  # this one, how many there are, and whether its own losses were finite
     probed: str = ""  # what a probe of the last skipped step has found
     written: int | None = None  # the first step before which something other than the optimizer wrote to weights
-    multiplied: float | None = None  # the loss by that, before the scaler, if it is as large as a scale
     lost: Mapping[str, float] = field(default_factory=dict[str, float])  # shares that are zero, and not in float32
     zero_in_float32: bool | None = None  # whether all gradients are zero there too
     in_bf16: bool = False  # the backward pass runs in BF16
@@ -254,13 +245,13 @@ def _why(seen: Evidence, weights: Weights, condition: Condition) -> Finding:
 
 
 def _scaled_twice(seen: Evidence) -> Finding | None:
-    if seen.multiplies and seen.losses is not None and seen.losses.twice:
-        known = f"A loss was scaled twice: one is exactly another one times the scale of {_scale(seen.losses.scale)}."
-        return Finding(Condition.SCALED_TWICE, known, do="Give the scaler the plain loss.")
-    if seen.multiplied is not None:
-        known = f"The loss is multiplied by {_scale(seen.multiplied)} before it is given to the scaler."
-        return Finding(Condition.SCALED_TWICE, f"{known} Gradients are that much larger.", do="Give it the plain loss.")
-    return None
+    if seen.losses is None or seen.losses.scale == 1 or not seen.multiplies:
+        return None
+    values, scale = seen.losses
+    if {each * scale for each in values if each}.isdisjoint(values):
+        return None
+    known = f"A loss was scaled twice: one is exactly another one times the scale of {_scale(scale)}."
+    return Finding(Condition.SCALED_TWICE, known, do="Give the scaler the plain loss.")
 
 
 def _nonfinite_loss(seen: Evidence) -> Finding | None:
@@ -285,11 +276,9 @@ def _nonfinite_loss(seen: Evidence) -> Finding | None:
 def _stuck(seen: Evidence) -> Finding | None:
     if seen.status is Status.NO_GRADS and not seen.applied:
         known = "No parameter of the optimizer has a gradient."
-        do = (
-            "Look whether it was built with the parameters of this model, after they were last replaced, and whether "
-            "they require gradients."
+        return Finding(
+            Condition.STUCK, known, do="Look whether it has this model's, and whether they require gradients."
         )
-        return Finding(Condition.STUCK, known, do=do)
     if not seen.stuck:
         return None
     culprits, number, suspected = seen.culprits, len(seen.culprits), ""
@@ -549,16 +538,10 @@ class StuckCheck:
         loss_finite: bool,
         more: Callable[[], Mapping[str, Any]] = dict[str, Any],
     ) -> None:
-        """Raises, warns or calls if the run is stuck. `more` is read, and the device waited for, only if it is.
+        """Raises `ScaleStuck`, warns or calls if the run is stuck. Synchronizes with the device only if it is.
 
-        Args:
-            state: the state after a step.
-            last: the result of the last step, which on a device is a few steps later.
-            loss_finite: whether the loss of the step was finite.
-            more: returns what else is known, by the names of `Evidence`.
-
-        Raises:
-            ScaleStuck: the run is stuck, and `on_stuck` is `"raise"`.
+        `last` is the result of the last step, on a device a few steps later than the state and the loss. `more` returns
+        what else is known, by the names of `Evidence`.
         """
         # Skips alone are not enough: from a high initial scale a run may skip many steps and still find its scale.
         counts = int(state.applied), int(state.skipped), int(state.consecutive_skips)

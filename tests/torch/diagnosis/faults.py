@@ -154,11 +154,6 @@ def doubled_weights_sgd() -> Made:
     return writing(range(5, 21), double, optimizer=sgd)
 
 
-def loss_scaled_by_hand() -> Made:
-    """The loss is multiplied by a scale before it is given to the scaler."""
-    return made(loss_fn=lambda model, x: squares(model, x) * 65536.0)
-
-
 class Words(nn.Module):
     """An embedding, of which one row is out of range, and a head."""
 

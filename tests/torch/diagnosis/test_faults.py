@@ -117,12 +117,6 @@ TABLE = {
         ("Something other than the optimizer", "before step 5."),
         ("MasterWeights",),
     ),
-    "loss_scaled_by_hand": Said(
-        Condition.CALIBRATING,  # which only doctor knows, as it has the loss with its graph
-        (),
-        ("scaled_twice", "The loss is multiplied by 65536 before it is given to the scaler."),
-        ("Nothing to do", "learning rate"),
-    ),
     "embedding_row": Said(
         Condition.NONFINITE_LOSS,
         ("A weight of embed.weight is 1e+06, and FP16 ends at 65504.",),

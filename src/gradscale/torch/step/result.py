@@ -331,8 +331,7 @@ class Memory:
             # A NaN is the largest, and `max` may lose it.
             max(before, key=lambda size: math.inf if math.isnan(size) else size, default=None),
             growth=sum(sizes) / sum(before) if known else None,
-            **_settings(optimizers, comparable=known),
-            bad_state=_bad_state(optimizers, names),
+            **_known_of(optimizers, names, same_weights=known),
         )
 
     def note(self, result: StepResult, facts: Facts, norm: bool, amax: bool, state: ScaleState) -> None:
@@ -415,10 +414,9 @@ class Memory:
     def _known(self, state: ScaleState, optimizers: Sequence[Optimizer], names: Names) -> dict[str, Any]:
         """Returns what else is known of the run, by the names of `Evidence`. Synchronizes with the device."""
         skipped, (result, finite) = int(state.skipped), self._finite or (None, None)
-        own, several = _losses(self._skip), dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        rank = (
-            (dist.get_rank(), dist.get_world_size(), all(map(math.isfinite, own.values))) if several and own else None
-        )
+        rank, own = None, _losses(self._skip)
+        if own is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            rank = dist.get_rank(), dist.get_world_size(), all(map(math.isfinite, own.values))
         return {
             "recent": (int(state.applied) - self._counted[0], skipped - self._counted[1]),
             "bad_losses": self._bad_losses,
@@ -439,43 +437,44 @@ def _losses(result: StepResult | None) -> Losses | None:
     return Losses(values, float(result.made_with)) if result is not None and values else None
 
 
-def _settings(optimizers: Sequence[Optimizer], *, comparable: bool) -> dict[str, Any]:
-    """Returns what the settings of optimizers mean for weights, by the names of `Weights`."""
-    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
+def _known_of(optimizers: Sequence[Optimizer], names: Names, *, same_weights: bool) -> dict[str, Any]:
+    """Returns what optimizers show of weights, by the names of `Weights`. Synchronizes with the device."""
+    groups = [(type(optimizer), group) for optimizer in optimizers for group in optimizer.param_groups]
     # The highest rate that a schedule has had, or may have, too. An update of Adam is at most
     # (1 - beta1) / sqrt(1 - beta2) times that: 3.2 by default, and 10 for a beta2 of 0.9999.
-    rates = [max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if name in group) for _, group in groups]
-    is_adam = groups and all(
-        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and rate * group["weight_decay"] < 2
-        for (optimizer, group), rate in zip(groups, rates, strict=True)
+    rates = [max(float(group.get(name, 0.0)) for name in ("lr", "initial_lr", "max_lr")) for _, group in groups]
+    is_adam = all(
+        kind in (torch.optim.Adam, torch.optim.AdamW) and rate * group["weight_decay"] < 2
+        for (kind, group), rate in zip(groups, rates, strict=True)
     )
-    zero_eps = (
-        (group["eps"], str(squares.dtype).removeprefix("torch."))
-        for optimizer, group in groups
-        for parameter in (() if group.get("fused") else group["params"])  # whose kernel computes in float32
-        if isinstance(squares := optimizer.state.get(parameter, {}).get("exp_avg_sq"), Tensor)
-        and not torch.tensor(group.get("eps", 1.0), dtype=squares.dtype)
-    )
-    return {
-        "learning_rate": max((float(group["lr"]) for _, group in groups), default=None),
-        "reach": 10 * max(rates) if is_adam and comparable else None,  # not of weights that were added since
-        "zero_eps": next(zero_eps, None),
-    }
-
-
-def _bad_state(optimizers: Sequence[Optimizer], names: Names) -> list[str]:
-    """Returns the tensors of the states of optimizers that are not finite, by their names. Synchronizes."""
-    found = [
+    # A fused kernel computes in float32.
+    plain = {id(each): group for _, group in groups if not group.get("fused") for each in group["params"]}
+    held = [
         (parameter, key, values)
         for optimizer in optimizers
-        for parameter, state in optimizer.state.items()
+        for parameter, state in getattr(optimizer, "state", {}).items()
         for key, value in (state.items() if isinstance(state, dict) else ())
         if isinstance(value, Tensor) and type(values := local(value)) is Tensor and _is_dense_float(values)
     ]
-    sizes: list[float] = largest([each[2] for each in found], found[0][2].device).tolist() if found else []
-    bad = [each for each, size in zip(found, sizes, strict=True) if not math.isfinite(size)]
+    squares = {
+        values.dtype: plain[id(each)].get("eps")
+        for each, key, values in held
+        if key == "exp_avg_sq" and id(each) in plain
+    }
+    zero = [
+        (eps, str(dtype)[6:])
+        for dtype, eps in squares.items()
+        if isinstance(eps, float) and not torch.tensor(eps, dtype=dtype)
+    ]
+    sizes: list[float] = largest([each[2] for each in held], held[0][2].device).tolist() if held else []
+    bad = [each for each, size in zip(held, sizes, strict=True) if not math.isfinite(size)]
     named = names.of([parameter for parameter, _, _ in bad], optimizers)
-    return [f"{key} of {name}" for (_, key, _), name in zip(bad, named, strict=True)]
+    return {
+        "learning_rate": max((float(group["lr"]) for _, group in groups if "lr" in group), default=None),
+        "reach": 10 * max(rates) if rates and is_adam and same_weights else None,
+        "zero_eps": zero[0] if zero else None,
+        "bad_state": [f"{key} of {name}" for (_, key, _), name in zip(bad, named, strict=True)],
+    }
 
 
 def _headroom_bits(amax: Any, scale: float) -> float:
