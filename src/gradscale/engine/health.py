@@ -551,7 +551,8 @@ class StuckCheck:
         reported = self.on_stuck == "ignore" or (self.reported and self.on_stuck != "raise")
         if not last.attempted or reported or (loss_finite and not state.stuck):
             return
-        found = {"status": Status.of(False, loss_finite), "culprits": last.culprits(), "parameters": last.parameters}
+        found: dict[str, Any] = {"status": Status.of(False, loss_finite), "culprits": last.culprits()}
+        found["parameters"] = last.parameters
         error = ScaleStuck(Evidence(float(last.next_scale), *counts, stuck=True, **{**found, **more()}))
         self.reported = True
         if self.on_stuck == "raise":

@@ -292,7 +292,7 @@ def test_what_a_probe_has_found_takes_the_place_of_what_is_likely() -> None:
         scaler.step(optimizer)
         optimizer.zero_grad()
     assert "Likely cause" in scaler.health().advice
-    scaler.probe(lambda: loss_fn(model, batch))
+    scaler.probe(lambda: loss_fn(model, faults.rows()))
     advice = scaler.health().advice
     check_order(advice, ("Every gradient is inf or NaN", "A probe found undefined: `div` outside of the model"))
     assert "Likely cause" not in advice

@@ -18,7 +18,8 @@ def train(
 ) -> tuple[LossScaler, Health]:
     """Returns the scaler of a run, and its health after the last step."""
     scaler = LossScaler(model, policy, on_stuck="ignore")
-    model.optimizer = optimizer = torch.optim.SGD(model.parameters(), lr=lr)  # a scaler refers to it weakly
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    vars(model)["optimizer"] = optimizer  # a scaler refers to it weakly
     for _ in range(steps):
         scaler.backward(step())
         scaler.step(optimizer)

@@ -17,9 +17,10 @@ def nan_on_one_rank() -> tuple[str, str]:
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
     scaler, optimizer = LossScaler(model), torch.optim.SGD(model.parameters(), lr=1e-2)
-    for number in range(3):
-        x = torch.full((3, 4), math.nan if number == 2 and dist.get_rank() == 1 else 1.0)
-        scaler.backward(model(x).square().mean())
+    good = torch.full((3, 4), 1.0)
+    x = good if dist.get_rank() == 0 else good * math.nan
+    for batch in (good, good, x):
+        scaler.backward(model(batch).square().mean())
         scaler.step(optimizer)
         optimizer.zero_grad()
     said = scaler.health().advice
