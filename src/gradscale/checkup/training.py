@@ -112,7 +112,7 @@ def _described(result: StepResult) -> str:
 
 def _sums(model: nn.Module) -> list[str]:
     """Returns a number for each parameter that changes if someone writes to it. As text, where a NaN equals itself."""
-    return [str(float(each.detach().sum(dtype=torch.float64))) for each in model.parameters() if not each.is_complex()]
+    return [str(float(each.detach().float().sum())) for each in model.parameters() if not each.is_complex()]
 
 
 def _zeros(step: Step, model: nn.Module, scale: float) -> Mapping[str, Any]:
@@ -122,17 +122,13 @@ def _zeros(step: Step, model: nn.Module, scale: float) -> Mapping[str, Any]:
     """
     if any(each.dtype not in (torch.float32, torch.float64) for each in model.parameters()):
         return {}
-    probed, zero, lost, some = Probe([model], None), dict[str, Tensor](), dict[str, float](), False
-
-    def compare(grads: Mapping[str, Tensor]) -> None:
-        nonlocal some
-        for name, grad in grads.items():
-            some = some or bool(grad.any())
-            flushed = (zero[name] & (grad != 0)).sum() / max(1, grad.numel()) if name in zero else 0.0
-            if flushed >= LOST_SHARE:
-                lost[name] = float(flushed)
-
-    probed.run(step, scale, use=lambda grads: zero.update({name: grad == 0 for name, grad in grads.items()}))
+    probed, zero, nonzero = Probe([model], None), dict[str, Tensor](), dict[str, Tensor]()
+    probed.run(step, scale, use=lambda grads: zero.update({name: each.to_dense() == 0 for name, each in grads.items()}))
     with no_autocast(next(model.parameters()).device.type):
-        probed.run(step, 1.0, use=compare)
-    return {"lost": dict(sorted(lost.items(), key=lambda item: -item[1])), "zero_in_float32": not some}
+        probed.run(
+            step, 1.0, use=lambda grads: nonzero.update({name: each.to_dense() != 0 for name, each in grads.items()})
+        )
+    shares = {name: float((zero[name] & each).float().mean()) for name, each in nonzero.items() if name in zero}
+    lost = {name: share for name, share in shares.items() if share >= LOST_SHARE}
+    any_is = any(bool(each.any()) for each in nonzero.values())
+    return {"lost": dict(sorted(lost.items(), key=lambda item: -item[1])), "zero_in_float32": not any_is}

@@ -312,3 +312,18 @@ def steep_adamw_in_attention() -> Made:
     """The same learning rate in a model whose forward pass overflows before weights are 30 times as large."""
     model = Stack(Block(), Attention(gain=20.0))
     return made(model, [rows(seed) for seed in range(20)], squares, lambda model: adamw(model, lr=1.0))
+
+
+def sparse() -> Made:
+    """No fault: an embedding with sparse gradients."""
+
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 4, sparse=True)
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.embed(x))
+
+    return made(Looked(), [torch.tensor([1, 2, 3])] * 20, squares, sgd)

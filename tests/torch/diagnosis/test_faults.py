@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from tests.torch.diagnosis import faults
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from gradscale import Condition, Health, Policy, Static
 from gradscale.cli import app
@@ -200,6 +200,7 @@ TABLE = {
     ),
     "healthy": Said(Condition.OK, ("Nothing to do.",), healthy=True),
     "large_sum": Said(Condition.CALIBRATING, (), healthy=True),
+    "sparse": Said(Condition.OK, ("Nothing to do.",), healthy=True),
 }
 
 
@@ -213,6 +214,10 @@ def run(name: str, policy: Policy | str = "auto", steps: int = 20) -> tuple[Heal
         scaler.step(optimizer)
         optimizer.zero_grad()
     return scaler.health(), stuck
+
+
+def run_doctor(name: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", f"tests.torch.diagnosis.faults:{name}"], env={"COLUMNS": "2000"})
 
 
 def check_order(text: str, parts: tuple[str, ...]) -> None:
@@ -243,7 +248,7 @@ def test_health_says_what_is_known_and_then_what_is_likely(name: str) -> None:
 @pytest.mark.parametrize("name", TABLE)
 def test_doctor_says_the_same_and_probes_the_first_step_of_the_fault(name: str) -> None:
     said = TABLE[name]
-    found = CliRunner().invoke(app, ["doctor", f"tests.torch.diagnosis.faults:{name}"], env={"COLUMNS": "2000"})
+    found = run_doctor(name)
     assert found.exit_code == (0 if said.healthy else 1), found.output
     check_order(found.output, said.doctor)
     assert [each for each in said.never if each in found.output] == []
