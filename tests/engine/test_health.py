@@ -81,9 +81,17 @@ CASES = {
         replace(GOOD, weights=GROWN, losses=Losses([4.0], 65536.0)),
         Condition.DIVERGING,
     ),
+    "weights and loss that have grown in many updates": (
+        replace(GOOD, applied=5000, weights=GROWN, losses=Losses([4.0], 65536.0)),
+        Condition.OK,
+    ),
     "weights that have grown while the loss fell": (replace(GOOD, weights=GROWN), Condition.OK),
     "a loss that has grown": (replace(GOOD, losses=Losses([9.0], 65536.0)), Condition.OK),
-    "weights that someone has written to": (replace(GOOD, written=7), Condition.DIVERGING),
+    "weights that someone has written to": (replace(GOOD, written=7), Condition.OK),  # as a clip of weights does
+    "weights that someone has written to and that have grown": (
+        replace(GOOD, written=7, weights=GROWN),
+        Condition.DIVERGING,
+    ),
     "weights farther than updates reach now": (
         replace(GOOD, weights=Weights(5.0, "a", 0.5, 1e-4, reach=1e-3)),  # as the learning rate may have fallen
         Condition.OK,

@@ -25,8 +25,9 @@ HUGE = 30.0
 """Growth of the largest weight that is a divergence; weights below 1 at the first step count as 1. Weights start below
 1 and end a healthy run below 10. One update at a learning rate far too high multiplies them by a hundred or more."""
 
-GROWN, RISEN = 3.0, 0.25
-"""Growth of the weights, and rise of the loss, that together are a divergence. Neither is one alone."""
+GROWN, RISEN, SOON = 3.0, 0.25, 1000
+"""Growth of the weights, and rise of the loss, that together are a divergence within so many updates. Neither is one
+alone, and later healthy weights have grown as much."""
 
 CALIBRATION_STEPS = 20
 """Applied steps until the search for a first scale is over. Fewer say nothing about a rate either."""
@@ -68,7 +69,7 @@ class Condition(StrEnum):
     UNNEEDED = "unneeded"  # the backward pass runs in BF16, and needs no scale
     SCALED_TWICE = "scaled_twice"  # the loss is multiplied by a scale before the scaler multiplies it
     NONFINITE_LOSS = "nonfinite_loss"  # the loss is or was inf or NaN, and the weights look sound
-    DIVERGING = "diverging"  # loss and weights grow, or something other than the optimizer writes to weights
+    DIVERGING = "diverging"  # loss and weights grow, or weights do that something else writes to
     BROKEN = "broken"  # weights or optimizer state are inf or NaN, or weights have diverged
 
 
@@ -181,9 +182,9 @@ class Evidence:
 
     @property
     def diverging(self) -> bool:
-        """Whether weights and loss have grown together, or something other than the optimizer writes to weights."""
-        grown = self.weights is not None and self.weights.growth is not None and self.weights.growth >= GROWN
-        return self.written is not None or bool(grown and self.rose)
+        """Whether the weights have grown, and with them the loss, or by what something else writes to them."""
+        grown = self.weights is not None and (self.weights.growth or 0.0) >= GROWN
+        return grown and (self.written is not None or (bool(self.rose) and self.applied <= SOON))
 
 
 def diagnosis(seen: Evidence) -> Finding:
@@ -371,6 +372,10 @@ def _bad_losses(seen: Evidence) -> str:
 def _fine(seen: Evidence) -> Finding:
     if seen.bad_losses:
         return Finding(Condition.OK, _bad_losses(seen), do="Look at the batch if that happens again.")
+    if seen.written is not None:
+        return Finding(
+            Condition.OK, f"Something other than the optimizer writes to weights, first before step {seen.written}."
+        )
     if missing := seen.without_gradients:
         known = f"{_counted(len(missing), 'parameter')} had no gradient, as frozen or unused ones have none"
         return Finding(Condition.OK, f"{known}: {_listed(missing)}.")
