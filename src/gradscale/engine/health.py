@@ -104,7 +104,7 @@ class Weights:
     bad_state: Sequence[str] = ()  # the tensors of the optimizers' states that are not finite
 
     @classmethod
-    def of(cls, sizes: Iterable[tuple[float, str]], *more: float | None, **others: Any) -> "Weights | None":
+    def of(cls, sizes: Iterable[tuple[float, str]], *more: Any, **others: Any) -> "Weights | None":
         """Returns those of parameters, given by their largest magnitude and name, and the rest; None without one."""
         # A NaN is not larger than anything, and must be found all the same.
         found = max(sizes, key=lambda one: math.inf if math.isnan(one[0]) else one[0], default=None)
