@@ -23,6 +23,30 @@ def test_the_scale_is_the_best_static_one_of_all_gradients_together() -> None:
     assert [each.scale / found.scale for each in found.at] == [2.0**bits for bits in range(-12, 13)]
 
 
+def test_eight_scales_are_shown_and_the_first_is_none() -> None:
+    for exponent in (-30, -3, 8, 40):
+        found = calibration_of({"a": histogram_of(exponent, exponent - 10)})
+        shown = [each.scale for each in found.shown]
+        assert (len(shown), len(set(shown)), shown[0]) == (8, 8, 1.0)
+        assert found.scale in shown
+        assert shown in (sorted(shown), sorted(shown, reverse=True))
+
+
+def test_whether_a_scale_is_needed_is_answered_first() -> None:
+    needed = calibration_of({"a": histogram_of(-3), "b": histogram_of(-40)})
+    assert needed.needs_scale
+    assert str(needed).startswith(
+        "A scale is needed: without a scale 50.00% of the gradients become zero in FP16, and more than 1% of 1 of the "
+        "2 measured tensors. At 2^15, 0.00% do."
+    )
+    without = calibration_of({"a": histogram_of(-3, -10)})
+    assert not without.needs_scale
+    assert without.answer.startswith("No scale is needed for these batches: without a scale 0.00% of the gradients")
+    large = calibration_of({"a": histogram_of(20)})
+    assert large.needs_scale
+    assert large.answer == "A scale is needed: without one 100.00% of the gradients overflow FP16. Use 2^-8."
+
+
 def test_a_layer_that_is_served_has_no_advice() -> None:
     found = calibration_of({"a": histogram_of(-3, -20)})
     assert found.unserved == []
@@ -63,7 +87,7 @@ def test_a_format_with_the_range_of_float32_needs_no_scale() -> None:
     assert found.scale == found.layers[0].own_scale == 1.0
     assert found.losses.flushed == 0.0
     assert "BF16 has the range of float32: it needs no loss scaling." in str(found)
-    assert not calibration_of({"a": histogram_of(-3)}).note
+    assert not found.needs_scale
 
 
 def test_gradients_too_large_for_bf16_have_a_scale_below_one() -> None:

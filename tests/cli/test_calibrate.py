@@ -59,7 +59,8 @@ def invoke(*arguments: str) -> Result:
 def test_scales_and_gradients_are_shown() -> None:
     shown = invoke("own_parts:parts", "--layers", "2")
     assert shown.exit_code == 0, shown.output
-    assert "FP16: best static scale" in shown.stdout
+    in_order = [shown.stdout.index(text) for text in ("No scale is needed", "FP16: best static scale", "2^0")]
+    assert in_order == sorted(in_order)
     assert "5/5" in shown.stdout
     assert "best" in shown.stdout
     assert "gradients not shown" in shown.stdout
@@ -69,6 +70,7 @@ def test_bf16_is_said_to_need_no_scale() -> None:
     shown = invoke("own_parts:parts", "--format", "bf16")
     assert "BF16: best static scale 1," in shown.stdout
     assert "it needs no loss scaling" in shown.stdout
+    assert "2^-" not in shown.stdout.partition("gradient of")[0]
 
 
 @pytest.mark.parametrize("name", ["parts", "trained"])

@@ -41,6 +41,14 @@ def test_every_command_has_help(command: str) -> None:
     assert "Usage" in shown.output
 
 
+@pytest.mark.parametrize("command", ["policies", "calibrate", "doctor", "check-fp16"])
+def test_flags_are_shown_without_a_value(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "120"}).output
+    (line,) = (line for line in shown.splitlines() if "--json" in line and "--json has" not in line)
+    assert "<bool>" not in line
+    assert "BOOL" not in line
+
+
 def test_the_version_is_the_packages() -> None:
     shown = CliRunner().invoke(app, ["--version"])
     assert (shown.exit_code, shown.output) == (0, f"gradscale {__version__}\n")
@@ -131,7 +139,7 @@ def test_the_shell_completes_commands_and_options() -> None:
     [
         (["--version"], __version__),
         (["formats"], "65504"),
-        (["policies"], "growth_interval"),
+        (["policies"], "headroom"),
         (["replay", "-p", "static:8"], "static: 8"),
         pytest.param(["doctor"], "gradscale.numpy loads", marks=pytest.mark.slow),  # and all other adapters too
     ],

@@ -12,18 +12,30 @@ from gradscale.peers import PEERS
 from gradscale.peers.specs import POLICIES
 
 
-@pytest.fixture(scope="module")
-def output() -> str:
-    shown = CliRunner().invoke(app, ["policies"], env={"COLUMNS": "200"})
-    assert shown.exit_code == 0
-    return shown.output
+def shown(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["policies", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    return result.output
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *PEERS])
+def test_each_policy_and_system_is_one_line_of_the_list(name: str) -> None:
+    assert [line.split()[0] for line in shown().splitlines() if line.split()[:1] == [name]] == [name]
+    assert "growth_interval" not in shown()
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_each_policy_is_listed_with_its_settings_and_defaults(output: str, name: str) -> None:
-    assert f"{name}: " in output
+def test_a_policy_is_shown_by_name_with_its_settings_and_defaults(name: str) -> None:
+    output = shown(name)
+    assert output.startswith(f"{name}: ")
     for field in dataclasses.fields(POLICIES[name]):
         assert field.name in output
+
+
+def test_a_name_that_is_none_is_wrong_usage() -> None:
+    result = CliRunner().invoke(app, ["policies", "dynamc"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "There is no policy or system 'dynamc'. Did you mean 'dynamic'?" in result.stderr
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -31,20 +43,21 @@ def test_the_docstring_of_each_policy_explains_every_setting(name: str) -> None:
     assert _meanings(POLICIES[name]).keys() == {field.name for field in dataclasses.fields(POLICIES[name])}
 
 
-def test_defaults_are_shown_as_a_person_reads_them(output: str) -> None:
-    row = next(line.split() for line in output.splitlines() if line.split()[:1] == ["max_scale"])
+def test_defaults_are_shown_as_a_person_reads_them() -> None:
+    row = next(line.split() for line in shown("dynamic").splitlines() if line.split()[:1] == ["max_scale"])
     assert row[:2] == ["max_scale", "2^126"]
-    assert "required" in output
+    assert "required" in shown("static")
 
 
 @pytest.mark.parametrize("system", PEERS)
-def test_each_system_is_listed_with_its_rules(output: str, system: str) -> None:
-    assert f"\n{system}\n" in output
+def test_a_system_is_shown_by_name_with_its_rules(system: str) -> None:
+    output = shown(system)
+    assert output.startswith(f"{system}\n")
     assert all(variant in output for variant in PEERS[system].variants)
 
 
-def test_a_preset_is_listed_with_the_settings_of_its_system(output: str) -> None:
-    assert "scale_window=1000, min_scale=1, delayed_shift=2" in output
+def test_a_preset_is_shown_with_the_settings_of_its_system() -> None:
+    assert "scale_window=1000, min_scale=1, delayed_shift=2" in shown("deepspeed")
 
 
 def test_json_has_every_policy_and_preset_with_its_settings() -> None:

@@ -68,7 +68,7 @@ def test_at_a_scale_of_zero_no_gradient_is_finite() -> None:
 
 def test_a_stuck_run_raises_once_the_step_is_counted() -> None:
     scaler = Scaler(Static(8.0), max_consecutive_skips=1)
-    with pytest.raises(ScaleStuck, match="one parameter, 'w', overflows"):
+    with pytest.raises(ScaleStuck, match="The gradient of one parameter, 'w', overflows"):
         scaler.step(math.inf)
     assert (int(scaler.state.skipped), scaler.resets) == (1, 2)
 

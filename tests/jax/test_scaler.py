@@ -225,7 +225,7 @@ def test_a_run_that_skips_every_step_at_the_lowest_scale_is_stuck() -> None:
 
 def test_a_run_whose_loss_is_never_finite_is_stuck() -> None:
     scaler, result = stuck_run(3, {"fine": jnp.ones(2)}, loss=jnp.inf)
-    with pytest.raises(ScaleStuck, match="the loss itself is inf or NaN"):
+    with pytest.raises(ScaleStuck, match="No scale, retry or policy can help"):
         scaler.check(result, max_consecutive_skips=3)
 
 
@@ -240,10 +240,10 @@ def test_parameters_that_have_diverged_point_at_the_learning_rate() -> None:
         _, scaler, result = scaler.step({"w": jnp.ones(2)}, jnp.float32(jnp.nan))
     params = {"bias": jnp.ones(2), "w": jnp.array([1.0, -4e5]), "step": jnp.int32(7)}
     with pytest.raises(
-        ScaleStuck, match=r"since step 2, and the loss is.*learning rate is too.*weight, in w, is 4e\+05"
+        ScaleStuck, match=r"since step 2, and the loss is.*weight, in w, is 4e\+05 .*learning rate is too"
     ):
         scaler.check(result, max_consecutive_skips=3, params=params)
-    with pytest.raises(ScaleStuck, match=r"the loss itself is inf or NaN.*look at the forward pass"):
+    with pytest.raises(ScaleStuck, match=r"No scale.*look at the forward pass"):
         scaler.check(result, max_consecutive_skips=3, params={"w": jnp.ones(2)})
 
 

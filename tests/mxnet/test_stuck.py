@@ -50,7 +50,7 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
             autograd.backward(scaled)
         if step == 0:
             trainer.step(1)
-    with pytest.raises(ScaleStuck, match="the loss itself is inf or NaN"):
+    with pytest.raises(ScaleStuck, match="No scale, retry or policy can help"):
         trainer.step(1)
     assert scaler.loss_scale == 65536.0
 
@@ -64,7 +64,10 @@ def test_weights_that_have_diverged_point_at_the_learning_rate() -> None:
             autograd.backward(scaled)
         if step < 2:
             trainer.step(1)
-    with pytest.raises(ScaleStuck, match=r"NaN since step 2\. Likely cause: the learning rate \(10000\) is too high"):
+    with pytest.raises(
+        ScaleStuck,
+        match=r"NaN since step 2\. The largest weight, .* Likely cause: the learning rate \(10000\) is too high",
+    ):
         trainer.step(1)
 
 

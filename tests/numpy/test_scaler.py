@@ -365,17 +365,18 @@ def test_fifty_losses_in_a_row_that_are_not_finite_are_enough() -> None:
     scaler = LossScaler()
     for _ in range(49):
         scaler.step([f32(1.0)], loss=math.nan)
-    with pytest.raises(ScaleStuck, match="the loss itself is inf or NaN"):
+    with pytest.raises(ScaleStuck, match="No scale, retry or policy can help"):
         scaler.step([f32(1.0)], loss=math.nan)
 
 
-def test_the_step_since_which_the_loss_is_not_finite_is_named_and_the_learning_rate_mentioned() -> None:
+def test_the_step_since_which_the_loss_is_not_finite_is_named_and_nothing_is_made_up() -> None:
     scaler = LossScaler(max_consecutive_skips=3)
     for loss in (1.0, 1.0, math.nan, math.nan):
         scaler.step([f32(1.0)], loss=loss)
-    with pytest.raises(ScaleStuck, match=r"^3 steps .* NaN since step 3\..*the learning rate is too high") as caught:
+    with pytest.raises(ScaleStuck, match=r"^3 steps .* NaN since step 3\. No scale") as caught:
         scaler.step([f32(1.0)], loss=math.nan)
     assert "Gradients that were not finite" not in str(caught.value)
+    assert "Likely cause" not in str(caught.value)
 
 
 def test_a_stuck_run_is_reported_again_once_it_is_loaded() -> None:

@@ -111,6 +111,10 @@ class OneLineErrors(TyperGroup):
         The exit code is 0 for success and for the help, 2 for wrong usage, 1 for a failure and 130 after Ctrl-C.
         """
         given = list(sys.argv[1:] if args is None else args) or ["--help"]
+        for command in (self, *self.commands.values()):
+            for option in command.params:
+                if getattr(option, "is_flag", False):
+                    option.metavar = ""  # newer versions of typer show `<bool>`, as if one had to follow
         try:
             code = super().main(given, *rest, standalone_mode=False, **settings)
         except CLICK_ERROR as error:

@@ -15,15 +15,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gradscale._extras import require
 from gradscale.cli._console import console, counted, fail, number, table, usage_errors
 from gradscale.formats import get_format
-from gradscale.histogram.calibration import Calibration
+from gradscale.histogram.calibration import LEGEND, Calibration
 from gradscale.record import plain
 
 ENDINGS = (".png", ".svg")
 
-LEGEND = (
-    "flushed: share of nonzero gradients that become zero. subnormal: kept with fewer digits. overflow: too large for "
-    "the format. energy: share of the sum of squares that is flushed. own: the best scale of that gradient alone."
+OUTCOMES = (
+    ("overflow", "overflow", "#d55e00"),
+    ("flushed", "become zero", "#404040"),
+    ("subnormal", "keep fewer digits", "#e69f00"),
 )
+"""What may become of gradients, in the plot: the share, its label and its color. The rest is kept."""
 
 
 def calibrate(
@@ -110,13 +112,12 @@ def _calibrated(factory: str, most: int, format: str, margin_bits: float, *, hid
 
 def _show(found: Calibration, most: int, plot: Path | None) -> None:
     screen = console()
+    screen.print(f"[bold]{found.answer}[/bold]")
     screen.print(
         f"{found.format.name}: best static scale {number(found.scale)}, {counted(found.safe_bits, 'bit')} safe"
     )
-    if found.note:
-        screen.print(found.note)
     scales = table("scale", "flushed", "subnormal", "overflow", "energy", "SNR dB")
-    for each in found.at:
+    for each in found.shown:
         shares = (each.losses.flushed, each.losses.subnormal, each.losses.overflow, each.losses.flushed_energy)
         best = " best" if each.scale == found.scale else ""
         scales.add_row(_power(each.scale) + best, *(f"{share:.2%}" for share in shares), f"{each.losses.snr_db:.1f}")
@@ -149,12 +150,30 @@ def _check_plot(path: Path) -> None:
 def _draw(found: Calibration, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure: Any = Figure(figsize=(7, 4), layout="constrained")
+    figure: Any = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    powers = [math.log2(each.scale) for each in found.at]
-    for name, color in (("flushed", "#d55e00"), ("subnormal", "#0072b2"), ("overflow", "#009e73")):
-        axes.plot(powers, [100 * getattr(each.losses, name) for each in found.at], label=name, color=color)
-    axes.axvline(math.log2(found.scale), color="#808080", linestyle="--", label="best static scale")
-    axes.set(xlabel="log2 of the scale", ylabel="nonzero gradients (%)", title=f"What {found.format.name} loses")
-    axes.legend()
-    figure.savefig(path)
+    listed = [each for each in found.at if each.scale >= min(1.0, found.scale)]
+    powers = [math.log2(each.scale) for each in listed]
+    shares = [[100 * getattr(each.losses, name) for each in listed] for name, _, _ in OUTCOMES]
+    kept = [100 - sum(each) for each in zip(*shares, strict=True)]
+    axes.stackplot(
+        powers,
+        *shares,
+        kept,
+        labels=[*(label for _, label, _ in OUTCOMES), "kept"],
+        colors=[*(each[2] for each in OUTCOMES), "#cfe8dc"],
+    )
+    for scale, text in ((1.0, "no scale"), (found.scale, "best static scale")):
+        axes.axvline(math.log2(scale), color="black", linewidth=1, linestyle="--")
+        axes.annotate(
+            f" {text}",
+            (math.log2(scale), 50),
+            rotation=90,
+            ha="left" if scale == listed[0].scale else "right",
+            va="center",
+        )
+    axes.set_xticks(powers[::2], [f"$2^{{{power:.0f}}}$" for power in powers[::2]])
+    axes.set(xlabel="loss scale", ylabel="share of nonzero gradients (%)", ylim=(0, 100), xlim=(powers[0], powers[-1]))
+    axes.set_title(f"What becomes of gradients in {found.format.name}")
+    figure.legend(loc="outside right upper")
+    figure.savefig(path, dpi=150)

@@ -17,7 +17,6 @@ from gradscale import __version__
 from gradscale._extras import MissingExtra, how_to_install, require
 from gradscale.cli._console import FAILURE, console, counted, fail, number, table, usage_errors
 from gradscale.cli._requirements import CORE, TRAINERS, Package, installed, package_of, packages_by_extra
-from gradscale.engine import health
 from gradscale.peers.specs import parse_policy
 from gradscale.record import plain
 
@@ -260,14 +259,10 @@ def examine_training(path: str, steps: int, policy: str, *, as_json: bool) -> No
     from gradscale.checkup.targets import BadTarget, load_training
     from gradscale.checkup.training import check_training
 
-    # What it would log about the health of the run is printed below.
-    health.logger.disabled = True
     try:
         found = check_training(load_training("doctor", path), steps, rule)
     except BadTarget as error:  # no other: an error in the user's functions keeps its traceback
         fail(str(error))
-    finally:
-        health.logger.disabled = False
     if as_json:
         shown = asdict(found)
         if probe := shown.pop("report"):
@@ -285,8 +280,10 @@ def _show_training(found: "Checkup") -> None:
         f"{counted(len(found.losses), 'step')}, {len(found.skipped)} skipped; "
         f"loss {found.losses[0]:.4g} to {found.losses[-1]:.4g}; scale {number(found.scales[-1])}"
     )
-    for step, why in list(found.skipped.items())[-3:]:
+    for step, why in list(found.skipped.items())[:3]:
         screen.print(f"  step {step}: {escape(why)}")
+    for warned in found.warned:
+        screen.print(f"[bold]Warning[/bold]: {escape(warned)}", soft_wrap=True)
     screen.print(f"[bold]Health[/bold]: {escape(str(found.health))}")
     if found.report is not None:
-        screen.print(f"[bold]Probe of a skipped step[/bold]: {escape(str(found.report))}", soft_wrap=True)
+        screen.print(f"[bold]Probe of step {found.probed}[/bold]: {escape(str(found.report))}", soft_wrap=True)

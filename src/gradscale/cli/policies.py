@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from gradscale.cli._console import console, number, table
+from gradscale._text import did_you_mean
+from gradscale.cli._console import console, fail, number, table
 from gradscale.formats import Format
 from gradscale.peers import PEERS
 from gradscale.peers._peer import Peer
@@ -22,24 +23,39 @@ from gradscale.record import plain
 
 ABOUT_PRESETS = (
     "[bold]Presets[/bold]: each does what another system does, with that system's own settings. It is named by the "
-    "system alone, for the first rule listed, or as system/rule; the last word of a rule's name is enough.\n"
+    "system alone, for the first rule listed, or as system/rule; the last word of a rule's name is enough."
 )
 
 
-def policies(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def policies(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Show the settings of this policy, or the rules of this system.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all settings.")] = False,
+) -> None:
     """List the policies: gradscale's own, and the presets that follow other systems bit-exactly."""
+    screen = console()
     if as_json:
         print(json.dumps(_as_json(), allow_nan=False))
-        return
-    screen = console()
-    for name, policy_class in POLICIES.items():
-        screen.print(f"[bold]{name}[/bold]: {escape(_first_line(policy_class))}", _settings(policy_class))
-    screen.print(ABOUT_PRESETS)
-    for system, peer in PEERS.items():
-        screen.print(f"[bold]{system}[/bold]")
-        for builder, names in _rules(peer).items():
+    elif name is None:
+        rows = table("policy", "rule", prose=1)
+        for known, policy_class in POLICIES.items():
+            rows.add_row(known, escape(_first_line(policy_class)))
+        screen.print(rows, ABOUT_PRESETS)
+        rows = table("system", "rules", prose=1)
+        for system, peer in PEERS.items():
+            rows.add_row(system, escape(", ".join(names[0] for names in _rules(peer).values())))
+        screen.print(rows, "Settings: gradscale policies NAME")
+    elif name in POLICIES:
+        screen.print(f"[bold]{name}[/bold]: {escape(_first_line(POLICIES[name]))}", _settings(POLICIES[name]))
+    elif name in PEERS:
+        screen.print(f"[bold]{name}[/bold]")
+        for builder, names in _rules(PEERS[name]).items():
             screen.print(Padding(escape(" or ".join(names)), (0, 0, 0, 2)))
             screen.print(Padding(escape(_signature(builder)), (0, 0, 0, 6)))
+    else:
+        fail(f"There is no policy or system {name!r}.{did_you_mean(name, [*POLICIES, *PEERS])}")
 
 
 def _as_json() -> dict[str, Any]:

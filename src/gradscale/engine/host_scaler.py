@@ -9,7 +9,7 @@ import numpy as np
 
 from gradscale._text import scaler_text
 from gradscale.engine.decide import Outcome
-from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck, Weights
+from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, OnStuck, StuckCheck, Weights
 from gradscale.engine.hints import OtherNames, explains_arguments
 from gradscale.engine.host import decide_on_host
 from gradscale.engine.measurement import Measurement
@@ -171,8 +171,11 @@ class HostScaler(OtherNames, ABC):
         self._reset()
         if result.loss_finite:
             self._last_finite_loss = int(state.applied) + int(state.skipped)
-        progress = Progress.of(state, result.loss_finite, self._last_finite_loss)
-        self._stuck_check.check(progress, result, weights)
+
+        def known() -> dict[str, Any]:
+            return {"last_finite_loss": self._last_finite_loss, "weights": None if weights is None else weights()}
+
+        self._stuck_check.check(state, result, result.loss_finite, known)
 
     @abstractmethod
     def _reset(self) -> None:

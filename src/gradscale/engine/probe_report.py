@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 
 from gradscale._text import number_text
 from gradscale.engine.culprits import Culprit
-from gradscale.engine.health import Weights
+from gradscale.engine.health import Evidence, fault_of_weights
+from gradscale.formats import FP16
 
 SHOWN = 8
 """How many of the operations before are part of the text. All are in `frames`."""
@@ -181,7 +182,10 @@ class ProbeReport:
         lines = [f"{self.verdict}: {self.advice}"]
         if self.operation is not None:
             one = self.operation
-            lines.append(f"First operation that is not finite: {one.name} in the {one.phase} pass, {one.place}")
+            reaches = "the loss" if one.phase == "forward" else "a gradient"
+            lines.append(
+                f"First operation whose inf or NaN reaches {reaches}: {one.name} in the {one.phase} pass, {one.place}"
+            )
             lines += [f"  {one.source}"] if one.source else []
             lines += [f"  given {', '.join(map(str, one.inputs))}"] if one.inputs else []
             lines.append(f"  returned {', '.join(map(str, one.outputs))}")
@@ -190,18 +194,47 @@ class ProbeReport:
         return "\n".join(lines)
 
 
+UNDEFINED = {
+    "div": "a division by zero",
+    "reciprocal": "a division by zero",
+    "log": "a logarithm of zero or of a negative number",
+    "sqrt": "a square root of a negative number",
+    "rsqrt": "a square root of zero or of a negative number",
+    "exp": "an exponential of a number that is too large",
+    "_softmax": "a softmax over a row that is masked as a whole",
+    "_log_softmax": "a softmax over a row that is masked as a whole",
+    "nll_loss_forward": "a mean over no label, where all are masked",
+}
+"""What is infinite or undefined in an operator of the forward pass."""
+
+ANY_UNDEFINED = (
+    "infinite or undefined, as a division, a logarithm, a square root or a norm at zero, or a softmax over a row that "
+    "is masked as a whole"
+)
+
+
 def judged(
-    run: Run, origin: Origin, scale: float, halvings: int | None, weights: Weights | None, other_finite: bool | None
+    run: Run,
+    origin: Origin,
+    scale: float,
+    halvings: int | None,
+    seen: Evidence | None,
+    large: str | None,
+    other_finite: bool | None,
+    bad_ranks: str = "",
 ) -> tuple[Verdict, str]:
     """Returns what is wrong with a step, and what to do, from its run at the scale of training and the cause.
 
-    None stands for what is not known: how often the scale must be halved, if no lower one helps or none is needed; how
-    large the weights are; and whether another batch is finite.
+    None stands for what is not known: how often the scale must be halved, if no lower one helps or none is needed; the
+    evidence of the run; and whether another batch is finite. `large` is a weight above the range of FP16, and
+    `bad_ranks` are those whose numbers are not finite.
     """
     at, operation = number_text(scale).removesuffix(".0"), origin.operation
     name = "an operation" if operation is None else f"`{operation.name}` {operation.place}"
+    fault = None if seen is None else fault_of_weights(seen)
     if run.finite:
-        return Verdict.FINITE, f"loss and gradients are finite at a scale of {at}."
+        elsewhere = f" on this rank, not on {bad_ranks}" if bad_ranks else ""
+        return Verdict.FINITE, f"loss and gradients are finite at a scale of {at}{elsewhere}."
     if halvings is not None:
         fitting, times = scale / 2**halvings, "once" if halvings == 1 else f"{halvings} times"
         low = number_text(fitting).removesuffix(".0")
@@ -213,25 +246,27 @@ def judged(
             f"{below_1 if fitting < 1 else dynamic}"
         )
     if origin.parameter:
-        return Verdict.BROKEN_WEIGHTS, (
-            f"{origin.outside} is inf or NaN before the step, and no loss scale can help. Load a checkpoint with good "
-            "weights, or look at their initialization."
-        )
+        known = f"{origin.outside} is inf or NaN before the step, and no loss scale can help."
+        checkpoint = "Load a checkpoint with good weights, or look at their initialization."
+        return Verdict.BROKEN_WEIGHTS, f"{known} {checkpoint if fault is None else fault}"
     if origin.outside is not None:
         return Verdict.BROKEN_DATA, f"{origin.outside} is inf or NaN before the model sees it. {_DATA}"
-    if weights is not None and weights.diverged:
-        return Verdict.BROKEN_WEIGHTS, weights.as_cause()
+    if fault is not None:
+        return Verdict.BROKEN_WEIGHTS, str(fault)
+    forward = operation is not None and operation.phase == "forward"
+    dtype = operation.outputs[0].dtype if operation is not None else ""
+    if large is not None and origin.overflow and forward and dtype == "float16":
+        known = f"a weight of {large}, and FP16 ends at {FP16.max:g}: {name} overflows."
+        return Verdict.BROKEN_WEIGHTS, f"{known} Look at how that weight has become so large."
     if other_finite:
         return Verdict.BAD_BATCH, f"{name} is not finite for this batch, and another batch is finite. {_DATA}"
-    if operation is not None and origin.overflow and operation.phase == "forward":
-        dtype = operation.outputs[0].dtype
-        if dtype not in ("float32", "float64"):
-            where = f"`{operation.module}`" if operation.module else "this part"
-            return Verdict.FORWARD_OVERFLOW, (
-                f"the forward pass overflows {dtype} in {name}, and no loss scale can help. "
-                f"Keep {where} in float32 (`torch.autocast(..., enabled=False)`), or make its numbers smaller."
-            )
-    return Verdict.UNDEFINED, (
-        f"{name} is infinite or undefined whatever the scale, as a division, a logarithm, a square root or a norm "
-        "at zero, or a softmax over a row that is masked as a whole. Add an epsilon, or leave such rows out."
-    )
+    if operation is not None and origin.overflow and forward and dtype not in ("float32", "float64"):
+        where = f"`{operation.module}`" if operation.module else "this part"
+        return Verdict.FORWARD_OVERFLOW, (
+            f"the forward pass overflows {dtype} in {name}, and no loss scale can help. "
+            f"Keep {where} in float32 (`torch.autocast(..., enabled=False)`), or make its numbers smaller."
+        )
+    what = ANY_UNDEFINED
+    if operation is not None and forward and not origin.overflow:
+        what = UNDEFINED.get(operation.name, what)
+    return Verdict.UNDEFINED, f"{name} is {what}. No scale can help: add an epsilon, or leave such rows out."

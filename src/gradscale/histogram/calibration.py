@@ -15,8 +15,18 @@ from gradscale.policies.checks import HIGHEST_SCALE, LOWEST_SCALE, check_number
 TOLERANCE = 0.01
 """Share of nonzero gradients of a layer that may be flushed to zero before it counts as not served."""
 
-SHOWN_BITS = 12
-"""Powers of two below and above the best scale whose losses are listed."""
+LISTED_BITS = 12
+"""Powers of two below and above the best scale whose losses are listed, and down to a scale of 1."""
+
+SHOWN = 8
+"""Scales in the text: no scale, in four steps up to the best one, and three above it."""
+
+LEGEND = (
+    "Shares are of the nonzero elements. flushed: become zero. subnormal: keep fewer digits. overflow: too large for "
+    "the format. energy: share of the sum of squares that is flushed. SNR: signal to rounding noise; 6 dB are one bit. "
+    "bits: powers of two from the smallest to the largest. own: the best scale of that gradient alone."
+)
+"""What the columns of both tables are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +72,8 @@ class Calibration:
         scale: the largest power of two at which no gradient overflows, even if they grow by the margin. At most 1 for a
             format with the range of float32, which needs no scale.
         safe_bits: how many times the gradients may double at that scale before they overflow.
-        at: what is lost at this and other scales, in order.
+        at: what is lost at this and other scales, in order; 1 is one of them.
+        lossy: how many of the gradients lose more than 1% of their nonzero elements without a scale.
         layers: the gradients one by one, those that lose most first.
     """
 
@@ -70,18 +81,51 @@ class Calibration:
     scale: float
     safe_bits: int
     at: Sequence[ScaleLosses]
+    lossy: int
     layers: Sequence[LayerCalibration]
 
     @property
     def losses(self) -> Losses:
         """What is lost of all gradients together at the best scale."""
-        return next(each.losses for each in self.at if each.scale == self.scale)
+        return self._at(self.scale)
+
+    def _at(self, scale: float) -> Losses:
+        return next(each.losses for each in self.at if each.scale == scale)
 
     @property
-    def note(self) -> str:
-        """What a user should know of the format; empty for most."""
-        needless = f"{self.format.name} has the range of float32: it needs no loss scaling."
-        return needless if _is_wide(self.format) else ""
+    def needs_scale(self) -> bool:
+        """Whether gradients overflow without a scale, or more than 1% of all or of one become zero."""
+        without = self._at(1.0)
+        return without.overflow > 0 or without.flushed > TOLERANCE or self.lossy > 0
+
+    @property
+    def answer(self) -> str:
+        """Whether a scale is needed at all, in words."""
+        name, without, best = self.format.name, self._at(1.0), _power(self.scale)
+        if _is_wide(self.format) and not without.overflow:
+            return f"{name} has the range of float32: it needs no loss scaling."
+        share = f"without a scale {without.flushed:.2%} of the gradients become zero in {name}"
+        if without.overflow:
+            return (
+                f"A scale is needed: without one {without.overflow:.2%} of the gradients overflow {name}. Use {best}."
+            )
+        if not self.needs_scale:
+            return f"No scale is needed for these batches: {share}, and nowhere more than {TOLERANCE:.0%}."
+        where = f", and more than {TOLERANCE:.0%} of {self.lossy} of the {len(self.layers)} measured tensors"
+        return f"A scale is needed: {share}{where}. At {best}, {self.losses.flushed:.2%} do."
+
+    @property
+    def shown(self) -> Sequence[ScaleLosses]:
+        """Eight scales: 1, which is no scale, in steps to the best one, and beyond."""
+        best = round(math.log2(self.scale))
+        beyond = -1 if best < 0 else 1
+        bits = list(dict.fromkeys(round(best * step / 4) for step in range(5)))
+        bits += [best + beyond * 2 * step for step in range(1, SHOWN - len(bits) + 1)]
+        return [
+            ScaleLosses(2.0**each, self._at(2.0**each))
+            for each in bits
+            if any(one.scale == 2.0**each for one in self.at)
+        ]
 
     @property
     def unserved(self) -> Sequence[LayerCalibration]:
@@ -94,19 +138,16 @@ class Calibration:
 
     def __str__(self) -> str:
         """Returns the scales and the layers as text."""
-        rows: list[tuple[str, ...]] = []
-        for each in self.at:
-            found, best = each.losses, " (best)" if each.scale == self.scale else ""
-            shares = (found.flushed, found.subnormal, found.overflow, found.flushed_energy)
-            exponent = math.frexp(each.scale)[1] - 1
-            rows.append((f"2^{exponent}{best}", *(f"{share:.2%}" for share in shares), f"{found.snr_db:.1f}"))
-        scales = text_table(("scale", "flushed", "subnormal", "overflow", "energy flushed", "SNR dB"), rows)
+        scales = text_table(
+            ("scale", "flushed", "subnormal", "overflow", "energy flushed", "SNR dB"),
+            [_scale_cells(each, best=each.scale == self.scale) for each in self.shown],
+        )
         layers = text_table(
             ("gradient of", "own scale", "bits", "flushed", "subnormal", "advice"),
             [_cells(each) for each in self.layers],
         )
         summary = f"{self.format.name}: scale {self.scale:g}, {self.safe_bits} bits below overflow"
-        return "\n".join(filter(None, (summary, self.note))) + f"\n\n{scales}\n{layers}"
+        return f"{self.answer}\n{summary}\n\n{scales}\n{layers}\n{LEGEND}"
 
 
 def best_static_scale(
@@ -179,12 +220,15 @@ def calibration_of(
             "Look whether the loss depends on the parameters, and whether it is too small even for float32."
         )
     scale = _best_scale(total, limits, margin_bits)
-    shown = (scale * 2.0**bits for bits in range(-SHOWN_BITS, SHOWN_BITS + 1))
+    best = round(math.log2(scale))
+    listed = (2.0**bits for bits in range(min(best - LISTED_BITS, 0), max(best + LISTED_BITS, 0) + 1))
+    alone = [losses(each, limits, 1.0) for each in histograms.values()]
     return Calibration(
         limits,
         scale,
         safe_bits(total, limits, scale),
-        [ScaleLosses(each, losses(total, limits, each)) for each in shown if LOWEST_SCALE <= each <= HIGHEST_SCALE],
+        [ScaleLosses(each, losses(total, limits, each)) for each in listed if LOWEST_SCALE <= each <= HIGHEST_SCALE],
+        sum(each.flushed > TOLERANCE for each in alone),
         sorted(
             (_layer(name, histogram, limits, scale, margin_bits) for name, histogram in histograms.items()),
             key=lambda layer: -layer.losses.flushed,
@@ -207,6 +251,10 @@ def add_batch(found: dict[str, ExponentHistogram], histograms: Mapping[str, Expo
         )
     for name, histogram in histograms.items():
         found[name] = found[name] + histogram if name in found else histogram
+
+
+def _power(scale: float) -> str:
+    return f"2^{math.frexp(scale)[1] - 1}"
 
 
 def _is_wide(format: Format) -> bool:
@@ -245,7 +293,17 @@ def _advice(found: Losses, own: Losses, ratio: float) -> str:
     return "keep it in float32: no scale fits its range"
 
 
+def _scale_cells(each: ScaleLosses, *, best: bool) -> tuple[str, ...]:
+    found = each.losses
+    shares = (found.flushed, found.subnormal, found.overflow, found.flushed_energy)
+    return (
+        f"{_power(each.scale)}{' (best)' if best else ''}",
+        *(f"{share:.2%}" for share in shares),
+        f"{found.snr_db:.1f}",
+    )
+
+
 def _cells(layer: LayerCalibration) -> tuple[str, ...]:
-    own = "none" if layer.own_scale is None else f"2^{math.frexp(layer.own_scale)[1] - 1}"
+    own = "none" if layer.own_scale is None else _power(layer.own_scale)
     found = layer.losses
     return (layer.name, own, str(layer.range_bits), f"{found.flushed:.2%}", f"{found.subnormal:.2%}", layer.advice)

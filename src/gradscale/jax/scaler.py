@@ -12,7 +12,7 @@ from jax import Array
 
 from gradscale._text import scaler_text
 from gradscale.engine.decide import check_clip
-from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, Progress, StuckCheck
+from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, StuckCheck
 from gradscale.engine.hints import OtherNames, explains_arguments
 from gradscale.engine.metrics import metrics_of
 from gradscale.engine.result import ScaleDesync
@@ -178,8 +178,8 @@ class Scaler(OtherNames):
             result.skipped()  # raises where the devices found that their scales differ
         loss_finite = bool(state.stuck if result is None else result.loss_finite)
         last = StepResult(applied=False, scale=state.scale, next_scale=state.scale) if result is None else result
-        progress = Progress.of(state, loss_finite)
-        StuckCheck(max_consecutive_skips).check(progress, last, lambda: None if params is None else weights_of(params))
+        known = dict[str, Any] if params is None else lambda: {"weights": weights_of(params)}
+        StuckCheck(max_consecutive_skips).check(state, last, loss_finite, known)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the policy and its state as plain values that go through JSON. Synchronizes with the device.

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, OnStuck, Progress, StuckCheck, Weights
+from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, OnStuck, StuckCheck, Weights
 from gradscale.engine.result import StepResult
 from gradscale.keras.optimizer import optimizer_of
 from gradscale.keras.remember import weights_of
@@ -159,7 +159,8 @@ class ScaleMonitor(keras.callbacks.Callback):
     def _check_stuck(self, state: ScaleState) -> None:
         # `fit` keeps no result of a step, so this one has what the state knows: no culprits, no sizes.
         last = StepResult(applied=False, scale=state.scale, next_scale=state.scale, loss_finite=self._loss_finite)
-        self._stuck.check(Progress.of(state, self._loss_finite), last, lambda: weights_of(self.model, self._weights))
+        known = lambda: {"weights": weights_of(self.model, self._weights)}  # noqa: E731
+        self._stuck.check(state, last, self._loss_finite, known)
 
     def _show(self, logs: dict[str, Any] | None) -> None:
         if logs is None:

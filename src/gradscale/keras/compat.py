@@ -22,10 +22,13 @@ except ModuleNotFoundError as error:
     if backend not in BACKENDS or find_spec(backend) is not None:
         raise  # something else is missing
     choices = ". ".join(f"{name}: pip install {target}" for name, target in BACKENDS.items())
+    here = [name for name in BACKENDS if find_spec(name) is not None]
+    fix = (
+        f"Set KERAS_BACKEND={here[-1]}, which is installed" if here else f"Install one and set KERAS_BACKEND. {choices}"
+    )
     raise MissingExtra(
         f"Keras needs a backend, and the one it is to use, {backend}, is not installed. Keras uses TensorFlow "
-        f"unless KERAS_BACKEND or ~/.keras/keras.json names another. Install one and set KERAS_BACKEND to "
-        f"its name. {choices}.",
+        f"unless KERAS_BACKEND or ~/.keras/keras.json names another. {fix}.",
         name=backend,
     ) from None
 

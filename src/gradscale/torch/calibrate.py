@@ -70,7 +70,7 @@ def calibrate(
             model.zero_grad()
             recorder = Recorder(model, "", lambda: 1.0, SUFFIXES)
             try:
-                with _no_autocast(next(model.parameters()).device.type):
+                with no_autocast(next(model.parameters()).device.type):
                     check_loss(loss_fn(model, batch), "loss_fn").backward()
             finally:
                 sample = recorder.detach()
@@ -85,7 +85,7 @@ def calibrate(
 
 
 @contextmanager
-def _no_autocast(device: str) -> Iterator[None]:
+def no_autocast(device: str) -> Iterator[None]:
     """Disables `torch.autocast`, and makes blocks of it that are entered inside do nothing."""
     autocast: Any = torch.autocast
     enter = autocast.__enter__

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Never
 
 import torch
@@ -11,9 +12,9 @@ from torch.utils._pytree import tree_map
 
 from gradscale._text import scaler_text
 from gradscale.engine.guard import Guard, OnSkip
-from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, Health, OnStuck
+from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, Evidence, Health, OnStuck
 from gradscale.engine.hints import OtherNames, explains_arguments, unknown_arguments
-from gradscale.engine.probe_report import ProbeReport
+from gradscale.engine.probe_report import ProbeReport, Verdict
 from gradscale.engine.saved import KEY, Saved, check_state, read_saved, replaces_policy, write_saved, write_text
 from gradscale.kernels.torch import largest
 from gradscale.peers import import_state
@@ -428,12 +429,15 @@ class LossScaler(OtherNames):
         the last call. Rank 0 logs a line when the condition changes, and every ten minutes while the run is not
         healthy. Call it now and then, as once per epoch.
         """
-        return self._memory.health(
-            self._rule.state,
-            scaling=bool(self.policy.needs),
-            in_bf16=self._windows.first_loss.in_bf16,
-            multiplies=self._rule.multiplies,
-        )
+        return self._memory.health(self._rule.state, **self._settings())
+
+    def _evidence(self) -> Evidence:
+        """Returns what is known of the run: what `health`, a probe and `ScaleStuck` conclude from. Synchronizes."""
+        return replace(self._memory.evidence(self._rule.state), **self._settings())
+
+    def _settings(self) -> dict[str, bool]:
+        in_bf16 = self._windows.first_loss.in_bf16
+        return {"scaling": bool(self.policy.needs), "in_bf16": in_bf16, "multiplies": self._rule.multiplies}
 
     def probe(
         self,
@@ -529,15 +533,18 @@ class LossScaler(OtherNames):
     def _probed(
         self, step: Callable[[], Tensor], other: Callable[[], Tensor] | None, scale: float, frames: int
     ) -> ProbeReport:
-        return probe(
+        report = probe(
             step,
             *self._modules,
             scale=scale,
             other=other,
             frames=frames,
-            weights_at_start=self._memory.weights_at_start(),
+            seen=self._evidence,
             any_rank=self._rounds.any_rank,
         )
+        if report.verdict is not Verdict.FINITE:
+            self._memory.probed = f"A probe found {report.verdict}: {report.advice}", int(self._rule.state.skipped)
+        return report
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the policy and its state as one JSON text: all it takes to continue bit-exactly. Synchronizes."""

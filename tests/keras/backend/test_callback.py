@@ -173,7 +173,9 @@ def stuck_model(monitor: ScaleMonitor, *bad: int) -> Any:
     """Returns a model that did not get through `fit`, because a reading raised."""
     model = network()
     model.compile(LossScaleOptimizer(SGD(0.01), policy=Static(1024.0)), loss="mse")
-    with pytest.raises(ScaleStuck, match=r"^3 steps in a row.*and the loss is inf or NaN\. .*the loss itself is inf"):
+    with pytest.raises(
+        ScaleStuck, match=r"^3 steps in a row.*and the loss is inf or NaN\. No scale, retry or policy can help"
+    ):
         model.fit(*six_batches(*bad), batch_size=4, shuffle=False, verbose=0, callbacks=[monitor])
     return model
 
@@ -201,7 +203,7 @@ def test_a_scale_that_can_still_fall_is_not_stuck() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_stuck_at_any_scale() -> None:
-    with pytest.raises(ScaleStuck, match="the loss itself is inf or NaN"):
+    with pytest.raises(ScaleStuck, match="No scale, retry or policy can help"):
         watched(ScaleMonitor(every=10, max_consecutive_skips=3), 3, 4, 5, target=INF)
 
 

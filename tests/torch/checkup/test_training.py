@@ -55,7 +55,7 @@ def test_a_batch_with_nan_is_found_although_the_run_went_on() -> None:
     found = doctor("one_nan_batch")
     assert found.exit_code == 1
     assert "20 steps, 1 skipped" in found.output
-    assert "Probe of a skipped step: broken_data: an input, float32 of shape [8, 4] is inf or NaN" in found.output
+    assert "Probe of step 5: broken_data: an input, float32 of shape [8, 4] is inf or NaN" in found.output
 
 
 def test_an_optimizer_without_gradients_is_found() -> None:

@@ -62,7 +62,8 @@ def packets_that_differ(generator: np.random.Generator) -> int:
         sizes = floats(2 * count, generator)
         first = count if trial % 3 else 0
         end = first + (count if trial % 2 == 0 or not first else 0)
-        read = torch.from_numpy(np.concatenate([sizes[:end], floats(2, generator), np.full(int(share), 0.25, np.float32)]))
+        losses, shares = floats(2, generator), np.full(int(share), 0.25, np.float32)
+        read = torch.from_numpy(np.concatenate([sizes[:end], losses, shares]))
         if trial % 5 == 1:
             read[int(generator.integers(0, end + 2))] = (np.inf, np.nan, -np.inf)[trial % 3]
         weights = torch.from_numpy(generator.random((2, first)))

@@ -44,7 +44,7 @@ def test_exploding_learning_rate_is_warned_of_once(kind: Any, lr: float, fused: 
     ) as caught:
         dead_run(GradScaler("cpu"), lambda params: kind(params, lr=lr, fused=fused), steps=150)
     assert len(caught) == 1
-    assert f"Likely cause: the learning rate ({lr:g}) is too high. The largest weight, in " in str(caught[0].message)
+    assert f"Likely cause: the learning rate ({lr:g}) is too high" in str(caught[0].message)
 
 
 @autocast
@@ -52,7 +52,7 @@ def test_exploding_learning_rate_is_warned_of_once(kind: Any, lr: float, fused: 
 @pytest.mark.parametrize("fused", [False, True])
 def test_loss_that_is_nan_is_named_with_its_first_step(fused: bool) -> None:
     scaler = GradScaler("cpu", max_consecutive_skips=5, on_stuck="raise")
-    with pytest.raises(ScaleStuck, match=r"NaN since step 12\. Likely cause: the loss itself is inf or NaN"):
+    with pytest.raises(ScaleStuck, match=r"NaN since step 12\. The loss was inf or NaN in .* No scale"):
         dead_run(scaler, lambda params: torch.optim.SGD(params, lr=1e-3, fused=fused), bad_from=11)
 
 

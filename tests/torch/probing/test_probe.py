@@ -5,6 +5,7 @@ import inspect
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -164,6 +165,20 @@ def test_infinities_that_do_not_reach_the_loss_are_not_named() -> None:
         return model(safe).square().mean()
 
     assert LossScaler(model, Static(1.0)).probe(step).verdict is Verdict.FINITE
+
+
+@pytest.mark.parametrize("write", [Tensor.zero_, Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_])
+def test_memory_that_is_overwritten_is_not_an_input_before_the_first(write: Callable[[Tensor], Tensor]) -> None:
+    model = nn.Linear(4, 4).half()
+
+    def step() -> Tensor:
+        noise = write(torch.full((8, 4), math.nan, dtype=torch.float16))  # what dropout in FP16 finds in fresh memory
+        return ((model(rows().half()) + noise) * 60000 * 60000).float().square().mean()
+
+    report = LossScaler(model).probe(step)
+    assert report.operation is not None
+    assert (report.verdict, report.operation.name) == (Verdict.FORWARD_OVERFLOW, "mul")
+    assert [each for each in report.frames[1:-1] if not (each.finite and each.inputs_finite)] == []
 
 
 def test_a_tensor_that_is_written_in_parts_has_the_origin_of_the_part_that_is_not_finite() -> None:

@@ -72,7 +72,7 @@ def test_a_check_in_bf16_is_not_scaling() -> None:
     with autocast(torch.bfloat16):
         scaler.backward(model(batch()[0]).float().square().mean())
     scaler.step(optimizer)
-    assert str(scaler.health()) == "ok: 1 updates in 1 steps. Nothing to do."
+    assert str(scaler.health()) == "ok: 1 update in 1 step. Nothing to do."
 
 
 def test_without_scaling_there_is_nothing_to_say() -> None:

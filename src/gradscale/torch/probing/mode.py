@@ -22,8 +22,8 @@ from gradscale.torch.wrappers import own_module, own_name
 UNINITIALIZED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
 """Operators whose result holds whatever was in that memory."""
 
-OVERWRITING = {"copy_", "fill_", "_foreach_copy_"}
-"""Operators in place that do not read what they write to, and may write numbers that are not finite."""
+OVERWRITING = {"copy_", "fill_", "_foreach_copy_", "zero_", "_foreach_zero_", "bernoulli_", "normal_", "uniform_"}
+"""Operators in place that do not read what they write to, which may be memory that was never written."""
 
 ONE_RESULT = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 """Attention also returns the logarithms of sums for its backward pass, which may be infinite and padded."""

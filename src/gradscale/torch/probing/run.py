@@ -9,11 +9,13 @@ from contextvars import ContextVar
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradscale.engine.culprits import culprits_of
-from gradscale.engine.health import Weights
+from gradscale.engine.health import Evidence
 from gradscale.engine.probe_report import ProbeReport, Run, judged
+from gradscale.formats import FP16
 from gradscale.policies.checks import USELESS_SCALE, check_number
 from gradscale.torch.gradients import Names, local
 from gradscale.torch.probing.mode import ProbeMode, facts_of, is_number_tensor
@@ -25,6 +27,7 @@ FRAMES = 21
 """Operations that a report keeps, by default."""
 
 Step = Callable[[], Tensor]
+Use = Callable[[dict[str, Tensor]], None]
 
 probing: ContextVar[bool] = ContextVar("probing", default=False)
 """Whether a probe runs, whose forward passes are not part of training."""
@@ -70,8 +73,11 @@ class Probe:
         """The parameters at present: FSDP2 replaces them in the forward pass."""
         return list(dict.fromkeys(Names(self._modules).parameters()))
 
-    def run(self, step: Step, scale: float, *, looks: bool = False) -> Run:
-        """Runs a step, the backward pass only if the loss is finite on every rank. May look at every operation."""
+    def run(self, step: Step, scale: float, *, looks: bool = False, use: Use = lambda grads: None) -> Run:
+        """Runs a step, the backward pass only if the loss is finite on every rank, and uses the gradients by name.
+
+        May look at every operation.
+        """
         before = self.parameters
         with _restored(self._modules) as blocks:
             mode = ProbeMode(self._modules) if looks else None
@@ -92,7 +98,9 @@ class Probe:
                 held = [each for each in self.parameters if each.grad is not None]
                 grads: list[Tensor] = [each.grad for each in held]  # type: ignore[misc]
                 sizes = [facts_of(grad).amax for grad in grads]
-                culprits = culprits_of(Names(self._modules).of(held, ()), sizes)
+                names = Names(self._modules).of(held, ())
+                use(dict(zip(names, grads, strict=True)))
+                culprits = culprits_of(names, sizes)
                 bad = [grad for grad, size in zip(grads, sizes, strict=True) if not math.isfinite(size)]
             return Run(value, tuple(culprits)) if mode is None else Run(value, tuple(culprits), *mode.found(bad))
 
@@ -111,6 +119,16 @@ class Probe:
         device = next((each.device for each in self.parameters), None)
         return self._any_rank(torch.tensor([flag], device=device))[0]
 
+    def ranks(self, flag: bool) -> str:
+        """Returns the ranks on which a flag is set, where several probe together."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return ""
+        device, own = next((each.device for each in self.parameters), None), dist.get_rank()
+        flags = [flag and rank == own for rank in range(dist.get_world_size())]
+        return ", ".join(
+            str(rank) for rank, bad in enumerate(self._any_rank(torch.tensor(flags, device=device))) if bad
+        )
+
 
 def probe(
     step: Step,
@@ -118,7 +136,7 @@ def probe(
     scale: float = 65536.0,
     other: Step | None = None,
     frames: int = FRAMES,
-    weights_at_start: float | None = None,
+    seen: Callable[[], Evidence] | None = None,
     any_rank: AnyRank | None = None,
 ) -> ProbeReport:
     """Runs a step again and returns the first operation whose result is not finite, and what to do about it.
@@ -137,7 +155,7 @@ def probe(
         scale: what the loss is multiplied by.
         other: the same with another batch, to tell a bad batch from a bad model.
         frames: how many operations the report keeps.
-        weights_at_start: the largest weight before training, to recognize weights that have diverged.
+        seen: returns what a scaler knows of the run, to recognize weights that have diverged.
         any_rank: returns which of a few flags are set on any rank, where several probe together.
 
     Raises:
@@ -170,10 +188,11 @@ def probe(
     if probed.anywhere(bool(broken)) and origin.outside is not None and not origin.parameter:
         # What seems to be an input: FSDP gathers its weights from memory of its own.
         origin = replace(origin, outside=broken[0] if broken else "a parameter of another rank", parameter=True)
-    weights = None if weights_at_start is None else Weights.of(named, weights_at_start)
+    large = next((f"{name} is {size:.3g}" for size, name in named if FP16.max < size < math.inf), None)
+    bad_ranks = probed.ranks(not first.finite)
     other_finite = None if other is None else probed.run(other, scale).finite
     return ProbeReport(
-        *judged(first, origin, scale, halvings, weights, other_finite),
+        *judged(first, origin, scale, halvings, None if seen is None else seen(), large, other_finite, bad_ranks),
         *(origin.operation, origin.overflow, origin.outside),
         *(scale, None if halvings is None else scale / 2**halvings, halvings),
         *(first.loss, first.culprits, tuple(deque(cause.operations, frames))),

@@ -4,21 +4,23 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gradscale.engine import result as engine
 from gradscale.engine.culprits import Culprit, culprits_of
 from gradscale.engine.health import (
     MAX_CONSECUTIVE_SKIPS,
+    Evidence,
     Health,
     HealthLog,
+    Losses,
     OnStuck,
-    Progress,
     StuckCheck,
-    Vitals,
     Weights,
     health_of,
 )
@@ -125,6 +127,7 @@ class StepResult(engine.StepResult):
         known: whether the step was applied, if the host knows it already: no copy is needed then.
         skips: returns whether the step was skipped, where that is not known; None if the facts say so.
         found: the culprits of all ranks, where they were gathered in the step.
+        notes: what the window has noted of losses.
     """
 
     __slots__ = (
@@ -136,6 +139,7 @@ class StepResult(engine.StepResult):
         "known",
         "made_with",
         "measured",
+        "notes",
         "parameter_names",
         "rule",
         "skips",
@@ -160,6 +164,7 @@ class StepResult(engine.StepResult):
         self.after: ScaleState | None = None
         self.skips: Callable[[], bool] | None = None
         self.found: list[Culprit] | None = None
+        self.notes = window.notes
         self.retries, self.attempted, self.counts, self.names = window.retries, self.measured.attempted, (), ()
         if not (self.attempted and plan.norm):
             self.grad_norm = None
@@ -276,6 +281,7 @@ class Memory:
         after_step: called after every step.
         on_skips: called with the number of steps skipped in a row and the result of the last of them, before the check
             for a stuck run; None for nothing.
+        probed: what the last probe has found, and how many steps had been skipped by then.
     """
 
     def __init__(self, max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS, on_stuck: OnStuck = "raise") -> None:
@@ -296,8 +302,12 @@ class Memory:
         self._sizes: tuple[Any, Any] = (None, None)
         self._noted: tuple[StepResult, ScaleState] | None = None
         self._stuck = False
-        self._last_finite_loss: int | None = None
-        self._weights_at_start: Tensor | None = None
+        self._first: StepResult | None = None
+        self._finite: tuple[StepResult, ScaleState] | None = None  # of the last step whose loss was
+        self._skip: StepResult | None = None
+        self._bad_losses = self._rows = 0
+        self.probed: tuple[str, int] = "", 0
+        self._weights_at_start: list[Tensor] = []
         self.measured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._gradients: int | None = None
@@ -310,20 +320,21 @@ class Memory:
         if new := [optimizer for optimizer in optimizers if optimizer not in self.measured]:
             self.measured.update(new)
             if values := _readable(new)[1]:
-                size, known = largest(values, device).amax(), self._weights_at_start
-                self._weights_at_start = size if known is None else torch.maximum(known, size)
-
-    def weights_at_start(self) -> float | None:
-        """Returns the largest weight before the first step; None before that. Synchronizes with the device."""
-        return None if self._weights_at_start is None else float(self._weights_at_start)
+                self._weights_at_start.append(largest(values, device))
 
     def _weights_now(self, optimizers: Sequence[Optimizer], names: Names) -> Weights | None:
         """Returns how large the weights are now; None if none can be read. Synchronizes with the device."""
         parameters, values = _readable(optimizers)
         sizes: list[float] = largest(values, values[0].device).tolist() if values else []
-        rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
-        named = zip(sizes, names.of(parameters, optimizers), strict=True)
-        return Weights.of(named, self.weights_at_start(), max(rates, default=None))
+        before: list[float] = [size for sizes in self._weights_at_start for size in sizes.tolist()]
+        known = len(before) == len(sizes) and sum(before) > 0
+        return Weights.of(
+            zip(sizes, names.of(parameters, optimizers), strict=True),
+            # A NaN is the largest, and `max` may lose it.
+            max(before, key=lambda size: math.inf if math.isnan(size) else size, default=None),
+            growth=sum(sizes) / sum(before) if known else None,
+            **_known_of(optimizers, names, same_weights=known),
+        )
 
     def note(self, result: StepResult, facts: Facts, norm: bool, amax: bool, state: ScaleState) -> None:
         """Notes the state after a step, once the host knows it, with its unscaled norm and amax where they were read.
@@ -333,7 +344,13 @@ class Memory:
         result.after, seen = state, facts.seen()
         self._sizes = seen.norm if norm else None, seen.amax if amax else self._sizes[1]
         if result.facts.seen().loss_finite:
-            self._last_finite_loss = int(state.applied) + int(state.skipped)
+            self._finite = result, state
+            if self._first is None:
+                self._first = result
+            if not seen.finite:
+                self._rows += int(state.consecutive_skips) == 1
+        elif state.consecutive_skips:
+            self._bad_losses += 1
         self._noted, self._stuck = (result, state), bool(state.stuck)
 
     def keep(self, result: StepResult, optimizers: Sequence[Optimizer], gradients: int | None = None) -> None:
@@ -363,9 +380,10 @@ class Memory:
         if not state.consecutive_skips:
             self._stuck_check.reported = False
             return
-        progress = Progress.of(state, bool(known.facts.seen().loss_finite), self._last_finite_loss)
         optimizers = [each for reference in self._optimizers if (each := reference()) is not None]
-        self._stuck_check.check(progress, known, lambda: self._weights_now(optimizers, known.parameter_names))
+        self._skip, loss_finite = known, bool(known.facts.seen().loss_finite)
+        more = partial(self._known, state, optimizers, known.parameter_names)
+        self._stuck_check.check(state, known, loss_finite, more)
 
     def metrics(self, state: ScaleState, *, check: bool = False) -> dict[str, float]:
         """Returns the newest numbers known on the host, after a `check` for a run that is stuck if asked for."""
@@ -373,36 +391,99 @@ class Memory:
             self.check()
         return host_metrics(state, *self._sizes)
 
-    def health(self, state: ScaleState, *, scaling: bool, in_bf16: bool, multiplies: bool = True) -> Health:
+    def health(self, state: ScaleState, **settings: bool) -> Health:
         """Returns how the run is doing, and logs it on rank 0 if it has changed. Synchronizes with the device."""
-        seen = self._vitals(state)
-        self._counted = seen.applied, seen.skipped
-        health = health_of(replace(seen, scaling=scaling, in_bf16=in_bf16, multiplies=multiplies))
+        seen = self.evidence(state)
+        self._counted, self._bad_losses, self._rows = (seen.applied, seen.skipped), 0, 0
+        health = health_of(replace(seen, **settings))
         if is_first_rank():
             self._log.note(health)
         return health
 
-    def _vitals(self, state: ScaleState) -> Vitals:
-        """Returns what is known of the run after its last step."""
-        applied, skipped, scale, last = int(state.applied), int(state.skipped), float(state.scale), self.last
-        if last is None:
-            return Vitals(scale, applied, skipped)
-        status = last.status()
+    def evidence(self, state: ScaleState) -> Evidence:
+        """Returns what is known of the run after its last step. Synchronizes with the device."""
+        seen = Evidence(float(state.scale), int(state.applied), int(state.skipped), int(state.consecutive_skips))
+        if (last := self.last) is None:
+            return seen
         optimizers = [each for reference in self._optimizers if (each := reference()) is not None]
-        return Vitals(
-            scale,
-            applied,
-            skipped,
-            int(state.consecutive_skips),
-            self._stuck,
-            (applied - self._counted[0], skipped - self._counted[1]),
-            status,
-            _headroom_bits(self._sizes[1], scale),
-            () if status is Status.APPLIED else last.culprits(),
-            last.parameters,
-            _without_gradients(last, optimizers, last.parameters if self._gradients is None else self._gradients),
-            self._weights_now(optimizers, last.parameter_names),
+        gradients = last.parameters if self._gradients is None else self._gradients
+        known = self._known(state, optimizers, last.parameter_names)
+        skips = self._skip is not None and (known["recent"][1] or seen.consecutive_skips)
+        return replace(
+            seen,
+            stuck=self._stuck and seen.consecutive_skips > 1,
+            status=last.status(),
+            headroom_bits=_headroom_bits(self._sizes[1], seen.scale),
+            culprits=self._skip.culprits() if self._skip is not None and skips else (),
+            parameters=last.parameters,
+            without_gradients=_without_gradients(last, optimizers, gradients),
+            **known,
         )
+
+    def _known(self, state: ScaleState, optimizers: Sequence[Optimizer], names: Names) -> dict[str, Any]:
+        """Returns what else is known of the run, by the names of `Evidence`. Synchronizes with the device."""
+        skipped, (result, finite) = int(state.skipped), self._finite or (None, None)
+        rank, own = None, _losses(self._skip)
+        if own is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            rank = dist.get_rank(), dist.get_world_size(), all(map(math.isfinite, own.values))
+        return {
+            "recent": (int(state.applied) - self._counted[0], skipped - self._counted[1]),
+            "bad_losses": self._bad_losses,
+            "rows": self._rows,
+            "last_finite_loss": None if finite is None else int(finite.applied) + int(finite.skipped),
+            "weights": self._weights_now(optimizers, names),
+            "first_losses": _losses(self._first),
+            "losses": _losses(result),
+            "policy": "" if self.last is None else type(self.last.rule.policy).__name__,
+            "rank": rank,
+            "probed": self.probed[0] if skipped - self.probed[1] <= int(state.consecutive_skips) else "",
+        }
+
+
+def _losses(result: StepResult | None) -> Losses | None:
+    """Returns the losses of a step and their scale; None without one. Synchronizes with the device."""
+    values = [] if result is None else [float(note) for is_mark, note in result.notes if not is_mark]
+    return Losses(values, float(result.made_with)) if result is not None and values else None
+
+
+def _known_of(optimizers: Sequence[Optimizer], names: Names, *, same_weights: bool) -> dict[str, Any]:
+    """Returns what optimizers show of weights, by the names of `Weights`. Synchronizes with the device."""
+    groups = [(type(optimizer), group) for optimizer in optimizers for group in optimizer.param_groups]
+    # The highest rate that a schedule has had, or may have, too. An update of Adam is at most
+    # (1 - beta1) / sqrt(1 - beta2) times that: 3.2 by default, and 10 for a beta2 of 0.9999.
+    rates = [max(float(group.get(name, 0.0)) for name in ("lr", "initial_lr", "max_lr")) for _, group in groups]
+    is_adam = all(
+        kind in (torch.optim.Adam, torch.optim.AdamW) and rate * group["weight_decay"] < 2
+        for (kind, group), rate in zip(groups, rates, strict=True)
+    )
+    # A fused kernel computes in float32.
+    plain = {id(each): group for _, group in groups if not group.get("fused") for each in group["params"]}
+    held = [
+        (parameter, key, values)
+        for optimizer in optimizers
+        for parameter, state in getattr(optimizer, "state", {}).items()
+        for key, value in (state.items() if isinstance(state, dict) else ())
+        if isinstance(value, Tensor) and type(values := local(value)) is Tensor and _is_dense_float(values)
+    ]
+    squares = {
+        values.dtype: plain[id(each)].get("eps")
+        for each, key, values in held
+        if key == "exp_avg_sq" and id(each) in plain
+    }
+    zero = [
+        (eps, str(dtype)[6:])
+        for dtype, eps in squares.items()
+        if isinstance(eps, float) and not torch.tensor(eps, dtype=dtype)
+    ]
+    sizes: list[float] = largest([each[2] for each in held], held[0][2].device).tolist() if held else []
+    bad = [each for each, size in zip(held, sizes, strict=True) if not math.isfinite(size)]
+    named = names.of([parameter for parameter, _, _ in bad], optimizers)
+    return {
+        "learning_rate": max((float(group["lr"]) for _, group in groups if "lr" in group), default=None),
+        "reach": 10 * max(rates) if rates and is_adam and same_weights else None,
+        "zero_eps": zero[0] if zero else None,
+        "bad_state": [f"{key} of {name}" for (_, key, _), name in zip(bad, named, strict=True)],
+    }
 
 
 def _headroom_bits(amax: Any, scale: float) -> float:
