@@ -1,13 +1,14 @@
 """What was recorded at one step, in little memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import reduce
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
 from gradscale.formats import FloatArray
 from gradscale.histogram.counts import EXPONENTS, ExponentHistogram
+from gradscale.record import plain
 
 Kind = Literal["weight", "input", "output", "output_grad", "weight_grad"]
 
@@ -15,6 +16,9 @@ KINDS: tuple[Kind, ...] = ("weight", "input", "output", "output_grad", "weight_g
 
 MODEL = "(model)"
 """The name of the whole model, which frameworks call by the empty string."""
+
+OUTSIDE = ("zeros", "infs", "nans")
+"""What is counted outside of the bins."""
 
 Key = tuple[str, Kind]
 """Name of a module or a parameter, and what was recorded of it."""
@@ -52,6 +56,33 @@ class Tally(NamedTuple):
     amax: float
     dtype: Any
     scale: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values that go through JSON, with the counts from the lowest to the highest bin in use."""
+        counts = self.histogram.host_counts
+        used = np.flatnonzero(counts)
+        first, end = (int(used[0]), int(used[-1]) + 1) if used.size else (0, 0)
+        outside = [int(getattr(self.histogram, name)) for name in OUTSIDE]
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "first": int(EXPONENTS[first]),
+            "counts": counts[first:end].tolist(),
+            **dict(zip(OUTSIDE, outside, strict=True)),
+            "amax": plain(self.amax),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "scale": plain(self.scale),
+        }
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any]) -> Self:
+        """Returns what `to_dict` wrote. The type is its name."""
+        counts = np.zeros(EXPONENTS.size, np.int64)
+        first = mapping["first"] - int(EXPONENTS[0])
+        counts[first : first + len(mapping["counts"])] = mapping["counts"]
+        histogram = ExponentHistogram(counts, *(np.int64(mapping[name]) for name in OUTSIDE))
+        amax, scale = float(mapping["amax"]), float(mapping["scale"])
+        return cls(mapping["name"], mapping["kind"], histogram, amax, mapping["dtype"], scale)
 
 
 class Sample:
