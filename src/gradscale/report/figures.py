@@ -1,7 +1,7 @@
 """The figures of a report, as the plain dicts that plotly draws. Colors of text and grid are those of the page."""
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +10,6 @@ from gradscale.engine.result import Status
 from gradscale.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, get_format
 from gradscale.histogram.counts import EXPONENTS
 from gradscale.histogram.losses import lost_share
-from gradscale.watching.sample import Tally
 
 if TYPE_CHECKING:
     from gradscale.recording.reader import Run
@@ -19,194 +18,194 @@ Figure = dict[str, Any]
 Vector = np.ndarray[Any, Any]
 
 BUCKETS = 1500
-"""Points that a line keeps twice: the lowest and the highest of each bucket of steps, so that no spike is lost."""
+"""Buckets of steps of which a line keeps the lowest and the highest point, so that no spike is lost."""
 
 MOST_FRAMES, MOST_LAYERS = 40, 60
 COLORS = ("#2a78d6", "#e08a00", "#7a5bd0", "#1a9a6c")
-SKIPS = {
-    Status.OVERFLOW.value: ("overflow", "#d03b3b", "x"),
-    Status.NONFINITE_LOSS.value: ("loss inf or NaN", "#b0399c", "diamond"),
-}
-SHADES = [[0, "#dbe9f9"], [0.5, "#5598e7"], [1, "#0d366b"]]
-RANGES = (FP16, FP8_E5M2, FP8_E4M3, BF16)
+SKIPS = (
+    (Status.OVERFLOW, "overflow", "#d03b3b", "x"),
+    (Status.NONFINITE_LOSS, "loss inf or NaN", "#b0399c", "diamond"),
+)
+SHADES = [[0, "#cfe2f8"], [0.5, "#5598e7"], [1, "#0d366b"]]
+LOWEST, HIGHEST = -150, 140
+"""Exponents of scaled gradients; what is beyond counts at the ends."""
 
 
 def thinned(values: Vector, buckets: int = BUCKETS) -> Vector:
     """Returns the rows of a line to draw: where there are many, the lowest and the highest known of each bucket."""
-    rows = np.flatnonzero(~np.isnan(values))
-    if rows.size <= 2 * buckets:
-        return rows
-    parts = np.array_split(rows, buckets)
-    ends = {int(part[0]) for part in parts[:1]} | {int(parts[-1][-1])}
-    return np.array(sorted(ends.union(*({int(p[values[p].argmin()]), int(p[values[p].argmax()])} for p in parts))))
+    if len(values) <= 2 * buckets:
+        return np.arange(len(values))
+    rows = np.flatnonzero(np.isfinite(values))
+    parts = [part for part in np.array_split(rows, buckets) if part.size]
+    ends = [part[end] for part in parts for end in (values[part].argmin(), values[part].argmax())]
+    return np.unique([*ends, *rows[:1], *rows[-1:]]).astype(int)
 
 
 def timeline(runs: "Sequence[Run]") -> Figure:
     """Returns scale, loss and norm of runs over the steps, with their skips on the line of the scale."""
-    panels = [("scale", lambda run: run.scale), ("loss", lambda run: run.loss), ("norm", lambda run: run.norm)]
-    shown = [each for each in panels if any(np.isfinite(each[1](run)).any() for run in runs)]
-    height = 1 / max(1, len(shown))
+    columns = {
+        "scale": [run.scale for run in runs],
+        "loss": [run.loss for run in runs],
+        "norm": [run.norm for run in runs],
+    }
+    shown = {title: found for title, found in columns.items() if any(np.isfinite(each).any() for each in found)}
     layout: Figure = {
         "height": 180 + 150 * len(shown),
         "hovermode": "closest",
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        "xaxis": {"title": {"text": "step"}, "anchor": f"y{len(shown)}" if len(shown) > 1 else "y"},
+        "xaxis": {"title": {"text": "step"}, "anchor": _axis(len(shown) - 1)},
     }
     data: list[Figure] = []
-    for place, (title, column) in enumerate(shown):
-        axis = f"y{place + 1}" if place else "y"
-        top = 1 - place * height
-        several = all((column(run)[np.isfinite(column(run))] > 0).all() for run in runs)
-        layout[f"yaxis{place + 1}" if place else "yaxis"] = {
-            "domain": [max(0.0, top - height + 0.04), top],
+    for place, (title, found) in enumerate(shown.items()):
+        top = 1 - place / len(shown)
+        positive = all((each[np.isfinite(each)] > 0).all() for each in found)
+        layout[_axis(place).replace("y", "yaxis")] = {
+            "domain": [max(0.0, top - 1 / len(shown) + 0.05), top],
             "title": {"text": title},
-            "type": "log" if several else "linear",
-            **({"dtick": _bits(runs), "exponentformat": "power"} if title == "scale" else {"nticks": 5}),
+            **({"type": "log", **_ticks(found, 2 if title == "scale" else 10)} if positive else {"nticks": 5}),
         }
-        for run, color in zip(runs, _cycle(runs), strict=True):
-            values = np.where(np.isfinite(column(run)), column(run), np.nan)
-            rows = thinned(values)
-            line = {"shape": "hv"} if title == "scale" else {}
+        for index, (run, values) in enumerate(zip(runs, found, strict=True)):
+            line = {"color": COLORS[index % len(COLORS)], "width": 1.5, "shape": "hv" if title == "scale" else "linear"}
+            more = {
+                "line": line,
+                "showlegend": len(runs) > 1 and not place,
+                "legendgroup": index,
+                "name": escaped(run.name),
+            }
             data.append(
-                _line(run, rows, values[rows], axis) | {"line": {"color": color, "width": 1.5, **line}, "name": _name(run, runs, title), "hovertemplate": "step %{x}<br>" + title + " %{y:.5g}<extra></extra>"}
+                _points(run, thinned(values), values, place)
+                | more
+                | {"hovertemplate": f"step %{{x}}: {title} %{{y:.5g}}<extra></extra>"}
             )
-            if title == "scale":
-                data += _skips(run, axis)
+        if title == "scale":
+            data += [points for run in runs for points in _skips(run)]
     return {"data": data, "layout": layout}
 
 
-def _skips(run: "Run", axis: str) -> list[Figure]:
-    """Returns the skipped steps as points, by their status; where there are many, the first of each bucket."""
-    points: list[Figure] = []
-    for status, (title, color, symbol) in SKIPS.items():
-        rows = np.flatnonzero(run.status == status)
+def _skips(run: "Run") -> Iterable[Figure]:
+    """Yields the skipped steps as points, by their status; where there are many, the first of each bucket."""
+    for status, title, color, symbol in SKIPS:
+        rows = np.flatnonzero(run.status == status.value)
+        parts = np.array_split(rows, min(BUCKETS, max(1, rows.size)))
         if rows.size:
-            parts = np.array_split(rows, min(BUCKETS, rows.size))
-            first = np.array([part[0] for part in parts])
-            more = [f"<br>and {part.size - 1} more up to step {run.step[part[-1]]}" if part.size > 1 else "" for part in parts]
-            points.append(
-                _line(run, first, run.scale[first], axis)
-                | {"mode": "markers", "name": f"{title} ({rows.size:,})", "marker": {"color": color, "symbol": symbol, "size": 8}}
-                | {"text": [f"{title}{_culprits(run, int(row))}{rest}" for row, rest in zip(first, more, strict=True)]}
-                | {"hovertemplate": "step %{x}, scale %{y:.6g}<br>%{text}<extra></extra>"}
-            )
-    return points
+            more = [
+                f"<br>and {part.size - 1} more up to step {run.step[part[-1]]}" if part.size > 1 else ""
+                for part in parts
+            ]
+            yield _points(run, np.array([part[0] for part in parts]), run.scale, 0) | {
+                "mode": "markers",
+                "name": f"{title} ({rows.size:,})",
+                "marker": {"color": color, "symbol": symbol, "size": 8},
+                "text": [
+                    f"{title}{_culprits(run, int(part[0]))}{rest}" for part, rest in zip(parts, more, strict=True)
+                ],
+                "hovertemplate": "step %{x}, scale %{y:.6g}<br>%{text}<extra></extra>",
+            }
 
 
 def _culprits(run: "Run", row: int) -> str:
     found = run.culprits.get(row, ())
-    listed = "".join(f"<br>{escaped(one.name)}: {one.kind}{'' if one.count is None else f' ({one.count:,})'}" for one in found[:5])
-    return listed + (f"<br>and {len(found) - 5} more" if len(found) > 5 else "")
+    listed = [
+        f"<br>{escaped(one.name)}: {one.kind}{'' if one.count is None else f' ({one.count:,})'}" for one in found[:5]
+    ]
+    return "".join(listed) + (f"<br>and {len(found) - 5} more" if len(found) > 5 else "")
 
 
 def heat_map(run: "Run") -> Figure | None:
     """Returns the gradients of each layer by exponent, multiplied by the scale, at each sampled step."""
-    samples = {row: found for row, tallies in run.watch.items() if (found := _gradients(tallies))}
-    if not samples:
+    sampled = [row for row, tallies in run.watch.items() if any(each.kind == "weight_grad" for each in tallies)]
+    if not sampled:
         return None
-    rows = [list(samples)[index] for index in np.unique(np.linspace(0, len(samples) - 1, MOST_FRAMES).astype(int))]
-    names = list(dict.fromkeys(each.name for row in rows for each in samples[row]))[:MOST_LAYERS][::-1]
-    low, high = BF16_LOW, BF16_HIGH
-    grids = {row: _grid(samples[row], names, low, high) for row in rows}
-    used = np.flatnonzero(~np.isnan(np.concatenate(list(grids.values()))).all(axis=0))
-    low, high = (low + int(used[0]), low + int(used[-1])) if used.size else (-24, 15)
-    left, right = min(low, -25) - 1, max(high, 16) + 1
+    rows = [sampled[index] for index in np.unique(np.linspace(0, len(sampled) - 1, MOST_FRAMES).astype(int))]
+    names = list(dict.fromkeys(each.name for row in rows for each in run.watch[row] if each.kind == "weight_grad"))
+    names = names[:MOST_LAYERS][::-1]
+    grids = [_grid(run, row, names) for row in rows]
+    used = np.flatnonzero(~np.isnan(np.concatenate(grids)).all(axis=0)) + LOWEST
+    left, right = int(min(-25, *used)) - 1, int(max(16, *used)) + 1
     frames = [
-        {"name": str(run.step[row]), "data": [{"z": _listed(grids[row][:, left - BF16_LOW : right + 1 - BF16_LOW])}]}
-        for row in rows
+        {"name": str(run.step[row]), "data": [{"z": _listed(grid[:, left - LOWEST : right + 1 - LOWEST])}]}
+        for row, grid in zip(rows, grids, strict=True)
     ]
     trace = {
         "type": "heatmap",
         "x": list(range(left, right + 1)),
-        "y": list(range(len(names))),
         "text": [[escaped(name)] * (right - left + 1) for name in names],
-        "z": frames[0]["data"][0]["z"],
+        "z": frames[-1]["data"][0]["z"],
         "zmin": -6,
         "zmax": 0,
         "colorscale": SHADES,
-        "colorbar": {"title": {"text": "share"}, "tickvals": [-6, -4, -2, 0], "ticktext": ["1e-6", "1e-4", "1e-2", "1"], "thickness": 8},
+        "colorbar": {
+            "title": {"text": "share"},
+            "tickvals": [-6, -3, 0],
+            "ticktext": ["1e-6", "1e-3", "1"],
+            "thickness": 8,
+        },
         "hovertemplate": "%{text}<br>2^%{x}, times the scale: 10^%{z:.1f} of its elements<extra></extra>",
     }
-    steps = [{"method": "animate", "label": one["name"], "args": [[one["name"]], {"mode": "immediate", "frame": {"duration": 0}}]} for one in frames]
-    top = len(names) - 0.5
-    bars = [_range(each, top + 0.9 + 1.1 * place, left, right) for place, each in enumerate(RANGES)]
+    moves = {"mode": "immediate", "frame": {"duration": 0}}
+    steps = [{"method": "animate", "label": one["name"], "args": [[one["name"]], moves]} for one in frames]
+    shapes: list[Figure] = []
+    labels: list[Figure] = []
+    for place, format in enumerate((FP16, FP8_E5M2, FP8_E4M3, BF16)):
+        low, high = max(np.log2(format.smallest_subnormal), left - 0.5), min(np.log2(format.max), right + 0.5)
+        y = len(names) + 0.4 + 1.1 * place
+        bar = {"type": "rect", "x0": low, "x1": high, "y0": y - 0.4, "y1": y + 0.4, "line": {"width": 0}}
+        shapes.append(bar | {"fillcolor": COLORS[place], "opacity": 0.8})
+        labels.append(
+            {
+                "x": (low + high) / 2,
+                "y": y,
+                "text": format.name,
+                "showarrow": False,
+                "font": {"color": "white", "size": 11},
+            }
+        )
+    for end in (get_format(run.format).smallest_subnormal, get_format(run.format).max):
+        line = {"type": "line", "x0": np.log2(end) - 0.5, "x1": np.log2(end) - 0.5, "y0": 0, "y1": 1, "yref": "paper"}
+        shapes.append(line | {"line": {"color": COLORS[0], "width": 1.5, "dash": "dot"}})
     layout: Figure = {
         "height": 300 + 20 * len(names),
-        "xaxis": {"title": {"text": "power of two of the gradient times the scale"}, "range": [left - 0.5, right + 0.5]},
-        "yaxis": {"tickvals": list(range(len(names))), "ticktext": [escaped(_short(name)) for name in names], "range": [-0.5, top + 5], "automargin": True},
-        "shapes": [bar for bar, _ in bars] + [_edge(run, at) for at in _edges(run)],
-        "annotations": [label for _, label in bars],
-        "sliders": [{"steps": steps, "currentvalue": {"prefix": "step "}, "pad": {"t": 50}}],
+        "xaxis": {"title": {"text": "log2 of gradient × scale"}, "range": [left - 0.5, right + 0.5]},
+        "yaxis": _names(names) | {"range": [-0.5, len(names) + 4.5]},
+        "shapes": shapes,
+        "annotations": labels,
+        "sliders": [{"steps": steps, "active": len(steps) - 1, "currentvalue": {"prefix": "step "}, "pad": {"t": 56}}],
     }
     return {"data": [trace], "layout": layout, "frames": frames}
 
 
-BF16_LOW, BF16_HIGH = -150, 140
-"""Exponents that scaled gradients may have."""
-
-
-def _gradients(tallies: Sequence[Tally]) -> list[Tally]:
-    return [each for each in tallies if each.kind == "weight_grad"]
-
-
-def _grid(tallies: Sequence[Tally], names: Sequence[str], low: int, high: int) -> Vector:
-    """Returns log10 of the share of a layer's nonzero elements in each power of two, times the scale."""
-    grid = np.full((len(names), high - low + 1), np.nan)
-    place = {name: index for index, name in enumerate(names)}
-    for each in tallies:
-        if each.name in place and each.histogram.nonzero:
-            counts, shift = each.histogram.host_counts, int(np.frexp(each.scale)[1] - 1)
-            used = np.flatnonzero(counts)
-            at = np.clip(EXPONENTS[used] + shift, low, high) - low
-            grid[place[each.name], at] = np.log10(counts[used] / counts.sum())
-    return grid
-
-
-def _range(format: Any, y: float, left: float, right: float) -> tuple[Figure, Figure]:
-    """Returns the range of a format as a bar above the layers, and its name: normal numbers, and what reaches down."""
-    low, high = np.log2(format.smallest_subnormal), np.log2(format.max)
-    ends = max(float(low), left - 0.5), min(float(high), right + 0.5)
-    bar = {"type": "rect", "x0": ends[0], "x1": ends[1], "y0": y - 0.4, "y1": y + 0.4, "line": {"width": 0}, "fillcolor": COLORS[RANGES.index(format)], "opacity": 0.75}
-    return bar, {"x": sum(ends) / 2, "y": y, "text": format.name, "showarrow": False, "font": {"color": "white", "size": 11}}
-
-
-def _edges(run: "Run") -> tuple[float, float]:
-    limits = get_format(run.format)
-    return float(np.log2(limits.smallest_subnormal)) - 0.5, float(np.log2(limits.max)) - 0.5
-
-
-def _edge(run: "Run", at: float) -> Figure:
-    return {"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": {"color": COLORS[0], "width": 1.5, "dash": "dot"}}
+def _grid(run: "Run", row: int, names: Sequence[str]) -> Vector:
+    """Returns log10 of the share of each layer's nonzero elements in each power of two, times the scale."""
+    grid = np.zeros((len(names), HIGHEST - LOWEST + 1))
+    for each in run.watch[row]:
+        if each.kind == "weight_grad" and each.name in names and each.histogram.nonzero:
+            at = np.clip(EXPONENTS + int(np.frexp(each.scale)[1]) - 1, LOWEST, HIGHEST) - LOWEST
+            np.add.at(grid[names.index(each.name)], at, each.histogram.host_counts / each.histogram.nonzero)
+    return np.log10(np.where(grid > 0, grid, np.nan))
 
 
 def lost_by_layer(run: "Run") -> Figure | None:
-    """Returns the share of each layer's gradient elements that the scales of the sampled steps left at zero."""
+    """Returns the share of each layer's gradient elements that the scales of the sampled steps left at zero, if any."""
     losses: dict[str, list[float]] = {}
-    for tallies in run.watch.values():
-        for each in _gradients(tallies):
-            losses.setdefault(each.name, []).append(lost_share(each.histogram, run.format, each.scale))
-    if not losses:
+    for each in (each for tallies in run.watch.values() for each in tallies if each.kind == "weight_grad"):
+        losses.setdefault(each.name, []).append(lost_share(each.histogram, run.format, each.scale))
+    mean = sorted((float(np.mean(found)), name) for name, found in losses.items() if any(found))[-30:]
+    if not mean:
         return None
-    mean = sorted(((float(np.mean(found)), name) for name, found in losses.items()), reverse=True)[:30][::-1]
-    return {
-        "data": [
-            {
-                "type": "bar",
-                "orientation": "h",
-                "x": [share for share, _ in mean],
-                "y": list(range(len(mean))),
-                "text": [escaped(name) for _, name in mean],
-                "textposition": "none",
-                "marker": {"color": COLORS[0]},
-                "hovertemplate": "%{text}: %{x:.3%}<extra></extra>",
-            }
-        ],
-        "layout": {
-            "height": 120 + 20 * len(mean),
-            "xaxis": {"tickformat": ".2~%", "rangemode": "tozero", "nticks": 6},
-            "yaxis": {"tickvals": list(range(len(mean))), "ticktext": [escaped(_short(name)) for _, name in mean], "automargin": True},
-        },
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "x": [share for share, _ in mean],
+        "text": [escaped(name) for _, name in mean],
+        "textposition": "none",
+        "marker": {"color": COLORS[0]},
+        "hovertemplate": "%{text}: %{x:.3%}<extra></extra>",
     }
+    axes = {
+        "xaxis": {"tickformat": ".2~%", "rangemode": "tozero", "nticks": 6},
+        "yaxis": _names([name for _, name in mean]),
+    }
+    return {"data": [bars], "layout": {"height": 120 + 20 * len(mean), **axes}}
 
 
 def escaped(name: str) -> str:
@@ -214,38 +213,32 @@ def escaped(name: str) -> str:
     return html.escape(name)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 22 else f"…{name[-21:]}"
+def _names(names: Sequence[str]) -> Figure:
+    """Returns an axis that has a name at each whole number."""
+    short = [name if len(name) <= 22 else f"…{name[-21:]}" for name in names]
+    return {"tickvals": list(range(len(names))), "ticktext": list(map(escaped, short)), "automargin": True}
 
 
-def _name(run: "Run", runs: "Sequence[Run]", title: str) -> str:
-    return title if len(runs) == 1 else escaped(f"{title}: {_short(run.name)}")
+def _ticks(columns: Sequence[Vector], base: int) -> Figure:
+    """Returns about six ticks of a logarithmic axis: powers of two, or 1, 2 and 5 times powers of ten."""
+    values = np.concatenate([each[np.isfinite(each)] for each in columns])
+    low, high = int(np.floor(np.log(values.min()) / np.log(base))), int(np.ceil(np.log(values.max()) / np.log(base)))
+    powers = range(low, high + 1, max(1, round((high - low) / 6)))
+    if base == 2:
+        return {"tickvals": [2.0**each for each in powers], "ticktext": [f"2<sup>{each}</sup>" for each in powers]}
+    ticks = [digit * 10.0**each for each in powers for digit in ((1, 2, 5) if high - low < 4 else (1,))]
+    return {"tickvals": ticks, "ticktext": [f"{each:g}" for each in ticks]}
 
 
-def _cycle(runs: Sequence[Any]) -> list[str]:
-    return [COLORS[index % len(COLORS)] for index in range(len(runs))]
+def _axis(place: int) -> str:
+    return f"y{place + 1}" if place else "y"
 
 
-def _bits(runs: "Sequence[Run]") -> float:
-    """Returns the distance of ticks on a logarithmic axis that shows powers of two."""
-    known = [np.log2(run.scale[np.isfinite(run.scale) & (run.scale > 0)]) for run in runs]
-    spread = max((float(each.max() - each.min()) for each in known if each.size), default=0)
-    return float(np.log10(2) * max(1, round(spread / 6)))
-
-
-def _line(run: "Run", rows: Vector, values: Vector, axis: str) -> Figure:
-    return {"type": "scatter", "mode": "lines", "x": run.step[rows].tolist(), "y": _listed(values), "xaxis": "x", "yaxis": axis}
+def _points(run: "Run", rows: Vector, values: Vector, place: int) -> Figure:
+    xy = {"x": run.step[rows].tolist(), "y": _listed(values[rows]), "xaxis": "x", "yaxis": _axis(place)}
+    return {"type": "scatter", "mode": "lines", **xy}
 
 
 def _listed(values: Vector) -> Any:
     """Returns numbers for JSON, which has none for what is not known."""
-    return np.where(np.isfinite(values), values, np.nan).astype(object).tolist() if np.isfinite(values).all() else _nulls(values.tolist())
-
-
-def _nulls(values: Any) -> Any:
-    if isinstance(values, list):
-        return [_nulls(each) for each in values]  # pyright: ignore[reportUnknownVariableType]
-    return values if np.isfinite(values) else None
-
-
-__all__ = ["Figure", "Mapping", "heat_map", "lost_by_layer", "thinned", "timeline"]
+    return np.where(np.isfinite(values), values.astype(object), None).tolist()

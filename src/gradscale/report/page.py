@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Template
@@ -47,9 +48,11 @@ def report(runs: "Sequence[Run]") -> str:
         return _section(title, f'<p class="soft">{about}</p><div class="figure" id="{key}"></div>')
 
     body = [_section("", summary(run)) for run in runs]
-    if len(runs) > 1:
-        body.append(_section("Where the runs part", f"<p>{html.escape(parted(runs[0], runs[1]))}</p>"))
-    body.append(drawn("Scale, loss and skips", "Each point on the scale is a skipped step, with its parameters.", timeline(runs)))
+    body.append(
+        drawn(
+            "Scale, loss and skips", "Each point on the scale is a skipped step, with its parameters.", timeline(runs)
+        )
+    )
     for run in runs:
         name = f" of {html.escape(run.name)}" if len(runs) > 1 else ""
         about = (
@@ -60,6 +63,9 @@ def report(runs: "Sequence[Run]") -> str:
         about = f"Share of nonzero gradient elements that became zero in {run.format}, over the sampled steps."
         body.append(drawn(f"Lost by layer{name}", about, lost_by_layer(run)))
         body.append(_section(f"What other policies would have done{name}", what_if(run)))
+    for other in runs[1:]:
+        compared = html.escape(f"{runs[0].name} and {other.name}: {parted(runs[0], other)}")
+        body.append(_section("Where the runs part", f"<p>{compared}</p>"))
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=f"gradscale: {html.escape(', '.join(run.name for run in runs))}",
         body="\n".join(body),
@@ -72,25 +78,28 @@ def report(runs: "Sequence[Run]") -> str:
 def summary(run: "Run") -> str:
     """Returns the verdict on a run and its numbers as HTML."""
     found = "".join(
-        f'<div class="finding {one.level}"><h3>{html.escape(one.title)}</h3><p>{html.escape(one.text)}</p></div>'
+        f'<div class="finding {one.level}"><h3>{html.escape(one.title)}</h3><p>{prose(one.text)}</p></div>'
         for one in findings(run)
     )
     rows = [(title, f"<code>{html.escape(value)}</code>") for title, value in numbers(run).items() if value]
     return f"<h1>{html.escape(run.name)}</h1>{found}{_table((), rows)}"
 
 
+def prose(text: str) -> str:
+    """Returns a text as HTML, with what is between backticks as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
 def what_if(run: "Run", others: Sequence[str] = OTHERS) -> str:
     """Returns a table of what policies would have done, that of the run first."""
     rows: list[tuple[str, ...]] = []
-    recorded = [saved.policy for saved in own_policies(run).values()][:1]
-    for policy in dict.fromkeys([*recorded, *map(as_policy, others)]):
+    named = {f"{saved.policy!r} (this run)": saved.policy for saved in list(own_policies(run).values())[:1]}
+    for name, policy in {**named, **{name: as_policy(name) for name in others}}.items():
         try:
-            [found] = predict(run, [policy])
+            found = cells(predict(run, [policy])[0])
         except ValueError as error:
-            rows.append((f"<code>{html.escape(repr(policy))}</code>", html.escape(str(error))))
-            continue
-        name = f"<code>{html.escape(repr(policy))}</code>{' (this run)' if policy in recorded else ''}"
-        rows.append((name, *cells(found)))
+            found = (html.escape(str(error)),)
+        rows.append((f"<code>{html.escape(name)}</code>", *found))
     note = (
         "The gradients are taken as they were. A step that overflowed at a scale may be clean at a lower one: where the "
         "record does not say, it is undecided. Bits: how far the scale was below the highest that fits."
@@ -130,7 +139,9 @@ def parted(first: "Run", second: "Run") -> str:
     name = min(where, key=lambda key: where[key])
     left, right = (f"{side[where[name]]}" for side in columns[name])
     later = ", ".join(f"{key} at step {steps[row]}" for key, row in where.items() if key != name)
-    return f"They part at step {steps[where[name]]}: the {name} is {left} and {right}." + (f" Then: {later}." if later else "")
+    return f"They part at step {steps[where[name]]}: the {name} is {left} and {right}." + (
+        f" Then: {later}." if later else ""
+    )
 
 
 def _section(title: str, content: str) -> str:
@@ -139,7 +150,9 @@ def _section(title: str, content: str) -> str:
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th{NUMBER if index else ''}>{each}</th>" for index, each in enumerate(columns))
-    body = "".join(f"<tr>{''.join(_cell(each, index, columns, row) for index, each in enumerate(row))}</tr>" for row in rows)
+    body = "".join(
+        f"<tr>{''.join(_cell(each, index, columns, row) for index, each in enumerate(row))}</tr>" for row in rows
+    )
     return f'<div class="table"><table>{f"<tr>{head}</tr>" if head else ""}{body}</table></div>'
 
 

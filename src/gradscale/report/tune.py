@@ -29,7 +29,6 @@ TOGETHER = 2048
 THREADS = 2
 
 
-
 def _short(value: float) -> float:
     return float(f"{value:.2g}")
 

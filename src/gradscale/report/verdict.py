@@ -54,7 +54,7 @@ def findings(run: "Run") -> list[Finding]:
     rows = np.flatnonzero(run.skipped)
     applied = np.flatnonzero(run.applied)
     last_applied = int(applied[-1]) if applied.size else -1
-    at_start = int(applied[CALIBRATION_STEPS - 1]) if applied.size >= CALIBRATION_STEPS else len(run)
+    at_start = int(np.argmax(np.append(_applied(run) >= CALIBRATION_STEPS, True)))
     diverged = _diverged(run, last_applied)
     on_the_way = rows[rows <= (diverged.rows[0] if diverged else last_applied)]
     early = on_the_way[(on_the_way < at_start) & ~bad_loss[on_the_way]]
@@ -65,7 +65,7 @@ def findings(run: "Run") -> list[Finding]:
         found.append(_batches(run, batches))
     if early.size:
         title = f"normal start-up: {_count(early.size, 'skip')} while the scale is found"
-        text = "Nothing to do. To lose no batch, use `backward(loss, retries=8)`, or `Headroom()`, which starts low."
+        text = "Nothing to do." + " To lose no batch, use `backward(loss, retries=8)`." * bool(run.parts)
         found.append(Finding("fine", title, text, tuple(early)))
     if later.size:
         title = f"{_count(later.size, 'overflow')} after the start, {later.size / len(run):.2%} of all steps"
@@ -74,21 +74,28 @@ def findings(run: "Run") -> list[Finding]:
     return sorted(found, key=lambda one: ("fault", "event", "fine").index(one.level))
 
 
+def _applied(run: "Run") -> Any:
+    """Returns how many steps were applied up to each. A log of another system leaves out most of those that were."""
+    return run.step - run.step[0] + 1 - np.cumsum(~run.applied)
+
+
 def _condition(run: "Run", last_applied: int) -> Finding:
     """Returns the condition that the run ended in."""
     health = health_at_end(run, last_applied)
     rows = tuple(range(last_applied + 1, len(run))) or tuple(np.flatnonzero(run.skipped))
     if health.condition in HEALTHY:
         return Finding("fine", f"{health.condition}: {health.applied} updates in {health.steps} steps", health.advice)
-    no_scale_helps = ": no scale helps" if health.condition is Condition.FORWARD_OVERFLOW else ""
+    fixed = health.condition in (Condition.FORWARD_OVERFLOW, Condition.STUCK)
+    no_scale_helps = ": no scale helps" if fixed and run.status[-1] != Status.NO_GRADS.value else ""
     title = health.condition.value.replace("_", " ")
     return Finding("fault", f"{title}{no_scale_helps}", health.advice, rows)
 
 
 def health_at_end(run: "Run", last_applied: int) -> Health:
     """Returns the health of a run at its last step, as the scaler itself would have reported it."""
-    recent = slice(-RECENT, None)
-    applied, skipped = int(run.applied.sum()), int(run.skipped.sum())
+    recent, counts = slice(-RECENT, None), (_applied(run), np.cumsum(run.skipped))
+    applied, skipped = (int(each[-1]) for each in counts)
+    before = [int(each[-RECENT - 1]) if len(run) > RECENT else 0 for each in counts]
     saved = own_policies(run)
     policy = saved[max(saved)].policy if saved else None
     last, streak = len(run) - 1, len(run) - 1 - last_applied
@@ -96,8 +103,8 @@ def health_at_end(run: "Run", last_applied: int) -> Health:
     headroom = best - np.log2(np.where(run.scale > 0, run.scale, np.nan))[recent]
     known = headroom[np.isfinite(headroom)]
     parts = run.scale[last_applied + 1 :]
-    if policy is None:  # a log of another system: the last overflows did not lower the scale
-        stuck = streak > 2 and bool(parts[-1] == parts[-2] == parts[-3])
+    if policy is None:  # a log of another system: the last overflows did not lower the scale, or lowered it often
+        stuck = streak > 9 or (streak > 2 and bool(parts[-1] == parts[-2] == parts[-3]))
     else:
         stuck = predict(run, [policy])[0].stuck
     return health_of(
@@ -107,7 +114,7 @@ def health_at_end(run: "Run", last_applied: int) -> Health:
             skipped=skipped,
             consecutive_skips=streak,
             stuck=stuck,
-            recent=(int(run.applied[recent].sum()), int(run.skipped[recent].sum())),
+            recent=(applied - before[0], skipped - before[1]),
             status=Status(run.status[last]),
             headroom_bits=float(np.median(known)) if known.size else float("nan"),
             culprits=run.culprits.get(last, ()),
@@ -135,10 +142,11 @@ def _diverged(run: "Run", last_applied: int) -> Finding | None:
         rates = [values[rows[first]] for key, values in run.notes.items() if key.lower() in ("lr", "learning_rate")]
         rate = f" ({rates[0]:g})" if rates and np.isfinite(rates[0]) else ""
         ended = f", and no step after {run.step[last_applied]} was applied" if broken else ""
+        again = f"restart from a checkpoint before step {run.step[rows[first]]}" if rows[first] else "start again"
         text = (
             f"The learning rate{rate} is too high: the {name} rose from {lowest[first]:.3g} to {levels[top]:.3g} by step "
             f"{run.step[rows[top + WINDOW - 1]]}{ended}. No scale helps. Lower the learning rate or warm it up, and "
-            f"restart from a checkpoint before step {run.step[rows[first]]}."
+            f"{again}."
         )
         shown = (int(rows[first]), int(rows[top + WINDOW - 1]), *range(last_applied + 1, len(run)))
         return Finding("fault", "learning rate: the run diverged", text, shown)
@@ -154,7 +162,9 @@ def _batches(run: "Run", rows: Any) -> Finding:
         f"At {'step' if rows.size == 1 else 'steps'} {named} the loss was inf or NaN, and later steps were applied: look "
         f"at these batches, and at the forward pass. The update was skipped, and no scale helps.{first}"
     )
-    return Finding("event", f"forward overflow: {_count(rows.size, 'batch', 'batches')} with a non-finite loss", text, tuple(rows))
+    return Finding(
+        "event", f"forward overflow: {_count(rows.size, 'batch', 'batches')} with a non-finite loss", text, tuple(rows)
+    )
 
 
 def _count(count: Any, noun: str, plural: str = "") -> str:
@@ -173,5 +183,7 @@ def numbers(run: "Run") -> dict[str, str]:
         "scale": "" if not scales.size else " to ".join(number_text(float(each)) for each in (scales[0], scales[-1])),
         "policy": "" if header is None else repr(header.saved().policy),
         "format": run.format,
-        "made by": "" if header is None else f"gradscale {header.gradscale}, {header.framework} {header.framework_version}",
+        "made by": ""
+        if header is None
+        else f"gradscale {header.gradscale}, {header.framework} {header.framework_version}",
     }
