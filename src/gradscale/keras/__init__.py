@@ -18,6 +18,7 @@ from gradscale.keras.explain import Explanation, explain
 from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.keras.remember import StepResult
 from gradscale.keras.watch import Watch
+from gradscale.recording.writer import ResultRecorder as Recorder
 from gradscale.watching.rows import WatchRow
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Explanation",
     "LayerRow",
     "LossScaleOptimizer",
+    "Recorder",
     "ScaleMonitor",
     "ScaleRow",
     "ScaleStuck",

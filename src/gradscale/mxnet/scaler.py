@@ -20,6 +20,7 @@ from gradscale.mxnet.gradients import Gradients, multiply
 from gradscale.mxnet.remember import Losses
 from gradscale.policies.contract import ScaleState
 from gradscale.policies.static import multiplies
+from gradscale.recording.writer import Recorder
 
 
 class Decision(NamedTuple):
@@ -175,6 +176,10 @@ class LossScaler(HostScaler):
         self._unscaled = ()
         if self.unscaled_finite():
             self._before_unscale = None
+
+    @staticmethod
+    def _recorder_of(record: Any) -> Recorder:
+        return Recorder(record, "mxnet")
 
     def _reset(self) -> None:
         self._losses = Losses()

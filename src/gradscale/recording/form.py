@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +13,6 @@ from gradscale.engine.culprits import Culprit
 from gradscale.engine.measurement import UNKNOWN_RATIO
 from gradscale.engine.result import Status
 from gradscale.engine.saved import Saved, read_saved
-from gradscale.record import plain
 from gradscale.watching.sample import Tally
 
 SCHEMA = 1
@@ -58,10 +57,8 @@ class Header:
 
     def line(self) -> str:
         """Returns the header as a line, with its end."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        if not self.resumed:
-            del values["resumed"]
-        return _line({"gradscale": values.pop("gradscale"), "schema": SCHEMA, **values})
+        values = {"gradscale": self.gradscale, "schema": SCHEMA, **asdict(self)}
+        return _line({name: value for name, value in values.items() if value is not False})
 
     def saved(self) -> Saved:
         """Returns the policy and the state, checked.
@@ -105,20 +102,17 @@ class Step:
     seconds: float | None = None
 
     def line(self) -> str:
-        """Returns the step as a line, with its end. The numbers of `NUMBERS` are rounded to float32."""
-        values: dict[str, Any] = {"step": self.step, "scale": _single(self.scale), "status": self.status.value}
-        values |= {name: _single(value) for name in NUMBERS[1:] if (value := getattr(self, name)) is not None}
-        if self.retries:
-            values["retries"] = self.retries
-        if self.culprits:
-            values["culprits"] = [[each.name, each.kind, each.count] for each in self.culprits]
-        if self.note:
-            values["note"] = {name: plain(value) for name, value in self.note.items()}
-        if self.watch:
-            values["watch"] = [tally.to_dict() for tally in self.watch]
-        if self.seconds is not None:
-            values["seconds"] = round(self.seconds, 1)
-        return _line(values)
+        """Returns the step as a line, with its end. Its numbers are rounded to float32."""
+        numbers = {name: _single(value) for name in NUMBERS[1:] if (value := getattr(self, name)) is not None}
+        more = {
+            "retries": self.retries,
+            "culprits": [[each.name, each.kind, each.count] for each in self.culprits],
+            "note": {name: _single(value, exact=True) for name, value in self.note.items()},
+            "watch": [tally.to_dict() for tally in self.watch],
+            "seconds": self.seconds and round(self.seconds, 1),
+        }
+        known = {name: value for name, value in more.items() if value}
+        return _line({"step": self.step, "scale": _single(self.scale), "status": self.status, **numbers, **known})
 
 
 def read_line(line: str | bytes) -> Header | Step:
@@ -127,29 +121,22 @@ def read_line(line: str | bytes) -> Header | Step:
     Raises:
         ValueError: the line is not JSON, not one of a record, or of an unknown schema.
     """
+    values: Any = None
     try:
         values = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"A line of a record is JSON. Received: {short(line)} ({error}).") from error
-    if isinstance(values, dict) and "schema" in values:
-        _check_schema(cast(dict[str, Any], values))
-    try:
-        if "gradscale" in values:
-            return Header(**{name: values[name] for name in Header.__dataclass_fields__ if name in values})
-        return _read_step(values)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        if values.get("schema", SCHEMA) == SCHEMA:
+            if "gradscale" in values:
+                return Header(**{name: values[name] for name in Header.__dataclass_fields__ if name in values})
+            return _read_step(values)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
-            "A line of a record is a header, with `gradscale` and `schema`, or has `step`, `scale` and `status`, as "
-            f"`LossScaler(record=...)` writes them. Received: {short(line)} ({error!r})."
+            "A line of a record is JSON, as `LossScaler(record=...)` writes it: a header, with `gradscale` and "
+            f"`schema`, or a step, with `step`, `scale` and `status`. Received: {short(line)} ({error!r})."
         ) from error
-
-
-def _check_schema(values: Mapping[str, Any]) -> None:
-    if values["schema"] != SCHEMA:
-        raise ValueError(
-            f"This version of gradscale reads records of schema {SCHEMA}. Received: schema={short(values['schema'])}, "
-            f"written by gradscale {short(values.get('gradscale'))}. Read it with that version, or a newer one."
-        )
+    raise ValueError(
+        f"This version of gradscale reads records of schema {SCHEMA}. Received: schema={short(values['schema'])}, "
+        f"written by gradscale {short(values.get('gradscale'))}. Read it with that version, or a newer one."
+    )
 
 
 def _read_step(values: Mapping[str, Any]) -> Step:
@@ -166,9 +153,14 @@ def _read_step(values: Mapping[str, Any]) -> Step:
     )
 
 
-def _single(value: Any) -> Any:
-    """Returns a number as JSON holds it: in the fewest digits that give the same float32, or as a string."""
-    number = float(str(np.float32(value)))
+@np.errstate(over="ignore")
+def _single(value: float, exact: bool = False) -> float | str:
+    """Returns a number as JSON holds it: in the fewest digits that give the same float32, or as a string.
+
+    One that is to be `exact`, and is none of float32, is kept as it is.
+    """
+    single = np.float32(value)
+    number = float(value) if exact and single != value else float(str(single))
     return number if math.isfinite(number) else str(number)
 
 

@@ -151,6 +151,7 @@ class Rule:
         device: where the scale is kept for losses and gradients; None before the first loss.
         ahead: the packed state on the device, where that runs the rule, and the host may not know it yet; else None.
         has_kernel: whether the device has a kernel for the rule; None while that is not known.
+        followed: of the last step that it has followed, where it was before, what it has seen, and the state after.
     """
 
     def __init__(self, policy: Policy, device: torch.device | None = None) -> None:
@@ -214,6 +215,7 @@ class Rule:
     def go_back(self, progress: RuleState) -> None:
         """Goes back to where the rule was, and forgets a step that it has yet to catch up with."""
         self._pending: deque[tuple[Facts, Callable[[ScaleState], None], bool, bool]] = deque()
+        self.followed: tuple[RuleState, Seen, ScaleState] | None = None
         self._now, self.ahead = progress, None
 
     def follow(
@@ -245,18 +247,19 @@ class Rule:
             self._pending.popleft()
             state, ratio, steps = self._now
             with np.errstate(all="ignore"):
+                if estimates and not measured:
+                    seen = estimate_on_host(seen, ratio)
                 if facts.after is not None:
                     state, ratio = facts.after()
                 else:
                     if estimates and measured:
                         ratio = ratio_on_host(seen, ratio)
-                    elif estimates:
-                        seen = estimate_on_host(seen, ratio)
                     state = self._next(state, seen)
                 if seen.finite and not seen.loss_finite and not facts.loss_gates:
                     known = self._now.state
                     counts = {"applied": known.applied + np.int32(1), "skipped": known.skipped}
                     state = replace(state, **counts, consecutive_skips=np.int32(0))
+                self.followed = self._now, seen, state
                 self._now = RuleState(state, ratio, steps + 1)
             then(state)
         return self._now

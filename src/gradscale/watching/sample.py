@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 
 from gradscale.formats import FloatArray
-from gradscale.histogram.counts import EXPONENTS, ExponentHistogram
+from gradscale.histogram.counts import EXPONENTS, LOWEST_EXPONENT, ExponentHistogram
 from gradscale.record import plain
 
 Kind = Literal["weight", "input", "output", "output_grad", "weight_grad"]
@@ -59,26 +59,24 @@ class Tally(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values that go through JSON, with the counts from the lowest to the highest bin in use."""
-        counts = self.histogram.host_counts
-        used = np.flatnonzero(counts)
-        first, end = (int(used[0]), int(used[-1]) + 1) if used.size else (0, 0)
-        outside = [int(getattr(self.histogram, name)) for name in OUTSIDE]
+        counts = np.trim_zeros(self.histogram.host_counts, "b")
+        named = {"name": self.name, "kind": self.kind, "dtype": str(self.dtype).removeprefix("torch.")}
+        numbers = {"amax": plain(self.amax), "scale": plain(self.scale)}
+        outside = {name: int(getattr(self.histogram, name)) for name in OUTSIDE}
+        used = np.trim_zeros(counts, "f")
         return {
-            "name": self.name,
-            "kind": self.kind,
-            "first": int(EXPONENTS[first]),
-            "counts": counts[first:end].tolist(),
-            **dict(zip(OUTSIDE, outside, strict=True)),
-            "amax": plain(self.amax),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "scale": plain(self.scale),
+            **named,
+            **numbers,
+            **outside,
+            "first": len(counts) - len(used) + LOWEST_EXPONENT,
+            "counts": used.tolist(),
         }
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> Self:
         """Returns what `to_dict` wrote. The type is its name."""
         counts = np.zeros(EXPONENTS.size, np.int64)
-        first = mapping["first"] - int(EXPONENTS[0])
+        first = mapping["first"] - LOWEST_EXPONENT
         counts[first : first + len(mapping["counts"])] = mapping["counts"]
         histogram = ExponentHistogram(counts, *(np.int64(mapping[name]) for name in OUTSIDE))
         amax, scale = float(mapping["amax"]), float(mapping["scale"])

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradscale.integrations.accelerate.optimizer import ScaledOptimizer
-from gradscale.integrations.logging import logged
+from gradscale.recording.loggers import logged
 from gradscale.torch import GradScaler
 
 logger = logging.getLogger(__name__)

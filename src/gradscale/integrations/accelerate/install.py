@@ -1,5 +1,7 @@
 """`install`: puts gradscale's scaler into an `Accelerator`."""
 
+from typing import Any
+
 import torch
 from accelerate import Accelerator, DistributedType
 
@@ -28,6 +30,7 @@ def install(
     retries: int = 0,
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
     on_stuck: OnStuck = "warn",
+    record: Any = None,
     log: bool = True,
 ) -> GradScaler:
     """Makes `accelerator` scale losses with `gradscale.torch.GradScaler`, which it returns.
@@ -51,6 +54,7 @@ def install(
         retries: how often a backward pass that overflows is run again at a lower scale, without a second forward pass.
         max_consecutive_skips: as in `GradScaler`.
         on_stuck: as in `GradScaler`.
+        record: what the run is recorded in, as in `gradscale.torch.GradScaler`.
         log: whether `accelerator.log` adds the metrics of the scaler. Switch it off for a tracker with fixed columns.
 
     Raises:
@@ -62,9 +66,8 @@ def install(
     _check(accelerator, policy)
     check_retries(retries)
     settings = settings_of(policy, accelerator.scaler_handler)
-    scaler = _class_for(accelerator)(
-        accelerator.device.type, **settings, max_consecutive_skips=max_consecutive_skips, on_stuck=on_stuck
-    )
+    settings |= {"max_consecutive_skips": max_consecutive_skips, "on_stuck": on_stuck, "record": record}
+    scaler = _class_for(accelerator)(accelerator.device.type, **settings)
     accelerator.scaler = scaler
     if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
         accelerator.native_amp = True
