@@ -15,7 +15,8 @@ from gradscale.cli.report import show_predictions
 from gradscale.formats import Format, get_format
 from gradscale.peers.specs import parse_policy
 from gradscale.record import plain
-from gradscale.recording.logs import BEGINNING, read_any
+from gradscale.recording.logs import read_any
+from gradscale.recording.writer import START
 from gradscale.replay.run import Replay
 from gradscale.replay.run import replay as run_replay
 
@@ -85,7 +86,7 @@ def is_record(path: str | None) -> TypeGuard[str]:
     if path in (None, "", STDIN):
         return False
     with open(path, "rb") as file:
-        return file.read(len(BEGINNING)) == BEGINNING
+        return file.read(len(START)) == START
 
 
 def _format(name: str) -> Format:

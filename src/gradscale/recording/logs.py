@@ -12,9 +12,7 @@ from gradscale._extras import require
 from gradscale.engine.result import Status
 from gradscale.recording.form import Step
 from gradscale.recording.reader import Run, read_run, run_of
-
-BEGINNING = b'{"gradscale":'
-"""What a record begins with."""
+from gradscale.recording.writer import START
 
 NAMES = {
     "scale": re.compile(r"(loss|grad)[ _/]?scale|(.*/)?scale"),
@@ -56,7 +54,7 @@ def read_any(path: str | Path) -> Run:
     if path.is_dir() or "tfevents" in path.name:
         return _of_rows(_events(path), path)
     text = path.read_text(encoding="utf-8", errors="replace")
-    if text.startswith(BEGINNING.decode()):
+    if text.startswith(START.decode()):
         return read_run(path)
     if path.suffix == ".csv":
         return _of_rows(_merged(csv.DictReader(text.splitlines())), path)
@@ -89,8 +87,7 @@ def _merged(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
 
 
 def _of_rows(rows: Mapping[int, Mapping[str, float]], path: Path) -> Run:
-    steps = [_step(number, _known(rows[number])) for number in sorted(rows)]
-    return _checked([each for each in steps if each is not None], path)
+    return _checked([_step(number, known) for number in sorted(rows) if (known := _known(rows[number]))], path)
 
 
 def _of_lines(lines: Iterable[str], path: Path) -> Run:
@@ -103,7 +100,7 @@ def _of_lines(lines: Iterable[str], path: Path) -> Run:
         pairs = {name.strip().lower(): float(value) for name, value in PAIR.findall(line)}
         count = next((int(value) for name, value in pairs.items() if STEP.fullmatch(name)), None)
         if found:
-            after = found["to"] or (again := REDUCED.search(line)) and again["to"]
+            after = found["to"] or ((again := REDUCED.search(line)) and again["to"])
             at = float(found["at"] or 2 * float(found["to"]))
             scale = float(after) if after else at
             number = steps[-1].step + 1 if steps else 0
@@ -112,10 +109,10 @@ def _of_lines(lines: Iterable[str], path: Path) -> Run:
             skips_counted = skips_counted and "num_updates" not in pairs
             past = sum(each.status is not Status.APPLIED for each in steps) if not skips_counted else 0
             number = max((count or 0) + past, steps[-1].step + 1 if steps else 0)
-            read = _step(number, {"scale": scale} | known, skipped=pairs.get(SKIPPED, 0) > 0)
-            if read is None:
-                continue
-            scale = read.scale
+            skipped, after = pairs.get(SKIPPED, 0) > 0, known.get("scale", scale)
+            at = after if not skipped or math.isnan(scale) else scale  # Megatron's lines have the scale after the step
+            read = _step(number, known | {"scale": at}, skipped)
+            scale = after
             steps.append(read)
         else:
             continue
@@ -124,16 +121,16 @@ def _of_lines(lines: Iterable[str], path: Path) -> Run:
 
 
 def _known(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Returns those numbers that are known by a name, by one name each."""
-    return {
-        kind: value for kind, pattern in NAMES.items() for name, value in numbers.items() if pattern.fullmatch(name)
-    }
+    """Returns those numbers that are known by a name; the first of several."""
+    known: dict[str, float] = {}
+    for name, value in numbers.items():
+        for kind, pattern in NAMES.items():
+            if pattern.fullmatch(name):
+                known.setdefault(kind, value)
+    return known
 
 
-def _step(number: int, known: Mapping[str, float], skipped: bool = False) -> Step | None:
-    """Returns a step, or None where nothing is known of it beside its scale and learning rate."""
-    if not known.keys() & {"scale", "norm", "loss"}:
-        return None
+def _step(number: int, known: Mapping[str, float], skipped: bool = False) -> Step:
     status = Status.APPLIED
     if skipped or not math.isfinite(known.get("norm", 0)):
         status = Status.OVERFLOW

@@ -9,6 +9,7 @@ import numpy as np
 from gradscale._text import number_text
 from gradscale.engine.health import CALIBRATION_STEPS, HEALTHY, Condition, Health, Vitals, health_of
 from gradscale.engine.result import Status
+from gradscale.policies.static import CheckOnly
 from gradscale.report.what_if import Evidence, own_policies, predict
 
 if TYPE_CHECKING:
@@ -66,11 +67,11 @@ def findings(run: "Run") -> list[Finding]:
     if early.size:
         title = f"normal start-up: {_count(early.size, 'skip')} while the scale is found"
         text = "Nothing to do." + " To lose no batch, use `backward(loss, retries=8)`." * bool(run.parts)
-        found.append(Finding("fine", title, text, tuple(early)))
+        found.append(Finding("fine", title, text, tuple(early.tolist())))
     if later.size:
-        title = f"{_count(later.size, 'overflow')} after the start, {later.size / len(run):.2%} of all steps"
+        title = f"{_count(later.size, 'overflow')} after the start, {later.size / (run.step[-1] - run.step[0] + 1):.2%} of all steps"
         text = "Each was skipped and lowered the scale. A dynamic scale finds its limit by crossing it."
-        found.append(Finding("fine", title, text, tuple(later)))
+        found.append(Finding("fine", title, text, tuple(later.tolist())))
     return sorted(found, key=lambda one: ("fault", "event", "fine").index(one.level))
 
 
@@ -82,7 +83,7 @@ def _applied(run: "Run") -> Any:
 def _condition(run: "Run", last_applied: int) -> Finding:
     """Returns the condition that the run ended in."""
     health = health_at_end(run, last_applied)
-    rows = tuple(range(last_applied + 1, len(run))) or tuple(np.flatnonzero(run.skipped))
+    rows = tuple(range(last_applied + 1, len(run))) or tuple(np.flatnonzero(run.skipped).tolist())
     if health.condition in HEALTHY:
         return Finding("fine", f"{health.condition}: {health.applied} updates in {health.steps} steps", health.advice)
     fixed = health.condition in (Condition.FORWARD_OVERFLOW, Condition.STUCK)
@@ -120,7 +121,7 @@ def health_at_end(run: "Run", last_applied: int) -> Health:
             culprits=run.culprits.get(last, ()),
             parameters=len({each.name for one in run.watch.values() for each in one if each.kind == "weight_grad"}),
             scaling=policy is None or bool(policy.needs),
-            multiplies=bool((run.scale != 1).any()),
+            multiplies=bool((run.scale != 1).any()) if policy is None else not isinstance(policy, CheckOnly),
         )
     )
 
@@ -163,7 +164,7 @@ def _batches(run: "Run", rows: Any) -> Finding:
         f"at these batches, and at the forward pass. The update was skipped, and no scale helps.{first}"
     )
     return Finding(
-        "event", f"forward overflow: {_count(rows.size, 'batch', 'batches')} with a non-finite loss", text, tuple(rows)
+        "event", f"forward overflow: {_count(rows.size, 'batch', 'batches')} with a non-finite loss", text, tuple(rows.tolist())
     )
 
 

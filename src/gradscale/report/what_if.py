@@ -74,7 +74,6 @@ class Evidence:
         self.best = np.where(self.measured, np.frexp(np.where(fits < np.inf, fits, 2.0**126))[1] - 1.0, np.nan)
         scale = np.where(np.isfinite(run.scale), run.scale, 0)
         self.clean_to = np.where(applied, np.fmax(fits, scale), np.nextafter(scale, 0))
-        self._ends = np.where(applied & ~self.measured, np.inf, self.clean_to)
         # The last known size before each step, of the first known one before that.
         rows = np.maximum.accumulate(np.where(known, np.arange(self.steps), int(known.argmax()) if known.any() else 0))
         self.amax = np.where(known.any(), size[rows], np.nan).astype(np.float32)
