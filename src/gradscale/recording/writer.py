@@ -153,13 +153,14 @@ class Recorder:
         """Adds a step whose result is in host memory, as `add` does."""
         if self.on and result.attempted:
             numbers = {"norm": result.grad_norm, "amax": result.amax, "share": share}
+            known: dict[str, Any] = {name: float(each) for name, each in numbers.items() if each is not None}
             step = Step(
                 step=int(before.applied) + int(before.skipped),
                 scale=float(result.scale),
                 status=Status.of(bool(result.applied), bool(result.loss_finite)),
                 retries=int(result.retries),
                 culprits=() if result.applied else result.culprits(),
-                **{name: None if number is None else float(number) for name, number in numbers.items()},
+                **known,
             )
             self.add(policy, before, after, step)
 
@@ -264,7 +265,8 @@ class Recorder:
         for logger in due:
             try:
                 # As in the metrics of a scaler, but for the scale, which is that of this step.
-                logger.write(logged(host_metrics(after, step.norm, step.amax) | {"scale": step.scale}), step)
+                norm = step.norm if step.status is Status.APPLIED else None  # inf has no place in a chart
+                logger.write(logged(host_metrics(after, norm, step.amax) | {"scale": step.scale}), step)
             except Exception as error:  # whatever a logger raises
                 self._loggers.remove(logger)
                 LOG.warning(FAILED, logger.name, error, exc_info=True)
