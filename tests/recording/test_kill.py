@@ -106,7 +106,10 @@ def test_200_runs_that_are_killed_lose_at_most_the_last_second(tmp_path: Path) -
 def test_a_file_that_is_cut_anywhere_reads_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     file = writer.RecordFile(str(path))
-    lines = [Header(gradscale="1", policy={}, state={}).line(), *(f'{{"step":{n},"scale":1.0,"status":"applied"}}\n' for n in range(3))]
+    lines = [
+        Header(gradscale="1", policy={}, state={}).line(),
+        *(f'{{"step":{n},"scale":1.0,"status":"applied"}}\n' for n in range(3)),
+    ]
     for line in lines:
         file.add(line)
     file.flush()

@@ -8,12 +8,13 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.recording.files import flush, headers, on_demand, steps  # noqa: F401
 
 from gradscale import Dynamic, Headroom, Seen, Static
 from gradscale.engine.culprits import Culprit
@@ -21,48 +22,10 @@ from gradscale.engine.result import Status
 from gradscale.numpy import LossScaler
 from gradscale.policies.histogram import Histogram
 from gradscale.recording import writer
-from gradscale.recording.form import Header, Step, read_line
+from gradscale.recording.form import Step, read_line
 from gradscale.recording.writer import Recorder, RecordFile
 
-
-def lines(path: Path) -> list[Header | Step]:
-    """Returns what a file has, after what is in memory is written."""
-    flush()
-    return [read_line(line) for line in path.read_bytes().splitlines()]
-
-
-def steps(path: Path) -> list[Step]:
-    return [line for line in lines(path) if isinstance(line, Step)]
-
-
-def headers(path: Path) -> list[Header]:
-    return [line for line in lines(path) if isinstance(line, Header)]
-
-
-FILES: list[RecordFile] = []
-
-
-def flush() -> None:
-    for file in FILES:
-        file.flush()
-
-
-@pytest.fixture(autouse=True)
-def _no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets files be written when a test says so."""
-    monkeypatch.setattr(writer, "FLUSH_S", 1000.0)
-    original = RecordFile.__init__
-
-    def noted(self: RecordFile, path: str) -> None:
-        original(self, path)
-        FILES.append(self)
-
-    monkeypatch.setattr(RecordFile, "__init__", noted)
-    yield
-    for file in FILES:
-        if file._timer is not None:
-            file._timer.cancel()
-    FILES.clear()
+pytestmark = pytest.mark.usefixtures("on_demand")
 
 
 def train(scaler: LossScaler, count: int, bad: tuple[int, ...] = ()) -> None:
@@ -307,7 +270,9 @@ def test_a_copy_does_not_write(tmp_path: Path, copied: Callable[[Any], Any]) -> 
 def test_rank_0_writes_for_all(tmp_path: Path) -> None:
     for rank in range(3):
         recorder = Recorder(tmp_path / "run.jsonl", "numpy", lambda rank=rank: (rank, 3))
-        recorder.add(Static(1.0), Static(1.0).start(), Static(1.0).start(), Step(step=0, scale=1.0, status=Status.APPLIED))
+        recorder.add(
+            Static(1.0), Static(1.0).start(), Static(1.0).start(), Step(step=0, scale=1.0, status=Status.APPLIED)
+        )
         assert recorder.on == (rank == 0)
     (header,) = headers(tmp_path / "run.jsonl")
     assert (header.rank, header.ranks) == (0, 3)
@@ -318,13 +283,17 @@ def test_every_rank_writes_a_file_of_its_own_where_the_name_says_so(tmp_path: Pa
     for rank in range(3):
         target = [tmp_path / "run-{rank}.jsonl", lambda row, step: rows.append(row)]
         recorder = Recorder(target, "numpy", lambda rank=rank: (rank, 3))
-        recorder.add(Static(1.0), Static(1.0).start(), Static(1.0).start(), Step(step=0, scale=1.0, status=Status.APPLIED))
+        recorder.add(
+            Static(1.0), Static(1.0).start(), Static(1.0).start(), Step(step=0, scale=1.0, status=Status.APPLIED)
+        )
     assert [headers(tmp_path / f"run-{rank}.jsonl")[0].rank for rank in range(3)] == [0, 1, 2]
     assert len(rows) == 1
 
 
 def test_a_target_that_is_none_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"`record` takes the path of a file, .* or a list of them. Received: 3 \(int\)"):
+    with pytest.raises(
+        TypeError, match=r"`record` takes the path of a file, .* or a list of them. Received: 3 \(int\)"
+    ):
         LossScaler(record=3)
 
 

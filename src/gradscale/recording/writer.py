@@ -1,6 +1,5 @@
 """The writer of a record: each step that the host knows of becomes a line of a file, and a row of loggers."""
 
-import atexit
 import logging
 import os
 import threading
@@ -10,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,6 +39,9 @@ TAIL = 2**24
 
 FAILED = "Training goes on without its record in %s: %s. This is logged once."
 
+AT_EXIT = 0
+"""Priority of what `multiprocessing` calls when a process ends, also one it has forked, where `atexit` is not called."""
+
 Later = Callable[[], Mapping[str, Any] | None]
 
 
@@ -66,7 +69,7 @@ class RecordFile:
             # The process that wrote it may have been killed while it wrote a line, or the disk have been full.
             start = file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
             self.resumed = file.truncate(start + file.read().rfind(b"\n") + 1) > 0
-        atexit.register(self.close)
+        Finalize(None, self.close, exitpriority=AT_EXIT)
 
     def add(self, line: str) -> None:
         """Adds a line, with its end."""
@@ -129,7 +132,7 @@ class Recorder:
         self.on = bool(targets)
         if self.on:
             known = weakref.ref(self)
-            atexit.register(lambda: (recorder := known()) and recorder.close())
+            Finalize(None, lambda: (recorder := known()) and recorder.close(), exitpriority=AT_EXIT)
 
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
         """A copy writes nothing: two runs would be mixed in one file."""
