@@ -160,7 +160,7 @@ def _single(value: float, exact: bool = False) -> float | str:
     One that is to be `exact`, and is none of float32, is kept as it is.
     """
     single = np.float32(value)
-    number = float(value) if exact and single != value else float(str(single))
+    number = float(value) if exact and float(single) != value else float(str(single))
     return number if math.isfinite(number) else str(number)
 
 

@@ -1,6 +1,5 @@
 """The writer of a record: each step that the host knows of becomes a line of a file, and a row of loggers."""
 
-import atexit
 import logging
 import os
 import threading
@@ -10,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,6 +39,9 @@ TAIL = 2**24
 
 FAILED = "Training goes on without its record in %s: %s. This is logged once."
 
+AT_EXIT = 0
+"""Priority of what `multiprocessing` calls when a process ends, also one it has forked, where `atexit` is not called."""
+
 Later = Callable[[], Mapping[str, Any] | None]
 
 
@@ -66,7 +69,7 @@ class RecordFile:
             # The process that wrote it may have been killed while it wrote a line, or the disk have been full.
             start = file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
             self.resumed = file.truncate(start + file.read().rfind(b"\n") + 1) > 0
-        atexit.register(self.close)
+        Finalize(None, self.close, exitpriority=AT_EXIT)
 
     def add(self, line: str) -> None:
         """Adds a line, with its end."""
@@ -129,7 +132,7 @@ class Recorder:
         self.on = bool(targets)
         if self.on:
             known = weakref.ref(self)
-            atexit.register(lambda: (recorder := known()) and recorder.close())
+            Finalize(None, lambda: (recorder := known()) and recorder.close(), exitpriority=AT_EXIT)
 
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
         """A copy writes nothing: two runs would be mixed in one file."""
@@ -153,13 +156,14 @@ class Recorder:
         """Adds a step whose result is in host memory, as `add` does."""
         if self.on and result.attempted:
             numbers = {"norm": result.grad_norm, "amax": result.amax, "share": share}
+            known: dict[str, Any] = {name: float(each) for name, each in numbers.items() if each is not None}
             step = Step(
                 step=int(before.applied) + int(before.skipped),
                 scale=float(result.scale),
                 status=Status.of(bool(result.applied), bool(result.loss_finite)),
                 retries=int(result.retries),
                 culprits=() if result.applied else result.culprits(),
-                **{name: None if number is None else float(number) for name, number in numbers.items()},
+                **known,
             )
             self.add(policy, before, after, step)
 
@@ -264,7 +268,8 @@ class Recorder:
         for logger in due:
             try:
                 # As in the metrics of a scaler, but for the scale, which is that of this step.
-                logger.write(logged(host_metrics(after, step.norm, step.amax) | {"scale": step.scale}), step)
+                norm = step.norm if step.status is Status.APPLIED else None  # inf has no place in a chart
+                logger.write(logged(host_metrics(after, norm, step.amax) | {"scale": step.scale}), step)
             except Exception as error:  # whatever a logger raises
                 self._loggers.remove(logger)
                 LOG.warning(FAILED, logger.name, error, exc_info=True)

@@ -22,6 +22,7 @@ from gradscale.engine.health import (
     Weights,
     health_of,
 )
+from gradscale.engine.measurement import UNREAD
 from gradscale.engine.metrics import host_metrics
 from gradscale.engine.result import Status, to_be_called
 from gradscale.formats import FP16
@@ -383,7 +384,7 @@ class Memory:
             status=Status.of(applied, seen.loss_finite),
             norm=norm,
             amax=seen.amax if amax or rule.reads.amax else None,
-            share=None if rule.reads.edge is None else seen.upper_share,
+            share=None if seen.upper_share is UNREAD.upper_share else seen.upper_share,
             retries=result.retries,
         )
         later = dict if applied else result.culprits_on_their_way()
