@@ -2,6 +2,7 @@
 
 import html
 from collections.abc import Iterable, Sequence
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -214,8 +215,9 @@ def escaped(name: str) -> str:
 
 
 def _names(names: Sequence[str]) -> Figure:
-    """Returns an axis that has a name at each whole number."""
-    short = [name if len(name) <= 22 else f"…{name[-21:]}" for name in names]
+    """Returns an axis that has a name at each whole number, without what all of them begin with, cut in the middle."""
+    start = commonprefix(names).rfind(".") + 1 if len(names) > 1 else 0
+    short = [name if len(name) <= 22 else f"{name[:9]}…{name[-12:]}" for name in (name[start:] for name in names)]
     return {"tickvals": list(range(len(names))), "ticktext": list(map(escaped, short)), "automargin": True}
 
 
