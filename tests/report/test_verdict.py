@@ -87,3 +87,11 @@ def test_the_numbers_of_a_run_name_its_policy_and_its_scales(tmp_path: Path) -> 
         "format": "FP16",
         "made by": "gradscale 0.1.0,  ",
     }
+
+
+def test_skips_at_the_start_are_no_thrashing_and_many_later_ones_are(tmp_path: Path) -> None:
+    start = read_run(trained(tmp_path, Dynamic(init_scale=2.0**32), [0.5] * 100))
+    assert start.skipped.sum() == 16
+    assert findings(start)[0].title == "ok: 84 updates in 100 steps"
+    later = read_run(trained(tmp_path, Dynamic(init_scale=2.0**16, growth_interval=10), [0.9] * 100))
+    assert findings(later)[0].title == "thrashing"

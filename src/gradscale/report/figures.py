@@ -217,7 +217,7 @@ def escaped(name: str) -> str:
 def _names(names: Sequence[str]) -> Figure:
     """Returns an axis that has a name at each whole number, without what all of them begin with, cut in the middle."""
     start = commonprefix(names).rfind(".") + 1 if len(names) > 1 else 0
-    short = [name if len(name) <= 22 else f"{name[:9]}…{name[-12:]}" for name in (name[start:] for name in names)]
+    short = [name if len(name) <= 22 else f"{name[:5]}…{name[-16:]}" for name in (name[start:] for name in names)]
     return {"tickvals": list(range(len(names))), "ticktext": list(map(escaped, short)), "automargin": True}
 
 

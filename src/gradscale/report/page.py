@@ -54,7 +54,7 @@ def report(runs: "Sequence[Run]") -> str:
         )
     )
     for run in runs:
-        name = f" of {html.escape(run.name)}" if len(runs) > 1 else ""
+        name = f": {html.escape(run.name)}" if len(runs) > 1 else ""
         about = (
             "Gradients of parameters, times the scale. Bars: what each format can hold; dotted: the ends of "
             f"{run.format}. Left of them gradients become zero, right of them a step overflows."

@@ -61,7 +61,7 @@ def findings(run: "Run") -> list[Finding]:
     early = on_the_way[(on_the_way < at_start) & ~bad_loss[on_the_way]]
     batches = on_the_way[bad_loss[on_the_way]]
     later = on_the_way[(on_the_way >= at_start) & ~bad_loss[on_the_way]]
-    found = [diverged or _condition(run, last_applied)]
+    found = [diverged or _condition(run, at_start, last_applied)]
     if batches.size:
         found.append(_batches(run, batches))
     if early.size:
@@ -80,9 +80,9 @@ def _applied(run: "Run") -> Any:
     return run.step - run.step[0] + 1 - np.cumsum(~run.applied)
 
 
-def _condition(run: "Run", last_applied: int) -> Finding:
+def _condition(run: "Run", start: int, last_applied: int) -> Finding:
     """Returns the condition that the run ended in."""
-    health = health_at_end(run, last_applied)
+    health = health_at_end(run, start, last_applied)
     rows = tuple(range(last_applied + 1, len(run))) or tuple(np.flatnonzero(run.skipped).tolist())
     if health.condition in HEALTHY:
         return Finding("fine", f"{health.condition}: {health.applied} updates in {health.steps} steps", health.advice)
@@ -92,16 +92,17 @@ def _condition(run: "Run", last_applied: int) -> Finding:
     return Finding("fault", f"{title}{no_scale_helps}", health.advice, rows)
 
 
-def health_at_end(run: "Run", last_applied: int) -> Health:
+def health_at_end(run: "Run", start: int, last_applied: int) -> Health:
     """Returns the health of a run at its last step, as the scaler itself would have reported it."""
-    recent, counts = slice(-RECENT, None), (_applied(run), np.cumsum(run.skipped))
+    begin = max(start, len(run) - RECENT)
+    counts = _applied(run), np.cumsum(run.skipped)
     applied, skipped = (int(each[-1]) for each in counts)
-    before = [int(each[-RECENT - 1]) if len(run) > RECENT else 0 for each in counts]
+    before = [int(each[begin - 1]) if begin else 0 for each in counts]
     saved = own_policies(run)
     policy = saved[max(saved)].policy if saved else None
     last, streak = len(run) - 1, len(run) - 1 - last_applied
-    best = Evidence(run).best[recent]
-    headroom = best - np.log2(np.where(run.scale > 0, run.scale, np.nan))[recent]
+    best = Evidence(run).best
+    headroom = (best - np.log2(np.where(run.scale > 0, run.scale, np.nan)))[begin:]
     known = headroom[np.isfinite(headroom)]
     parts = run.scale[last_applied + 1 :]
     if policy is None:  # a log of another system: the last overflows did not lower the scale, or lowered it often
