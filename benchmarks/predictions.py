@@ -95,11 +95,15 @@ def trained(name: str, policy: Policy, folder: Path) -> Run:
 def main() -> None:
     """Prints a row for each training and policy."""
     torch.set_num_threads(1)
-    print("| training | policy | skipped: predicted | run | undecided | bits between the scales |\n|---|---|---|---|---|---|")
+    print(
+        "| training | policy | skipped: predicted | run | undecided | bits between the scales |\n|---|---|---|---|---|---|"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for name in TRAININGS:
             recorded = trained(name, Headroom(), Path(folder))
-            for found, (title, policy) in zip(predict(recorded, list(POLICIES.values())), POLICIES.items(), strict=True):
+            for found, (title, policy) in zip(
+                predict(recorded, list(POLICIES.values())), POLICIES.items(), strict=True
+            ):
                 real = trained(name, policy, Path(folder))
                 apart = np.abs(np.log2(found.scales) - np.log2(real.scale)).mean()
                 cells = (int(found.skipped.sum()), int(real.skipped.sum()), int(found.undecided.sum()), f"{apart:.2f}")

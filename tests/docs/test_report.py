@@ -50,7 +50,7 @@ def test_the_slider_moves_the_heat_map(page: Page, tmp_path: Path) -> None:
     run = sampled(tmp_path)
     both = {0: run.watch[1][:0] or run.watch[1], 1: run.watch[1]}
     opened(page, tmp_path, Run(**{**vars(run), "watch": both}))
-    assert page.run("figures.figure1.frames.map(frame => frame.name).join()") == "0,1"
+    assert page.run("figures.figure1.steps.join()") == "0,1"
     page.run("Plotly.animate('figure1', ['0'], { mode: 'immediate', frame: { duration: 0 } })")
     page.wait("document.querySelector('#figure1 .slider-label').textContent.startsWith('step')")
 

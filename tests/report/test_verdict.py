@@ -18,7 +18,12 @@ RUNS = Path(__file__).parents[1] / "data" / "runs"
     ("name", "level", "title", "text"),
     [
         ("healthy", "fine", "ok: 300 updates in 300 steps", "Nothing to do."),
-        ("nan_batch", "event", "forward overflow: 1 batch with a non-finite loss", "At step 120 the loss was inf or NaN"),
+        (
+            "nan_batch",
+            "event",
+            "forward overflow: 1 batch with a non-finite loss",
+            "At step 120 the loss was inf or NaN",
+        ),
         ("learning_rate", "fault", "learning rate: the run diverged", r"The learning rate \(0.3\) is too high"),
     ],
 )

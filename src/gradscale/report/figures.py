@@ -1,14 +1,13 @@
-"""The figures of a report, as the plain dicts that plotly draws. Colors of text and grid are those of the page."""
+"""The figures of a report, as plain dicts. Names in plotly's texts, which may hold tags, are escaped."""
 
 import html
 from collections.abc import Iterable, Sequence
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradscale.engine.result import Status
-from gradscale.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, get_format
+from gradscale.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, Format, get_format
 from gradscale.histogram.counts import EXPONENTS
 from gradscale.histogram.losses import lost_share
 
@@ -21,13 +20,12 @@ Vector = np.ndarray[Any, Any]
 BUCKETS = 1500
 """Buckets of steps of which a line keeps the lowest and the highest point, so that no spike is lost."""
 
-MOST_FRAMES, MOST_LAYERS = 40, 60
+MOST_FRAMES, MOST_LAYERS, MOST_BARS = 40, 60, 30
 COLORS = ("#2a78d6", "#e08a00", "#7a5bd0", "#1a9a6c")
 SKIPS = (
     (Status.OVERFLOW, "overflow", "#d03b3b", "x"),
     (Status.NONFINITE_LOSS, "loss inf or NaN", "#b0399c", "diamond"),
 )
-SHADES = [[0, "#cfe2f8"], [0.5, "#5598e7"], [1, "#0d366b"]]
 LOWEST, HIGHEST = -150, 140
 """Exponents of scaled gradients; what is beyond counts at the ends."""
 
@@ -71,7 +69,7 @@ def timeline(runs: "Sequence[Run]") -> Figure:
                 "line": line,
                 "showlegend": len(runs) > 1 and not place,
                 "legendgroup": index,
-                "name": escaped(run.name),
+                "name": html.escape(run.name),
             }
             data.append(
                 _points(run, thinned(values), values, place)
@@ -107,82 +105,45 @@ def _skips(run: "Run") -> Iterable[Figure]:
 def _culprits(run: "Run", row: int) -> str:
     found = run.culprits.get(row, ())
     listed = [
-        f"<br>{escaped(one.name)}: {one.kind}{'' if one.count is None else f' ({one.count:,})'}" for one in found[:5]
+        f"<br>{html.escape(one.name)}: {one.kind}{'' if one.count is None else f' ({one.count:,})'}"
+        for one in found[:5]
     ]
     return "".join(listed) + (f"<br>and {len(found) - 5} more" if len(found) > 5 else "")
 
 
 def heat_map(run: "Run") -> Figure | None:
-    """Returns the gradients of each layer by exponent, multiplied by the scale, at each sampled step."""
+    """Returns the gradients of each layer by exponent, times the scale, at sampled steps, for the page to draw.
+
+    `z` is log10 of the share of a layer's nonzero elements: by step, layer and exponent in `x`.
+    """
     sampled = [row for row, tallies in run.watch.items() if any(each.kind == "weight_grad" for each in tallies)]
     if not sampled:
         return None
     rows = [sampled[index] for index in np.unique(np.linspace(0, len(sampled) - 1, MOST_FRAMES).astype(int))]
     names = list(dict.fromkeys(each.name for row in rows for each in run.watch[row] if each.kind == "weight_grad"))
     names = names[:MOST_LAYERS][::-1]
-    grids = [_grid(run, row, names) for row in rows]
-    used = np.flatnonzero(~np.isnan(np.concatenate(grids)).all(axis=0)) + LOWEST
+    grids = np.zeros((len(rows), len(names), HIGHEST - LOWEST + 1))
+    for grid, row in zip(grids, rows, strict=True):
+        for each in run.watch[row]:
+            if each.kind == "weight_grad" and each.name in names and each.histogram.nonzero:
+                at = np.clip(EXPONENTS + int(np.frexp(each.scale)[1]) - 1, LOWEST, HIGHEST) - LOWEST
+                np.add.at(grid[names.index(each.name)], at, each.histogram.host_counts / each.histogram.nonzero)
+    used = np.flatnonzero(grids.any(axis=(0, 1))) + LOWEST
     left, right = int(min(-25, *used)) - 1, int(max(16, *used)) + 1
-    frames = [
-        {"name": str(run.step[row]), "data": [{"z": _listed(grid[:, left - LOWEST : right + 1 - LOWEST])}]}
-        for row, grid in zip(rows, grids, strict=True)
-    ]
-    trace = {
-        "type": "heatmap",
+    shares = grids[:, :, left - LOWEST : right + 1 - LOWEST]
+    return {
+        "heat": True,
         "x": list(range(left, right + 1)),
-        "text": [[escaped(name)] * (right - left + 1) for name in names],
-        "z": frames[-1]["data"][0]["z"],
-        "zmin": -6,
-        "zmax": 0,
-        "colorscale": SHADES,
-        "colorbar": {
-            "title": {"text": "share"},
-            "tickvals": [-6, -3, 0],
-            "ticktext": ["1e-6", "1e-3", "1"],
-            "thickness": 8,
-        },
-        "hovertemplate": "%{text}<br>2^%{x}, times the scale: 10^%{z:.1f} of its elements<extra></extra>",
+        "z": _listed(np.log10(np.where(shares > 0, shares, np.nan))),
+        "names": names,
+        "steps": run.step[rows].tolist(),
+        "ranges": [[each.name, *_log2_range(each)] for each in (FP16, FP8_E5M2, FP8_E4M3, BF16)],
+        "ends": _log2_range(get_format(run.format)),
     }
-    moves = {"mode": "immediate", "frame": {"duration": 0}}
-    steps = [{"method": "animate", "label": one["name"], "args": [[one["name"]], moves]} for one in frames]
-    shapes: list[Figure] = []
-    labels: list[Figure] = []
-    for place, format in enumerate((FP16, FP8_E5M2, FP8_E4M3, BF16)):
-        low, high = max(np.log2(format.smallest_subnormal), left - 0.5), min(np.log2(format.max), right + 0.5)
-        y = len(names) + 0.4 + 1.1 * place
-        bar = {"type": "rect", "x0": low, "x1": high, "y0": y - 0.4, "y1": y + 0.4, "line": {"width": 0}}
-        shapes.append(bar | {"fillcolor": COLORS[place], "opacity": 0.8})
-        labels.append(
-            {
-                "x": (low + high) / 2,
-                "y": y,
-                "text": format.name,
-                "showarrow": False,
-                "font": {"color": "white", "size": 11},
-            }
-        )
-    for end in (get_format(run.format).smallest_subnormal, get_format(run.format).max):
-        line = {"type": "line", "x0": np.log2(end) - 0.5, "x1": np.log2(end) - 0.5, "y0": 0, "y1": 1, "yref": "paper"}
-        shapes.append(line | {"line": {"color": COLORS[0], "width": 1.5, "dash": "dot"}})
-    layout: Figure = {
-        "height": 300 + 20 * len(names),
-        "xaxis": {"title": {"text": "log2 of gradient × scale"}, "range": [left - 0.5, right + 0.5]},
-        "yaxis": _names(names) | {"range": [-0.5, len(names) + 4.5]},
-        "shapes": shapes,
-        "annotations": labels,
-        "sliders": [{"steps": steps, "active": len(steps) - 1, "currentvalue": {"prefix": "step "}, "pad": {"t": 56}}],
-    }
-    return {"data": [trace], "layout": layout, "frames": frames}
 
 
-def _grid(run: "Run", row: int, names: Sequence[str]) -> Vector:
-    """Returns log10 of the share of each layer's nonzero elements in each power of two, times the scale."""
-    grid = np.zeros((len(names), HIGHEST - LOWEST + 1))
-    for each in run.watch[row]:
-        if each.kind == "weight_grad" and each.name in names and each.histogram.nonzero:
-            at = np.clip(EXPONENTS + int(np.frexp(each.scale)[1]) - 1, LOWEST, HIGHEST) - LOWEST
-            np.add.at(grid[names.index(each.name)], at, each.histogram.host_counts / each.histogram.nonzero)
-    return np.log10(np.where(grid > 0, grid, np.nan))
+def _log2_range(format: Format) -> list[float]:
+    return [float(np.log2(format.smallest_subnormal)), float(np.log2(format.max))]
 
 
 def lost_by_layer(run: "Run") -> Figure | None:
@@ -190,35 +151,8 @@ def lost_by_layer(run: "Run") -> Figure | None:
     losses: dict[str, list[float]] = {}
     for each in (each for tallies in run.watch.values() for each in tallies if each.kind == "weight_grad"):
         losses.setdefault(each.name, []).append(lost_share(each.histogram, run.format, each.scale))
-    mean = sorted((float(np.mean(found)), name) for name, found in losses.items() if any(found))[-30:]
-    if not mean:
-        return None
-    bars = {
-        "type": "bar",
-        "orientation": "h",
-        "x": [share for share, _ in mean],
-        "text": [escaped(name) for _, name in mean],
-        "textposition": "none",
-        "marker": {"color": COLORS[0]},
-        "hovertemplate": "%{text}: %{x:.3%}<extra></extra>",
-    }
-    axes = {
-        "xaxis": {"tickformat": ".2~%", "rangemode": "tozero", "nticks": 6},
-        "yaxis": _names([name for _, name in mean]),
-    }
-    return {"data": [bars], "layout": {"height": 120 + 20 * len(mean), **axes}}
-
-
-def escaped(name: str) -> str:
-    """Returns a name that plotly, which reads tags in its texts, shows as it is."""
-    return html.escape(name)
-
-
-def _names(names: Sequence[str]) -> Figure:
-    """Returns an axis that has a name at each whole number, without what all of them begin with, cut in the middle."""
-    start = commonprefix(names).rfind(".") + 1 if len(names) > 1 else 0
-    short = [name if len(name) <= 22 else f"{name[:5]}…{name[-16:]}" for name in (name[start:] for name in names)]
-    return {"tickvals": list(range(len(names))), "ticktext": list(map(escaped, short)), "automargin": True}
+    mean = sorted((float(np.mean(found)), name) for name, found in losses.items() if any(found))[-MOST_BARS:]
+    return {"x": [share for share, _ in mean], "names": [name for _, name in mean]} if mean else None
 
 
 def _ticks(columns: Sequence[Vector], base: int) -> Figure:

@@ -165,7 +165,10 @@ def _batches(run: "Run", rows: Any) -> Finding:
         f"at these batches, and at the forward pass. The update was skipped, and no scale helps.{first}"
     )
     return Finding(
-        "event", f"forward overflow: {_count(rows.size, 'batch', 'batches')} with a non-finite loss", text, tuple(rows.tolist())
+        "event",
+        f"forward overflow: {_count(rows.size, 'batch', 'batches')} with a non-finite loss",
+        text,
+        tuple(rows.tolist()),
     )
 
 
