@@ -4,8 +4,8 @@ Claim:    `tune` tries 10,000 candidates over 10,000 steps in less than 10 secon
 Baseline: `predict`, which runs the compiled rule of one candidate at a time.
 Machine:  printed with the results.
 Command:  python -m benchmarks.bench_tune [--quick]
-Caveats:  the baseline predicts 20 of the candidates, and its time is multiplied. Seconds are processor time of all threads, so
-          that other processes disturb less; on two idle cores the time on the clock is less. The gradients are drawn.
+Caveats:  the baseline predicts 20 of the candidates, and its time is multiplied. Seconds are processor time, so that
+          other processes disturb less; on an idle machine that is the time on the clock. The gradients are drawn.
 """
 
 import tempfile

@@ -1,14 +1,15 @@
 """What `gradscale replay` predicts for other policies, against running them: five small trainings in FP16 on a CPU.
 
-Each is recorded with `Headroom`, and its record replayed with other policies. Then it is trained with each of these, from
-the same weights and batches. The weights of a run with other skips, and other rounding, are others: this is the error of
-a replay.
+Each is recorded with `Headroom`, and its record replayed with other policies. Then it is trained with each of these,
+from the same weights and batches. The weights of a run with other skips, and other rounding, are others: this is the
+error of a replay.
 
 Command: python -m benchmarks.predictions
 """
 
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ POLICIES = {
     "Dynamic(init_scale=2**24)": Dynamic(init_scale=2.0**24),
     "Static(2**16)": Static(2.0**16),
 }
+
+HEADING = """| training | policy | skipped: predicted | run | undecided | bits between the scales |
+|---|---|---|---|---|---|"""
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -56,7 +60,7 @@ def redrawn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def mlp(*sizes: int) -> nn.Module:
-    layers = [layer for pair in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(*pair), nn.GELU())]
+    layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.GELU())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -95,9 +99,7 @@ def trained(name: str, policy: Policy, folder: Path) -> Run:
 def main() -> None:
     """Prints a row for each training and policy."""
     torch.set_num_threads(1)
-    print(
-        "| training | policy | skipped: predicted | run | undecided | bits between the scales |\n|---|---|---|---|---|---|"
-    )
+    print(HEADING)
     with tempfile.TemporaryDirectory() as folder:
         for name in TRAININGS:
             recorded = trained(name, Headroom(), Path(folder))

@@ -27,7 +27,7 @@ def record(folder: Path, *steps: Step, policy: Policy | None = None, name: str =
 
 
 def trained(folder: Path, policy: Policy, amax: Sequence[float], bad_losses: Sequence[int] = (), **more: Any) -> Path:
-    """Writes the record of a run whose steps have these largest gradients; `more` is passed to `Step`, by a function."""
+    """Writes the record of a run whose steps have these largest gradients; `more` are functions of their number."""
     state, steps = policy.start(), list[Step]()
     for number, peak in enumerate(np.float32(amax)):
         bad = number in bad_losses

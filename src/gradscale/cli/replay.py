@@ -30,9 +30,9 @@ def replay(
     file: Annotated[
         list[str] | None,
         typer.Argument(
-            help="The record of a run; or a file with 0 (clean) or 1 (overflow) for each step, or a JSON list of them, or "
-            "a JSON object with found_inf, amax, loss_finite or upper_share. '-' is standard input, which is also the "
-            "default. Further arguments are policies.",
+            help="The record of a run; or a file with 0 (clean) or 1 (overflow) for each step, or a JSON list of them, "
+            "or a JSON object with found_inf, amax, loss_finite or upper_share. '-' is standard input, which is also "
+            "the default. Further arguments are policies.",
             show_default=False,
             metavar="FILE [POLICY]...",
         ),

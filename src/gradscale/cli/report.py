@@ -1,8 +1,8 @@
 """`gradscale report`, `tune` and `explain-log`: what recorded runs, and logs of other systems, show."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +15,10 @@ from gradscale.recording.logs import read_any
 from gradscale.recording.reader import Run
 from gradscale.report.page import COLUMNS, cells
 from gradscale.report.page import report as report_of
-from gradscale.report.tune import front
+from gradscale.report.tune import Candidate, front
 from gradscale.report.tune import tune as tuned
 from gradscale.report.verdict import Finding, findings
-from gradscale.report.what_if import own_policies, predict
+from gradscale.report.what_if import Prediction, own_policies, predict
 
 Runs = Annotated[
     list[str],
@@ -38,7 +38,8 @@ def report(
         Path(out).write_text(report_of(read), encoding="utf-8")
     found = {run.name: findings(run) for run in read}
     if as_json:
-        print(json.dumps({"report": out, "findings": {name: _as_json(each) for name, each in found.items()}}))
+        shown = {name: list(map(_as_json, each)) for name, each in found.items()}
+        print(json.dumps({"report": out, "findings": shown}))
         return
     for name, each in found.items():
         console().print(as_text(f"{name}: {each[0].title}. {each[0].text}"))
@@ -54,7 +55,7 @@ def explain_log(
         run = read_any(log)
         found = findings(run)
     if as_json:
-        print(json.dumps(_as_json(found)))
+        print(json.dumps(list(map(_as_json, found))))
         return
     screen = console()
     for one in found:
@@ -76,7 +77,7 @@ def tune(
         tried = tuned([read_any(path) for path in runs], candidates)
     chosen = front(tried)
     if as_json:
-        print(json.dumps({"best": _candidate(tried[0]), "front": [_candidate(each) for each in chosen]}))
+        print(json.dumps({"best": _as_json(tried[0]), "front": list(map(_as_json, chosen))}))
         return
     rows = table("policy", "skipped", "lost", "bits below")
     for each in [tried[0], *(each for each in chosen if each is not tried[0])][:8]:
@@ -94,7 +95,7 @@ def show_predictions(run: Run, named: Mapping[str, Policy], as_json: bool) -> No
     named = own | named
     predictions = predict(run, list(named.values()))
     if as_json:
-        print(json.dumps([{"policy": name} | _plain(each) for name, each in zip(named, predictions, strict=True)]))
+        print(json.dumps([{**_as_json(each), "policy": name} for name, each in zip(named, predictions, strict=True)]))
         return
     rows = table("policy", *COLUMNS)
     for name, each in zip(named, predictions, strict=True):
@@ -107,15 +108,7 @@ def show_predictions(run: Run, named: Mapping[str, Policy], as_json: bool) -> No
     )
 
 
-def _plain(prediction: Any) -> dict[str, Any]:
-    return {name: plain(value) for name, value in asdict(prediction).items() if name != "policy"}
-
-
-def _candidate(candidate: Any) -> dict[str, Any]:
-    return {"policy": repr(candidate.policy), **{key: plain(getattr(candidate, key)) for key in ("skipped", "lost")}}
-
-
-def _as_json(found: Sequence[Finding]) -> list[dict[str, Any]]:
-    return [
-        {"level": one.level, "title": one.title, "text": one.text, "rows": list(map(int, one.rows))} for one in found
-    ]
+def _as_json(found: Finding | Candidate | Prediction) -> dict[str, Any]:
+    """Returns a result as JSON can hold it, with its policy as text."""
+    values = {one.name: getattr(found, one.name) for one in fields(found)}
+    return {name: repr(value) if name == "policy" else plain(value) for name, value in values.items()}

@@ -95,14 +95,14 @@ def what_if(run: "Run", others: Sequence[str] = OTHERS) -> str:
     rows: list[tuple[str, ...]] = []
     named = {f"{saved.policy!r} (this run)": saved.policy for saved in list(own_policies(run).values())[:1]}
     for name, policy in {**named, **{name: as_policy(name) for name in others}}.items():
+        title = f"<code>{html.escape(name)}</code>"
         try:
-            found = cells(predict(run, [policy])[0])
+            rows.append((title, *cells(predict(run, [policy])[0])))
         except ValueError as error:
-            found = (html.escape(str(error)),)
-        rows.append((f"<code>{html.escape(name)}</code>", *found))
+            rows.append((f"{title}: {prose(str(error))}",))
     note = (
-        "The gradients are taken as they were. A step that overflowed at a scale may be clean at a lower one: where the "
-        "record does not say, it is undecided. Bits: how far the scale was below the highest that fits."
+        "The gradients are taken as they were. A step that overflowed at a scale may be clean at a lower one: where "
+        "the record does not say, it is undecided. Bits: how far the scale was below the highest that fits."
     )
     return f'<p class="soft">{note}</p>{_table(("policy", *COLUMNS), rows)}'
 
@@ -149,16 +149,7 @@ def _section(title: str, content: str) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th{NUMBER if index else ''}>{each}</th>" for index, each in enumerate(columns))
-    body = "".join(
-        f"<tr>{''.join(_cell(each, index, columns, row) for index, each in enumerate(row))}</tr>" for row in rows
-    )
-    return f'<div class="table"><table>{f"<tr>{head}</tr>" if head else ""}{body}</table></div>'
-
-
-NUMBER = ' class="number"'
-
-
-def _cell(text: str, index: int, columns: Sequence[str], row: Sequence[str]) -> str:
-    span = f' colspan="{len(columns) - 1}"' if columns and len(row) < len(columns) and index else ""
-    return f"<td{NUMBER if columns and index and not span else span}>{text}</td>"
+    """Returns a table as HTML. With a heading, all columns but the first hold numbers."""
+    head = f"<tr><th>{'<th>'.join(columns)}</tr>" if columns else ""
+    body = "".join(f"<tr><td>{'<td>'.join(row)}</tr>" for row in rows)
+    return f'<div class="table"><table class="{"numbers" if columns else ""}">{head}{body}</table></div>'

@@ -1,7 +1,6 @@
 """The settings of a policy that would have served recorded runs best: a grid, then a refinement around its best."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -25,8 +24,6 @@ BIT = 0.001
 
 TOGETHER = 2048
 """Candidates that run as one vector: about ten vectors of them fit the cache of a core."""
-
-THREADS = 2
 
 
 def _short(value: float) -> float:
@@ -129,27 +126,18 @@ def _best_first(tried: list[Candidate]) -> list[Candidate]:
 
 def _tried(evidence: Sequence[Evidence], policies: Sequence[Any]) -> list[Candidate]:
     """Returns the candidates, the best first."""
-    blocks = [
-        [policies[index] for index in stack.members[begin : begin + TOGETHER]]
-        for stack in stacked(policies)
-        for begin in range(0, len(stack.members), TOGETHER)
-    ]
-    with ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(lambda block: _counted(evidence, block), blocks)
-        return _best_first([each for block in found for each in block])
-
-
-def _counted(evidence: Sequence[Evidence], policies: Sequence[Any]) -> list[Candidate]:
-    """Returns what policies of one stack would have done in all runs."""
-    [stack] = stacked(policies)
-    totals = [_sums(each, stack) for each in evidence]
-    skipped, zeros, below = (np.sum([total[part] for total in totals], axis=0) for part in range(3))
     steps = sum(each.steps for each in evidence)
     elements = sum(count for each in evidence for count, _ in each.lost.values())
     rows = sum(int(np.isfinite(each.best).sum()) for each in evidence)
-    with np.errstate(invalid="ignore"):
-        columns = skipped / steps, zeros / np.float64(elements), below / np.float64(rows)
-    return [Candidate(policy, *map(float, each)) for policy, *each in zip(policies, *columns, strict=True)]
+    tried: list[Candidate] = []
+    policies = sorted(policies, key=lambda each: type(each).__name__)  # so that a block is one stack
+    for begin in range(0, len(policies), TOGETHER):
+        for stack in stacked(block := policies[begin : begin + TOGETHER]):
+            totals = np.sum([_sums(each, stack) for each in evidence], axis=0)
+            with np.errstate(invalid="ignore"):
+                columns = (totals.T / [steps, elements, rows]).tolist()
+            tried += [Candidate(block[member], *each) for member, each in zip(stack.members, columns, strict=True)]
+    return _best_first(tried)
 
 
 @np.errstate(all="ignore")
@@ -157,7 +145,7 @@ def _sums(evidence: Evidence, stack: Stack) -> tuple[Vector, Vector, Vector]:
     """Returns skips, lost elements and bits below the best of each policy, summed over the steps of a run."""
     state = stack.state
     start = state.skipped
-    zeros, below = np.zeros(len(stack.members)), np.zeros(len(stack.members))
+    zeros, below = np.zeros((2, len(stack.members)))
     for row in range(evidence.steps):
         if not evidence.attempted[row]:
             continue

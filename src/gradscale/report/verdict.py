@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gradscale._text import number_text
-from gradscale.engine.health import CALIBRATION_STEPS, HEALTHY, Condition, Health, Vitals, health_of
+from gradscale.engine.health import CALIBRATION_STEPS, HEALTHY, Condition, Vitals, health_of
 from gradscale.engine.result import Status
 from gradscale.policies.static import CheckOnly
 from gradscale.report.what_if import Evidence, own_policies, predict
@@ -19,7 +19,7 @@ RECENT = 1000
 """Steps at the end of a run that its condition is judged by."""
 
 GROWTH = {"loss": (1.3, 5.0), "norm": (4.0, math.inf)}
-"""Growth over its lowest level before that is taken for a divergence: in a run that broke down, and in one that did not.
+"""Growth over its lowest level that is taken for a divergence: in a run that broke down, and in one that did not.
 
 A bad batch or an overflow of the forward pass comes at the level that the loss had. A level is a median of `WINDOW`
 steps, whose noise is below 10% even with batches of 4 sequences."""
@@ -67,11 +67,12 @@ def findings(run: "Run") -> list[Finding]:
     if early.size:
         title = f"normal start-up: {_count(early.size, 'skip')} while the scale is found"
         text = "Nothing to do." + " To lose no batch, use `backward(loss, retries=8)`." * bool(run.parts)
-        found.append(Finding("fine", title, text, tuple(early.tolist())))
+        found.append(Finding("fine", title, text, _rows(early)))
     if later.size:
-        title = f"{_count(later.size, 'overflow')} after the start, {later.size / (run.step[-1] - run.step[0] + 1):.2%} of all steps"
+        rate = later.size / (run.step[-1] - run.step[0] + 1)
+        title = f"{_count(later.size, 'overflow')} after the start, {rate:.2%} of all steps"
         text = "Each was skipped and lowered the scale. A dynamic scale finds its limit by crossing it."
-        found.append(Finding("fine", title, text, tuple(later.tolist())))
+        found.append(Finding("fine", title, text, _rows(later)))
     return sorted(found, key=lambda one: ("fault", "event", "fine").index(one.level))
 
 
@@ -81,35 +82,21 @@ def _applied(run: "Run") -> Any:
 
 
 def _condition(run: "Run", start: int, last_applied: int) -> Finding:
-    """Returns the condition that the run ended in."""
-    health = health_at_end(run, start, last_applied)
-    rows = tuple(range(last_applied + 1, len(run))) or tuple(np.flatnonzero(run.skipped).tolist())
-    if health.condition in HEALTHY:
-        return Finding("fine", f"{health.condition}: {health.applied} updates in {health.steps} steps", health.advice)
-    fixed = health.condition in (Condition.FORWARD_OVERFLOW, Condition.STUCK)
-    no_scale_helps = ": no scale helps" if fixed and run.status[-1] != Status.NO_GRADS.value else ""
-    title = health.condition.value.replace("_", " ")
-    return Finding("fault", f"{title}{no_scale_helps}", health.advice, rows)
-
-
-def health_at_end(run: "Run", start: int, last_applied: int) -> Health:
-    """Returns the health of a run at its last step, as the scaler itself would have reported it."""
-    begin = max(start, len(run) - RECENT)
+    """Returns the condition that the run ended in, as the scaler itself would have reported it."""
+    begin, last, streak = max(start, len(run) - RECENT), len(run) - 1, len(run) - 1 - last_applied
     counts = _applied(run), np.cumsum(run.skipped)
     applied, skipped = (int(each[-1]) for each in counts)
     before = [int(each[begin - 1]) if begin else 0 for each in counts]
+    with np.errstate(divide="ignore"):
+        headroom = (Evidence(run).best - np.log2(run.scale))[begin:]
+    known = headroom[np.isfinite(headroom)]
     saved = own_policies(run)
     policy = saved[max(saved)].policy if saved else None
-    last, streak = len(run) - 1, len(run) - 1 - last_applied
-    best = Evidence(run).best
-    headroom = (best - np.log2(np.where(run.scale > 0, run.scale, np.nan)))[begin:]
-    known = headroom[np.isfinite(headroom)]
-    parts = run.scale[last_applied + 1 :]
     if policy is None:  # a log of another system: the last overflows did not lower the scale, or lowered it often
-        stuck = streak > 9 or (streak > 2 and bool(parts[-1] == parts[-2] == parts[-3]))
+        stuck = streak > 9 or (streak > 2 and len(set(run.scale[-3:].tolist())) == 1)
     else:
         stuck = predict(run, [policy])[0].stuck
-    return health_of(
+    health = health_of(
         Vitals(
             scale=float(run.scale[last]),
             applied=applied,
@@ -124,6 +111,13 @@ def health_at_end(run: "Run", start: int, last_applied: int) -> Health:
             scaling=policy is None or bool(policy.needs),
             multiplies=bool((run.scale != 1).any()) if policy is None else not isinstance(policy, CheckOnly),
         )
+    )
+    if health.condition in HEALTHY:
+        return Finding("fine", f"{health.condition}: {health.applied} updates in {health.steps} steps", health.advice)
+    fixed = health.condition in (Condition.FORWARD_OVERFLOW, Condition.STUCK)
+    title = health.condition.value.replace("_", " ") + ": no scale helps" * (fixed and run.status[last] != "no_grads")
+    return Finding(
+        "fault", title, health.advice, _rows(range(last_applied + 1, len(run)) or np.flatnonzero(run.skipped))
     )
 
 
@@ -146,9 +140,9 @@ def _diverged(run: "Run", last_applied: int) -> Finding | None:
         ended = f", and no step after {run.step[last_applied]} was applied" if broken else ""
         again = f"restart from a checkpoint before step {run.step[rows[first]]}" if rows[first] else "start again"
         text = (
-            f"The learning rate{rate} is too high: the {name} rose from {lowest[first]:.3g} to {levels[top]:.3g} by step "
-            f"{run.step[rows[top + WINDOW - 1]]}{ended}. No scale helps. Lower the learning rate or warm it up, and "
-            f"{again}."
+            f"The learning rate{rate} is too high: the {name} rose from {lowest[first]:.3g} to {levels[top]:.3g} by "
+            f"step {run.step[rows[top + WINDOW - 1]]}{ended}. No scale helps. Lower the learning rate or warm it up, "
+            f"and {again}."
         )
         shown = (int(rows[first]), int(rows[top + WINDOW - 1]), *range(last_applied + 1, len(run)))
         return Finding("fault", "learning rate: the run diverged", text, shown)
@@ -161,15 +155,19 @@ def _batches(run: "Run", rows: Any) -> Finding:
     culprits = {each.name: None for row in rows for each in run.culprits.get(int(row), ())}
     first = f" Non-finite parameters: {', '.join(list(culprits)[:3])}." if culprits else ""
     text = (
-        f"At {'step' if rows.size == 1 else 'steps'} {named} the loss was inf or NaN, and later steps were applied: look "
-        f"at these batches, and at the forward pass. The update was skipped, and no scale helps.{first}"
+        f"At {'step' if rows.size == 1 else 'steps'} {named} the loss was inf or NaN, and later steps were applied: "
+        f"look at these batches, and at the forward pass. The update was skipped, and no scale helps.{first}"
     )
     return Finding(
         "event",
         f"forward overflow: {_count(rows.size, 'batch', 'batches')} with a non-finite loss",
         text,
-        tuple(rows.tolist()),
+        _rows(rows),
     )
+
+
+def _rows(rows: Any) -> tuple[int, ...]:
+    return tuple(map(int, rows))
 
 
 def _count(count: Any, noun: str, plural: str = "") -> str:

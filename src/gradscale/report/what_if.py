@@ -31,8 +31,8 @@ class Prediction:
         skipped: whether each step would have been skipped.
         undecided: whether the record does not say if a step would have overflowed at that scale.
         stuck: whether the last step would have overflowed with no lower scale to go to.
-        bits_below: how many bits the scale was below the highest power of two that fits, over the applied steps whose
-            largest gradient is known; NaN without one.
+        bits_below: mean bits of the scale below the highest power of two that fits, over the steps whose largest
+            gradient is known; NaN without one.
         share_lost: share of the gradient elements of sampled steps that the scale leaves at zero; NaN without samples.
     """
 
@@ -155,7 +155,7 @@ def _predicted(evidence: Evidence, policy: Policy) -> Prediction:
             after = rule(state, evidence.seen(row, finite, None if finite else HIDDEN))
             skipped[row] = after.skipped != state.skipped
             state = after
-    below = (evidence.best - np.log2(scales))[~skipped & np.isfinite(evidence.best)]
+    below = (evidence.best - np.log2(scales))[np.isfinite(evidence.best)]
     return Prediction(
         policy,
         scales,
