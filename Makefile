@@ -1,6 +1,7 @@
 # Every target makes .venv and installs what it needs; stamps inside .venv make the next run start at once.
 # MXNet, which needs an old numpy, has an environment of its own: .venv-mxnet, made when its tests or its demo are run.
-# So have Ray, for one example, and DeepSpeed, for one test: .venv-ray and .venv-deepspeed, made by `make test-slow`.
+# So have Ray, for one example, DeepSpeed, for one test, and W&B and MLflow, for two: .venv-ray, .venv-deepspeed and
+# .venv-loggers, made by `make test-slow`.
 #
 #   make PYTHON=/path/to/python3.12 demo     chooses the interpreter of a new .venv
 #   make test ARGS='-k headroom'             chooses among the tests, those of MXNet left out; for them: make test-mxnet
@@ -18,6 +19,7 @@ MXNET := .venv-mxnet
 MXNET_PY := $(MXNET)/bin/python
 RAY := .venv-ray
 DEEPSPEED := .venv-deepspeed
+LOGGERS := .venv-loggers
 PYTHON ?=
 WORKERS ?= 2 # of the tests; each takes up to 5 GB of memory
 DEVICE ?= sim # where the tests of PyTorch run besides the CPU
@@ -33,6 +35,7 @@ DIST := --group dist
 ONLY_MXNET := -e '.[cli,demo,mxnet]' --group test
 ONLY_RAY := -e '.[torch]' --group test --group ray
 ONLY_DEEPSPEED := -e '.[torch]' --group test --group deepspeed
+ONLY_LOGGERS := -e . --group test --group loggers
 
 # What is tested in the environment of MXNet. A requested adapter that does not load fails the run.
 MXNET_TESTS := tests/mxnet tests/conformance tests/numpy tests/peers/test_mxnet.py tests/demo/test_mxnet_demo.py src/gradscale/mxnet
@@ -67,7 +70,7 @@ test-mxnet: $(MXNET)/.stage-test-mxnet ## run those of MXNet, in their own envir
 	@$(MXNET_PYTEST) -m 'not slow' $(ARGS)
 
 .PHONY: test-slow
-test-slow: test-slow-main $(if $(ARGS),,test-ray test-deepspeed) ## run the slow tests, the example of Ray Train, and DeepSpeed's engine
+test-slow: test-slow-main $(if $(ARGS),,test-ray test-deepspeed test-loggers) ## run the slow tests, the example of Ray Train, DeepSpeed's engine, W&B and MLflow
 
 .PHONY: test-slow-main
 test-slow-main: $(VENV)/.stage-test $(if $(ARGS),,$(MXNET)/.stage-test-mxnet) ## run the slow tests
@@ -85,6 +88,10 @@ test-ray: $(RAY)/.stage-test-ray ## run the example of Ray Train, in its own env
 .PHONY: test-deepspeed
 test-deepspeed: $(DEEPSPEED)/.stage-test-deepspeed ## compare the preset and checkpoints with DeepSpeed's engine, in its own environment
 	@$(DEEPSPEED)/bin/python -m pytest -q tests/peers/test_deepspeed_engine.py
+
+.PHONY: test-loggers
+test-loggers: $(LOGGERS)/.stage-test-loggers ## record runs to W&B and MLflow and read them back, in their own environment
+	@$(LOGGERS)/bin/python -m pytest -q tests/recording/test_loggers.py
 
 .PHONY: test-other-cpu
 test-other-cpu: $(VENV)/.stage-test ## run the tests as on a CPU without vector instructions beyond the baseline
@@ -134,8 +141,8 @@ study: $(VENV)/.stage-test ## train small models with every policy; continues be
 	@$(PY) -m benchmarks.study $(ARGS)
 
 .PHONY: pins
-pins: $(VENV)/.stage-lint $(VENV)/.stage-docs $(VENV)/.stage-dist $(MXNET)/.stage-test-mxnet $(RAY)/.stage-test-ray $(DEEPSPEED)/.stage-test-deepspeed ## write the installed versions to constraints/
-	@for pair in $(VENV):main $(MXNET):mxnet $(RAY):ray $(DEEPSPEED):deepspeed; do \
+pins: $(VENV)/.stage-lint $(VENV)/.stage-docs $(VENV)/.stage-dist $(MXNET)/.stage-test-mxnet $(RAY)/.stage-test-ray $(DEEPSPEED)/.stage-test-deepspeed $(LOGGERS)/.stage-test-loggers ## write the installed versions to constraints/
+	@for pair in $(VENV):main $(MXNET):mxnet $(RAY):ray $(DEEPSPEED):deepspeed $(LOGGERS):loggers; do \
 	  pins=constraints/$${pair#*:}.txt; \
 	  { sed -n '/^#/p' $$pins; $${pair%:*}/bin/python -m pip freeze --all --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//'; } > $$pins.new; \
 	  mv $$pins.new $$pins; \
@@ -148,7 +155,7 @@ clean: ## remove what the other targets made, except the environments
 
 .PHONY: distclean
 distclean: clean ## remove the environments as well
-	@rm -rf $(VENV) $(MXNET) $(RAY) $(DEEPSPEED) .venv-matrix
+	@rm -rf $(VENV) $(MXNET) $(RAY) $(DEEPSPEED) $(LOGGERS) .venv-matrix
 
 $(VENV)/.stage-demo: EXTRA = $(DEMO)
 $(VENV)/.stage-test: EXTRA = $(TEST)
@@ -159,6 +166,7 @@ $(VENV)/.stage-dist: EXTRA = $(DIST)
 $(MXNET)/.stage-test-mxnet: EXTRA = $(ONLY_MXNET)
 $(RAY)/.stage-test-ray: EXTRA = $(ONLY_RAY)
 $(DEEPSPEED)/.stage-test-deepspeed: EXTRA = $(ONLY_DEEPSPEED)
+$(LOGGERS)/.stage-test-loggers: EXTRA = $(ONLY_LOGGERS)
 
 # What the recipes below need to know of an environment. For MXNet no newer Python will do: it needs numpy 1.23.
 $(VENV)/.stage-%: PINS = constraints/main.txt
@@ -180,6 +188,11 @@ $(DEEPSPEED)/.stage-venv: CANDIDATES = $(if $(PYTHON),'$(PYTHON)') python3.11 py
 $(DEEPSPEED)/.stage-venv: SUITS = sys.version_info >= (3, 11)
 $(DEEPSPEED)/.stage-venv: NEEDS = gradscale needs Python 3.11 or newer
 
+$(LOGGERS)/.stage-%: PINS = constraints/loggers.txt
+$(LOGGERS)/.stage-venv: CANDIDATES = $(if $(PYTHON),'$(PYTHON)') python3.11 python3 python3.12 python3.13
+$(LOGGERS)/.stage-venv: SUITS = sys.version_info >= (3, 11)
+$(LOGGERS)/.stage-venv: NEEDS = gradscale needs Python 3.11 or newer
+
 $(VENV)/.stage-%: pyproject.toml constraints/main.txt | $(VENV)/.stage-venv
 	$(INSTALL)
 
@@ -190,6 +203,9 @@ $(RAY)/.stage-%: pyproject.toml constraints/ray.txt | $(RAY)/.stage-venv
 	$(INSTALL)
 
 $(DEEPSPEED)/.stage-%: pyproject.toml constraints/deepspeed.txt | $(DEEPSPEED)/.stage-venv
+	$(INSTALL)
+
+$(LOGGERS)/.stage-%: pyproject.toml constraints/loggers.txt | $(LOGGERS)/.stage-venv
 	$(INSTALL)
 
 # pip's whole output goes to the log; the screen gets the names as they are resolved, and the end of the log on failure.
@@ -207,7 +223,7 @@ define INSTALL
 endef
 
 # Each candidate is run, not only looked up: a pyenv shim may be on the PATH with no such Python behind it.
-$(VENV)/.stage-venv $(MXNET)/.stage-venv $(RAY)/.stage-venv $(DEEPSPEED)/.stage-venv:
+$(VENV)/.stage-venv $(MXNET)/.stage-venv $(RAY)/.stage-venv $(DEEPSPEED)/.stage-venv $(LOGGERS)/.stage-venv:
 	@seen=; for python in $(CANDIDATES); do \
 	  version=$$("$$python" --version 2>/dev/null) || continue; \
 	  if "$$python" -c 'import sys; sys.exit(not ($(SUITS)))'; then found=$$python; break; fi; \

@@ -164,8 +164,10 @@ class ScaleMonitor(keras.callbacks.Callback):
         finite = not self.rows or skipped == self.rows[-1].skipped
         before, self._state = self._state, state
         if before is not None and step == self.rows[-1].step + 1:
-            made = {"scale": float(before.scale), "status": Status.of(finite, self._loss_finite)}
-            self._recorder.add(optimizer.policy, before, state, Step(step=step - 1, note={"loss": self._loss}, **made))
+            self._recorder.note(step - 1, {"loss": self._loss})
+            status = Status.of(finite, self._loss_finite)
+            made = Step(step=step - 1, scale=float(before.scale), status=status)
+            self._recorder.add(optimizer.policy, before, state, made)
         self.rows.append(ScaleRow(step, float(state.scale), skipped, finite))
         if self._summary is not None:
             self._summary.write(self.rows[-1])
