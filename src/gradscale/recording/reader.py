@@ -121,7 +121,7 @@ def read_run(path: str | Path) -> Run:
             del steps[again:]
         steps.append(read)
     if not parts:
-        raise ValueError(f"A record begins with a header, which `LossScaler(record=...)` writes. Received: {path}.")
+        raise ValueError(f"A record begins with a header. Received: {path}, which has none.")
     return run_of(steps, str(path), parts=parts, format=parts[0][1].format)
 
 

@@ -10,6 +10,7 @@ from gradscale.engine.host import rule_on_host
 from gradscale.engine.result import Status
 from gradscale.formats import get_format
 from gradscale.histogram.counts import EXPONENTS
+from gradscale.policies.checks import HIGHEST_SCALE
 from gradscale.policies.contract import Policy, Seen
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ class Evidence:
         known = applied & np.isfinite(size)
         self.measured = applied & np.isfinite(run.amax)
         with np.errstate(divide="ignore"):
-            fits = np.nextafter(threshold / np.where(known, size, np.nan), 0)
-        self.best = np.where(self.measured, np.frexp(np.where(fits < np.inf, fits, 2.0**126))[1] - 1.0, np.nan)
+            fits = np.minimum(np.nextafter(threshold / np.where(known, size, np.nan), 0), HIGHEST_SCALE)
+        self.best = np.where(self.measured, np.frexp(fits)[1] - 1.0, np.nan)
         scale = np.where(np.isfinite(run.scale), run.scale, 0)
         self.clean_to = np.where(applied, np.fmax(fits, scale), np.nextafter(scale, 0))
         # The last known size before each step, of the first known one before that.
@@ -87,16 +88,12 @@ class Evidence:
 
     def check(self, policy: Policy) -> None:
         """Raises ValueError if the record does not have what `policy` reads."""
-        missing = [
-            name
-            for name, column in (("amax", self.amax), ("upper_share", self.run.share))
-            if name in policy.needs and not np.isfinite(column).any()
-        ]
-        if missing:
-            raise ValueError(
-                f"{type(policy).__name__} reads {' and '.join(f'`{name}`' for name in missing)}, which {self.run.name} "
-                "does not have. Record a run with a policy that reads it, such as `Headroom`, or with `clip_norm`."
-            )
+        for name, column in (("amax", self.amax), ("upper_share", self.run.share)):
+            if name in policy.needs and not np.isfinite(column).any():
+                raise ValueError(
+                    f"{type(policy).__name__} reads `{name}`, which {self.run.name} does not have. Record a run with a "
+                    "policy that reads it, such as `Headroom`, or with `clip_norm`."
+                )
 
     def seen(self, row: int, finite: Any, amax: Any = None) -> Seen:
         """Returns what a rule would see in a step that is `finite` or not."""
