@@ -29,7 +29,7 @@ def record(folder: Path, *steps: Step, policy: Policy | None = None, name: str =
 def trained(folder: Path, policy: Policy, amax: Sequence[float], bad_losses: Sequence[int] = (), **more: Any) -> Path:
     """Writes the record of a run whose steps have these largest gradients; `more` are functions of their number."""
     state, steps = policy.start(), list[Step]()
-    for number, peak in enumerate(np.float32(amax)):
+    for number, peak in enumerate(np.asarray(amax, np.float32)):
         bad = number in bad_losses
         fits = float(peak) * float(state.scale) < THRESHOLD and not bad
         status = Status.of(fits, not bad)

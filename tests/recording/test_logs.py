@@ -93,8 +93,8 @@ def test_transformers_and_lightning_have_loss_and_norm_at_some_steps() -> None:
 
 def test_event_files_of_tensorboard_are_read(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     writer = EventFileWriter(str(tmp_path))

@@ -18,7 +18,7 @@ HOSTILE = "<img onerror=alert(1) src=x>"
 
 
 def sampled(tmp_path: Path) -> Run:
-    histogram = exponent_histogram(np.float32([2.0**-30, 2.0**-30, 2.0**-10, 2.0**-9]))
+    histogram = exponent_histogram(np.array([2.0**-30, 2.0**-30, 2.0**-10, 2.0**-9], np.float32))
     tally = Tally(HOSTILE, "weight_grad", histogram, 2.0**-9, "float32", 16.0)
     steps = [
         Step(step=n, scale=16.0, status=Status.APPLIED, note={"loss": 1.0}, watch=(tally,) if n == 1 else ())

@@ -37,7 +37,7 @@ def test_the_best_comes_first_and_refining_does_not_make_it_worse(run: Run) -> N
 
 
 def test_lost_elements_count_where_histograms_were_recorded(tmp_path: Path) -> None:
-    small = exponent_histogram(np.float32([2.0**-30, 2.0**-10]))
+    small = exponent_histogram(np.array([2.0**-30, 2.0**-10], np.float32))
     tally = Tally("layer.weight", "weight_grad", small, 2.0**-10, "float32", 16.0)
     step = Step(step=0, scale=16.0, status=Status.APPLIED, amax=2.0**-10, watch=(tally,))
     static = [each for each in tune([read_run(record(tmp_path, step))], 200) if isinstance(each.policy, Static)]

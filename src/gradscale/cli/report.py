@@ -92,7 +92,7 @@ def tune(
 def show_predictions(run: Run, named: Mapping[str, Policy], as_json: bool) -> None:
     """Prints what policies would have done in a run, that of the run first; all of it with `as_json`."""
     own = {f"{saved.policy!r} (this run)": saved.policy for saved in list(own_policies(run).values())[:1]}
-    named = own | named
+    named = {**own, **named}
     predictions = predict(run, list(named.values()))
     if as_json:
         print(json.dumps([{**_as_json(each), "policy": name} for name, each in zip(named, predictions, strict=True)]))

@@ -177,4 +177,6 @@ def _points(run: "Run", rows: Vector, values: Vector, place: int) -> Figure:
 
 def _listed(values: Vector) -> Any:
     """Returns numbers for JSON, which has none for what is not known."""
-    return np.where(np.isfinite(values), values.astype(object), None).tolist()
+    listed = values.astype(object)
+    listed[~np.isfinite(values)] = None
+    return listed.tolist()
