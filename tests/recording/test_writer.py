@@ -22,7 +22,7 @@ from gradscale.engine.result import Status
 from gradscale.numpy import LossScaler
 from gradscale.policies.histogram import Histogram
 from gradscale.recording import writer
-from gradscale.recording.form import Step, read_line
+from gradscale.recording.form import read_line
 from gradscale.recording.writer import Recorder, RecordFile
 
 pytestmark = pytest.mark.usefixtures("on_demand")
@@ -91,7 +91,7 @@ def test_notes_belong_to_the_step_that_comes_next(tmp_path: Path) -> None:
     assert [step.note for step in steps(tmp_path / "run.jsonl")] == [
         {"loss": 0.5, "lr": 0.001, "tokens": 123456789.0},
         {},
-        {"loss": 0.1},
+        {"loss": 0.100000001},  # in the digits of float32
     ]
 
 
@@ -228,16 +228,6 @@ raise SystemExit(3)
     assert [step.step for step in steps(tmp_path / "run.jsonl")] == list(range(7))
 
 
-def test_a_thread_writes_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "FLUSH_S", 0.01)
-    path = tmp_path / "run.jsonl"
-    scaler = LossScaler(record=path)
-    for count in range(1, 4):
-        train(scaler, 1)
-        while not path.exists() or path.read_bytes().count(b"\n") <= count:
-            time.sleep(0.01)  # for ever, if nothing does
-
-
 def test_a_fork_does_not_write_what_its_parent_does(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     scaler = LossScaler(record=path)
@@ -271,7 +261,7 @@ def test_rank_0_writes_for_all(tmp_path: Path) -> None:
     for rank in range(3):
         recorder = Recorder(tmp_path / "run.jsonl", "numpy", lambda rank=rank: (rank, 3))
         recorder.add(
-            Static(1.0), Static(1.0).start(), Static(1.0).start(), Step(step=0, scale=1.0, status=Status.APPLIED)
+            Static(1.0), Static(1.0).start(), Static(1.0).start(), {"step": 0, "scale": 1.0, "status": Status.APPLIED}
         )
         assert recorder.on == (rank == 0)
     (header,) = headers(tmp_path / "run.jsonl")
@@ -284,7 +274,7 @@ def test_every_rank_writes_a_file_of_its_own_where_the_name_says_so(tmp_path: Pa
         target = [tmp_path / "run-{rank}.jsonl", lambda row, step: rows.append(row)]
         recorder = Recorder(target, "numpy", lambda rank=rank: (rank, 3))
         recorder.add(
-            Static(1.0), Static(1.0).start(), Static(1.0).start(), Step(step=0, scale=1.0, status=Status.APPLIED)
+            Static(1.0), Static(1.0).start(), Static(1.0).start(), {"step": 0, "scale": 1.0, "status": Status.APPLIED}
         )
     assert [headers(tmp_path / f"run-{rank}.jsonl")[0].rank for rank in range(3)] == [0, 1, 2]
     assert len(rows) == 1
@@ -365,8 +355,8 @@ def test_a_step_that_is_made_again_keeps_its_notes(tmp_path: Path) -> None:
     before, after = rule.start(), rule.start()
     recorder = Recorder(tmp_path / "run.jsonl", "numpy")
     recorder.note(0, {"loss": 1.0})
-    recorder.add(rule, before, after, Step(step=0, scale=1.0, status=Status.APPLIED))
-    recorder.add(rule, before, after, Step(step=0, scale=1.0, status=Status.OVERFLOW))
+    recorder.add(rule, before, after, {"step": 0, "scale": 1.0, "status": Status.APPLIED})
+    recorder.add(rule, before, after, {"step": 0, "scale": 1.0, "status": Status.OVERFLOW})
     assert [(step.status, step.note) for step in steps(tmp_path / "run.jsonl")] == [
         ("applied", {"loss": 1.0}),
         ("overflow", {"loss": 1.0}),
@@ -395,7 +385,7 @@ def test_what_arrives_late_is_written_with_a_later_step(tmp_path: Path) -> None:
         return {"culprits": culprits} if culprits else None
 
     for index in range(3):
-        step = Step(step=index, scale=1.0, status=Status.APPLIED)
+        step = {"step": index, "scale": 1.0, "status": Status.APPLIED}
         recorder.add(rule, states[index], states[index + 1], step, later=later if index == 0 else dict)
         late.arrived = True
         if index == 1:
@@ -411,7 +401,7 @@ def test_what_has_not_arrived_when_the_process_ends_is_not_waited_for(tmp_path: 
     rule = Static(1.0)
     recorder = Recorder(tmp_path / "run.jsonl", "numpy")
     recorder.note(0, {"loss": Late()})
-    recorder.add(rule, rule.start(), rule.start(), Step(step=0, scale=1.0, status=Status.APPLIED))
+    recorder.add(rule, rule.start(), rule.start(), {"step": 0, "scale": 1.0, "status": Status.APPLIED})
     recorder.close()
     assert len(steps(tmp_path / "run.jsonl")) == 1
 

@@ -40,7 +40,7 @@ TAIL = 2**24
 FAILED = "Training goes on without its record in %s: %s. This is logged once."
 
 AT_EXIT = 0
-"""Priority of what `multiprocessing` calls when a process ends, also one it has forked, where `atexit` is not called."""
+"""Priority of what `multiprocessing` calls when a process ends; `atexit` is not called in those it has forked."""
 
 Later = Callable[[], Mapping[str, Any] | None]
 
@@ -58,7 +58,7 @@ class RecordFile:
     def __init__(self, path: str) -> None:
         self._path, self._process, self._closed = path, os.getpid(), False
         self._lines: deque[str] = deque()
-        self._timer: threading.Timer | None = None
+        self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+") as file:
@@ -74,15 +74,21 @@ class RecordFile:
     def add(self, line: str) -> None:
         """Adds a line, with its end."""
         self._lines.append(line)
-        if self._timer is None and not self._closed:
-            self._timer = threading.Timer(FLUSH_S, self.flush)
-            self._timer.daemon = True
-            self._timer.start()
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._flush_every_second, daemon=True)
+            self._thread.start()
+
+    def _flush_every_second(self) -> None:
+        idle = False
+        while not idle:
+            time.sleep(FLUSH_S)
+            if idle := not self._lines:
+                self._thread = None  # first: a line that is added now is either written below, or starts another
+            self.flush()
 
     def flush(self) -> None:
         """Writes what was added. Where that fails it is logged, and nothing is written from then on."""
         with self._writing:
-            self._timer = None  # first: a line that is added from here on is either written below, or starts another
             text = "".join(self._lines.popleft() for _ in range(len(self._lines)))
             # A process that was forked has a copy of the lines, which the first one writes.
             if text and os.getpid() == self._process:
@@ -156,23 +162,18 @@ class Recorder:
         """Adds a step whose result is in host memory, as `add` does."""
         if self.on and result.attempted:
             numbers = {"norm": result.grad_norm, "amax": result.amax, "share": share}
-            known: dict[str, Any] = {name: float(each) for name, each in numbers.items() if each is not None}
-            step = Step(
-                step=int(before.applied) + int(before.skipped),
-                scale=float(result.scale),
-                status=Status.of(bool(result.applied), bool(result.loss_finite)),
-                retries=int(result.retries),
-                culprits=() if result.applied else result.culprits(),
-                **known,
-            )
-            self.add(policy, before, after, step)
+            known = {name: float(number) for name, number in numbers.items() if number is not None}
+            known |= {"retries": int(result.retries), "culprits": () if result.applied else result.culprits()}
+            status = Status.of(bool(result.applied), bool(result.loss_finite))
+            step = int(before.applied) + int(before.skipped)
+            self.add(policy, before, after, {"step": step, "scale": float(result.scale), "status": status, **known})
 
     def add(
         self,
         policy: Policy,
         before: ScaleState,
         after: ScaleState,
-        step: Step,
+        known: Mapping[str, Any],
         amax_ratio: Any = UNKNOWN_RATIO,
         later: Later = dict,
     ) -> None:
@@ -183,7 +184,7 @@ class Recorder:
             before: its state before the step: the object that was `after` the last, unless somebody has changed it; or
                 the one `before` the last, which is then made again.
             after: its state after the step.
-            step: what is known of the step.
+            known: what is known of the step: fields of `Step`.
             amax_ratio: the ratio of amax to norm before the step.
             later: returns what more is known of the step, or None as long as it is on its way.
         """
@@ -192,22 +193,25 @@ class Recorder:
         if not any(before is each for each in self._part[1:]) or policy is not self._part[0]:
             self._begin(policy, before, float(amax_ratio))
         self._part = policy, before, after
-        noted = self._notes.pop(step.step, {})
-        if self._last is not None and self._last[0].step == step.step:
+        number: int = known["step"]
+        noted = self._notes.pop(number, {})
+        if self._last is not None and self._last[0].step == number:
             noted = {**self._last[0].note, **noted}
-        copies = {name: noted.pop(name) for name, value in list(noted.items()) if hasattr(value, "arrived")}
+        copies = {name: value for name, value in noted.items() if hasattr(value, "arrived")}
 
         def more() -> Mapping[str, Any] | None:
             if not all(copy.arrived for copy in copies.values()) or (found := later()) is None:
                 return None
             return {**found, "note": noted | {name: copy.read()[0] for name, copy in copies.items()}}
 
-        self._settle(step.step)
-        sample = self._samples.pop(step.step, None)
-        step = replace(step, note=noted, watch=() if sample is None else tuple(sample.tallies()))
+        if self._late:
+            self._settle(number)
+        if (sample := self._samples.pop(number, None)) is not None:
+            known = {**known, "watch": tuple(sample.tallies())}
         if (found := more()) is None:
-            self._late.append((step, more))
-        self._write(replace(step, **(found or {})), after)
+            found = {"note": {name: value for name, value in noted.items() if name not in copies}}
+            self._late.append((Step(**known, **found), more))
+        self._write(Step(**known, **found), after)
 
     def close(self) -> None:
         """Writes what is left, when the process ends."""

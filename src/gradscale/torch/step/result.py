@@ -28,7 +28,6 @@ from gradscale.engine.result import Status, to_be_called
 from gradscale.formats import FP16
 from gradscale.kernels.torch import largest
 from gradscale.policies.contract import ScaleState
-from gradscale.recording.form import Step
 from gradscale.recording.writer import Recorder
 from gradscale.torch import host
 from gradscale.torch.gradients import Gradients, Names, local, numbers_of, parameters_of
@@ -378,17 +377,17 @@ class Memory:
         rule = result.rule
         before, seen, after = rule.followed  # type: ignore[misc]
         applied = after.skipped == before.state.skipped
-        step = Step(
-            step=before.steps,
-            scale=float(before.state.scale),
-            status=Status.of(applied, seen.loss_finite),
-            norm=norm,
-            amax=seen.amax if amax or rule.reads.amax else None,
-            share=None if seen.upper_share is UNREAD.upper_share else seen.upper_share,
-            retries=result.retries,
-        )
+        known = {
+            "step": before.steps,
+            "scale": before.state.scale,
+            "status": Status.of(applied, seen.loss_finite),
+            "norm": norm,
+            "amax": seen.amax if amax or rule.reads.amax else None,
+            "share": None if seen.upper_share is UNREAD.upper_share else seen.upper_share,
+            "retries": result.retries,
+        }
         later = dict if applied else result.culprits_on_their_way()
-        self.recorder.add(rule.policy, before.state, after, step, before.amax_ratio, later)
+        self.recorder.add(rule.policy, before.state, after, known, before.amax_ratio, later)
 
     def keep(self, result: StepResult, optimizers: Sequence[Optimizer], gradients: int | None = None) -> None:
         """Keeps the result, and raises or warns if the run, as far as the host knows it, has been stuck for too long.
