@@ -23,7 +23,7 @@ from gradscale.numpy import LossScaler
 from gradscale.policies.histogram import Histogram
 from gradscale.recording import writer
 from gradscale.recording.form import read_line
-from gradscale.recording.writer import Recorder, RecordFile
+from gradscale.recording.writer import RunRecorder, RecordFile
 
 pytestmark = pytest.mark.usefixtures("on_demand")
 
@@ -259,7 +259,7 @@ def test_a_copy_does_not_write(tmp_path: Path, copied: Callable[[Any], Any]) -> 
 
 def test_rank_0_writes_for_all(tmp_path: Path) -> None:
     for rank in range(3):
-        recorder = Recorder(tmp_path / "run.jsonl", "numpy", lambda rank=rank: (rank, 3))
+        recorder = RunRecorder(tmp_path / "run.jsonl", "numpy", lambda rank=rank: (rank, 3))
         recorder.add(
             Static(1.0), Static(1.0).start(), Static(1.0).start(), {"step": 0, "scale": 1.0, "status": Status.APPLIED}
         )
@@ -272,7 +272,7 @@ def test_every_rank_writes_a_file_of_its_own_where_the_name_says_so(tmp_path: Pa
     rows: list[Any] = []
     for rank in range(3):
         target = [tmp_path / "run-{rank}.jsonl", lambda row, step: rows.append(row)]
-        recorder = Recorder(target, "numpy", lambda rank=rank: (rank, 3))
+        recorder = RunRecorder(target, "numpy", lambda rank=rank: (rank, 3))
         recorder.add(
             Static(1.0), Static(1.0).start(), Static(1.0).start(), {"step": 0, "scale": 1.0, "status": Status.APPLIED}
         )
@@ -353,7 +353,7 @@ def test_seconds_are_written_once_a_second(tmp_path: Path, monkeypatch: pytest.M
 def test_a_step_that_is_made_again_keeps_its_notes(tmp_path: Path) -> None:
     rule = Static(1.0)
     before, after = rule.start(), rule.start()
-    recorder = Recorder(tmp_path / "run.jsonl", "numpy")
+    recorder = RunRecorder(tmp_path / "run.jsonl", "numpy")
     recorder.note(0, {"loss": 1.0})
     recorder.add(rule, before, after, {"step": 0, "scale": 1.0, "status": Status.APPLIED})
     recorder.add(rule, before, after, {"step": 0, "scale": 1.0, "status": Status.OVERFLOW})
@@ -377,7 +377,7 @@ class Late:
 def test_what_arrives_late_is_written_with_a_later_step(tmp_path: Path) -> None:
     rule, late = Static(1.0), Late()
     states = [rule.start() for _ in range(4)]
-    recorder = Recorder(tmp_path / "run.jsonl", "numpy")
+    recorder = RunRecorder(tmp_path / "run.jsonl", "numpy")
     recorder.note(0, {"loss": late, "lr": 1.0})
     culprits: list[Any] = []
 
@@ -399,7 +399,7 @@ def test_what_arrives_late_is_written_with_a_later_step(tmp_path: Path) -> None:
 
 def test_what_has_not_arrived_when_the_process_ends_is_not_waited_for(tmp_path: Path) -> None:
     rule = Static(1.0)
-    recorder = Recorder(tmp_path / "run.jsonl", "numpy")
+    recorder = RunRecorder(tmp_path / "run.jsonl", "numpy")
     recorder.note(0, {"loss": Late()})
     recorder.add(rule, rule.start(), rule.start(), {"step": 0, "scale": 1.0, "status": Status.APPLIED})
     recorder.close()

@@ -14,7 +14,7 @@ from gradscale.keras.optimizer import optimizer_of
 from gradscale.keras.remember import weights_of
 from gradscale.policies.checks import check_count
 from gradscale.policies.contract import ScaleState
-from gradscale.recording.writer import Recorder
+from gradscale.recording.writer import RunRecorder
 
 LOGGED = ("scale", "skipped")
 """The metrics that the progress bar, the history and TensorBoard show, under the names of `optimizer.metrics()`."""
@@ -89,7 +89,7 @@ class ScaleMonitor(keras.callbacks.Callback):
         check_count("every", every)
         if record is not None and every != 1:
             raise ValueError(f"`record` needs a reading of every step. Received: every={every}. Pass `every=1`.")
-        self._recorder = Recorder(record, "keras")
+        self._recorder = RunRecorder(record, "keras")
         self._state: ScaleState | None = None
         self.rows: list[ScaleRow] = []
         self._every = every

@@ -105,7 +105,7 @@ class RecordFile:
         self.flush()
 
 
-class Recorder:
+class RunRecorder:
     """Writes the steps of a run to files and loggers. A copy of it, and one without targets, writes nothing.
 
     Args:
@@ -279,7 +279,7 @@ class Recorder:
                 LOG.warning(FAILED, logger.name, error, exc_info=True)
 
 
-class ResultRecorder:
+class Recorder:
     """Records the results of steps that are compiled functions, which the loop gives to it.
 
         recorder = Recorder("run.jsonl", scaler)
@@ -296,7 +296,7 @@ class ResultRecorder:
 
     def __init__(self, record: Any, scaler: Any, rank: int = 0, ranks: int = 1) -> None:
         self._policy, self._state, _ = read_saved(write_saved(scaler.policy, scaler.state))
-        self._recorder = Recorder(record, type(scaler).__module__.split(".")[1], lambda: (rank, ranks))
+        self._recorder = RunRecorder(record, type(scaler).__module__.split(".")[1], lambda: (rank, ranks))
         self._waiting: deque[tuple[StepResult, dict[str, Any]]] = deque()
         settle = weakref.WeakMethod(self._settle)
         self._recorder.before_close = lambda: (known := settle()) and known()
