@@ -23,7 +23,7 @@ from gradscale.numpy import LossScaler
 from gradscale.policies.histogram import Histogram
 from gradscale.recording import writer
 from gradscale.recording.form import read_line
-from gradscale.recording.writer import RunRecorder, RecordFile
+from gradscale.recording.writer import RecordFile, RunRecorder
 
 pytestmark = pytest.mark.usefixtures("on_demand")
 
@@ -375,26 +375,24 @@ class Late:
 
 
 def test_what_arrives_late_is_written_with_a_later_step(tmp_path: Path) -> None:
-    rule, late = Static(1.0), Late()
+    rule, late, culprits = Static(1.0), Late(), list[Culprit]()
     states = [rule.start() for _ in range(4)]
     recorder = RunRecorder(tmp_path / "run.jsonl", "numpy")
     recorder.note(0, {"loss": late, "lr": 1.0})
-    culprits: list[Any] = []
 
     def later() -> Any:
         return {"culprits": culprits} if culprits else None
 
     for index in range(3):
-        step = {"step": index, "scale": 1.0, "status": Status.APPLIED}
-        recorder.add(rule, states[index], states[index + 1], step, later=later if index == 0 else dict)
+        known = {"step": index, "scale": 1.0, "status": Status.APPLIED}
+        recorder.add(rule, states[index], states[index + 1], known, later=later if index == 0 else dict)
         late.arrived = True
         if index == 1:
             culprits.append(Culprit("w", "inf"))
     found = steps(tmp_path / "run.jsonl")
     assert [step.step for step in found] == [0, 1, 0, 2]
-    assert found[0].note == {"lr": 1.0}
-    assert found[2].note == {"lr": 1.0, "loss": 2.5}
-    assert [each.name for each in found[2].culprits] == ["w"]
+    assert (found[0].note, found[0].culprits) == ({"lr": 1.0}, ())
+    assert (found[2].note, found[2].culprits) == ({"lr": 1.0, "loss": 2.5}, tuple(culprits))
 
 
 def test_what_has_not_arrived_when_the_process_ends_is_not_waited_for(tmp_path: Path) -> None:

@@ -34,15 +34,11 @@ class Header:
 
     Attributes:
         gradscale: version of the library.
-        policy: the rule, as `to_dict` wrote it.
-        state: its state before the first step of this part.
+        policy: the rule, as `to_dict` wrote it; so is `state`, from before the first step of this part.
         amax_ratio: ratio of amax to norm before that step, where amax is estimated between two reads.
         format: the format whose range bounds the scaled gradients, such as `"FP16"`.
-        framework: name of the framework.
-        framework_version: its version.
         started: when this part began, in seconds since 1970.
-        rank: whose record it is.
-        ranks: how many share the scale.
+        rank: whose record it is, of `ranks` that share the scale.
         resumed: whether there are earlier parts.
     """
 
@@ -82,8 +78,7 @@ class Step:
         scale: the scale that made the gradients.
         status: whether it was applied, or why it was skipped.
         norm: norm of all gradients, unscaled and before clipping; inf after an overflow.
-        amax: largest magnitude of any gradient, unscaled, as the rule saw it: measured, or estimated from the norm; inf
-            after an overflow.
+        amax: largest magnitude of any gradient, unscaled, as the rule saw it, measured or estimated; inf likewise.
         share: share of gradient elements above the edge that the policy watches.
         retries: how often the backward pass was run again.
         culprits: the parameters whose gradients were not finite.
@@ -107,9 +102,8 @@ class Step:
     def line(self) -> str:
         """Returns the step as a line, with its end. Its numbers are rounded to float32."""
         values: dict[str, Any] = {"step": self.step, "scale": _single(self.scale), "status": self.status}
-        for name, value in (("norm", self.norm), ("amax", self.amax), ("share", self.share)):
-            if value is not None:
-                values[name] = _single(value)
+        numbers = ("norm", self.norm), ("amax", self.amax), ("share", self.share)
+        values |= {name: _single(value) for name, value in numbers if value is not None}
         if self.retries:
             values["retries"] = self.retries
         if self.culprits:

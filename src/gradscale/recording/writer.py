@@ -46,13 +46,10 @@ Later = Callable[[], Mapping[str, Any] | None]
 
 
 class RecordFile:
-    """A record on disk, which raises OSError or ValueError when it is made if it cannot be one.
+    """A record on disk: OSError or ValueError if it cannot be one. `resumed` is whether it has lines already.
 
     A thread appends lines, at most a second after they were added, and has the file open only while it does: a process
     that is killed leaves whole lines, but perhaps for the last.
-
-    Attributes:
-        resumed: whether it has lines already.
     """
 
     def __init__(self, path: str) -> None:
@@ -106,13 +103,7 @@ class RecordFile:
 
 
 class RunRecorder:
-    """Writes the steps of a run to files and loggers. A copy of it, and one without targets, writes nothing.
-
-    Args:
-        record: the path of a file; a logger, as `logger_of` takes it; or a list of them. None for none. The file is
-            written by rank 0, or by every rank if its name has `{rank}`; to loggers writes rank 0.
-        framework: the name of the package whose numbers these are.
-        place: returns the rank of this process and how many there are, once the first step is made.
+    """Writes the steps of a run of a framework to `record`. A copy of it, and one with None, writes nothing.
 
     Attributes:
         on: whether anything is written.
@@ -177,16 +168,11 @@ class RunRecorder:
         amax_ratio: Any = UNKNOWN_RATIO,
         later: Later = dict,
     ) -> None:
-        """Adds a step. Never synchronizes with a device.
+        """Adds a step, from what is `known` of its fields. Never synchronizes with a device.
 
-        Args:
-            policy: the rule.
-            before: its state before the step: the object that was `after` the last, unless somebody has changed it; or
-                the one `before` the last, which is then made again.
-            after: its state after the step.
-            known: what is known of the step: fields of `Step`.
-            amax_ratio: the ratio of amax to norm before the step.
-            later: returns what more is known of the step, or None as long as it is on its way.
+        The state `before` it is the object that was `after` the last, unless somebody has changed it, and a new part
+        begins; or the one `before` the last, which is then made again. `later` returns what more is known, or None as
+        long as it is on its way.
         """
         if not self.on:
             return
@@ -204,8 +190,7 @@ class RunRecorder:
                 return None
             return {**found, "note": noted | {name: copy.read()[0] for name, copy in copies.items()}}
 
-        if self._late:
-            self._settle(number)
+        self._settle(number)
         if (sample := self._samples.pop(number, None)) is not None:
             known = {**known, "watch": tuple(sample.tallies())}
         if (found := more()) is None:
@@ -244,7 +229,7 @@ class RunRecorder:
         for file in self._files:
             header = Header(
                 gradscale=__version__,
-                **write_saved(policy, state),
+                **write_saved(policy, state, amax_ratio),
                 format=BF16.name if isinstance(policy, CheckOnly) else getattr(policy, "format", FP16).name,
                 framework=self._framework,
                 framework_version=version(self._framework),
@@ -253,7 +238,7 @@ class RunRecorder:
                 ranks=ranks,
                 resumed=file.resumed,
             )
-            file.add(replace(header, amax_ratio=amax_ratio).line())
+            file.add(header.line())
             file.resumed = True
 
     def _write(self, step: Step, after: ScaleState | None = None) -> None:
@@ -266,14 +251,14 @@ class RunRecorder:
         if after is None:
             return
         self._last = step, after
-        is_due = now - self._rowed >= FLUSH_S or step.status is not Status.APPLIED or bool(step.watch)
-        due = [logger for logger in self._loggers if logger.every or is_due]
-        self._rowed = now if is_due else self._rowed
-        for logger in due:
+        applied = step.status is Status.APPLIED
+        if is_due := now - self._rowed >= FLUSH_S or not applied or bool(step.watch):
+            self._rowed = now
+        for logger in [logger for logger in self._loggers if logger.every or is_due]:
             try:
-                # As in the metrics of a scaler, but for the scale, which is that of this step.
-                norm = step.norm if step.status is Status.APPLIED else None  # inf has no place in a chart
-                logger.write(logged(host_metrics(after, norm, step.amax) | {"scale": step.scale}), step)
+                # As in the metrics of a scaler, but for the scale, which is that of this step, and a norm of inf.
+                metrics = host_metrics(after, step.norm if applied else None, step.amax)
+                logger.write(logged(metrics | {"scale": float(step.scale)}), step)
             except Exception as error:  # whatever a logger raises
                 self._loggers.remove(logger)
                 LOG.warning(FAILED, logger.name, error, exc_info=True)
@@ -309,13 +294,12 @@ class Recorder:
             **numbers: more of the same step, such as `loss=loss`: Python numbers, or arrays of one.
         """
         self._waiting.append((result, numbers))
-        for value in _arrays(result, numbers):
-            if hasattr(value, "copy_to_host_async"):
-                value.copy_to_host_async()
+        for value in filter(_is_late, _arrays(result, numbers)):
+            value.copy_to_host_async()
         self._settle()
 
     def _settle(self) -> None:
-        while self._waiting and not any(map(_is_on_its_way, _arrays(*self._waiting[0]))):
+        while self._waiting and not any(map(_is_late, _arrays(*self._waiting[0]))):
             result, numbers = self._waiting.popleft()
             if result.attempted:
                 before, applied = self._state, bool(result.applied)
@@ -331,5 +315,5 @@ def _arrays(result: StepResult, numbers: Mapping[str, Any]) -> list[Any]:
     return [*known, *numbers.values()]
 
 
-def _is_on_its_way(value: Any) -> bool:
+def _is_late(value: Any) -> bool:
     return hasattr(value, "is_ready") and not value.is_ready()

@@ -269,7 +269,7 @@ class StepResult(engine.StepResult):
         return culprits_of(names, [sizes[index] for index in bad], list(map(count, bad)))
 
     def culprits_on_their_way(self) -> Callable[[], dict[str, Any] | None]:
-        """Returns a function for `RunRecorder.add`, which never synchronizes: on a device without counts of elements."""
+        """Returns what `RunRecorder.add` calls until it has them. On a device without counts; never synchronizes."""
         if self.found is not None or host.in_host_memory(self.made_with.device):
             found = self.culprits()
             return lambda: {"culprits": found}
@@ -379,7 +379,7 @@ class Memory:
         applied = after.skipped == before.state.skipped
         known = {
             "step": before.steps,
-            "scale": before.state.scale,
+            "scale": float(before.state.scale),
             "status": Status.of(applied, seen.loss_finite),
             "norm": norm,
             "amax": seen.amax if amax or rule.reads.amax else None,
