@@ -13,7 +13,7 @@ from gradscale.engine.host_scaler import HostScaler
 from gradscale.engine.measurement import NOTHING_READ, Measurement
 from gradscale.engine.metrics import METRICS
 from gradscale.engine.result import StepResult
-from gradscale.recording.writer import Recorder
+from gradscale.recording.writer import RunRecorder
 
 
 class Scaler(HostScaler):
@@ -31,8 +31,8 @@ class Scaler(HostScaler):
         return result
 
     @staticmethod
-    def _recorder_of(record: Any) -> Recorder:
-        return Recorder(record, "numpy")
+    def _recorder_of(record: Any) -> RunRecorder:
+        return RunRecorder(record, "numpy")
 
     def _reset(self) -> None:
         self.resets += 1

@@ -1,5 +1,6 @@
 """Records that tests write: when a test says so, not when a second is over; and what is in them."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,11 +41,9 @@ def on_demand(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def noted(self: RecordFile, path: str) -> None:
         original(self, path)
+        self._thread = threading.current_thread()
         FILES.append(self)
 
     monkeypatch.setattr(RecordFile, "__init__", noted)
     yield
-    for file in FILES:
-        if file._timer is not None:
-            file._timer.cancel()
     FILES.clear()

@@ -20,7 +20,7 @@ from gradscale.jax.scaler import Scaler
 from gradscale.jax.transformation import ScaledState, loss_scale, scaled
 from gradscale.jax.value_and_grad import value_and_grad
 from gradscale.jax.watch import Watch, WatchCounts
-from gradscale.recording.writer import ResultRecorder as Recorder
+from gradscale.recording.writer import Recorder
 from gradscale.watching.rows import WatchRow
 
 __all__ = [

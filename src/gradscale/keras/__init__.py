@@ -18,7 +18,7 @@ from gradscale.keras.explain import Explanation, explain
 from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.keras.remember import StepResult
 from gradscale.keras.watch import Watch
-from gradscale.recording.writer import ResultRecorder as Recorder
+from gradscale.recording.writer import Recorder
 from gradscale.watching.rows import WatchRow
 
 __all__ = [

@@ -14,8 +14,7 @@ from gradscale.keras.optimizer import optimizer_of
 from gradscale.keras.remember import weights_of
 from gradscale.policies.checks import check_count
 from gradscale.policies.contract import ScaleState
-from gradscale.recording.form import Step
-from gradscale.recording.writer import Recorder
+from gradscale.recording.writer import RunRecorder
 
 LOGGED = ("scale", "skipped")
 """The metrics that the progress bar, the history and TensorBoard show, under the names of `optimizer.metrics()`."""
@@ -90,7 +89,7 @@ class ScaleMonitor(keras.callbacks.Callback):
         check_count("every", every)
         if record is not None and every != 1:
             raise ValueError(f"`record` needs a reading of every step. Received: every={every}. Pass `every=1`.")
-        self._recorder = Recorder(record, "keras")
+        self._recorder = RunRecorder(record, "keras")
         self._state: ScaleState | None = None
         self.rows: list[ScaleRow] = []
         self._every = every
@@ -165,8 +164,7 @@ class ScaleMonitor(keras.callbacks.Callback):
         before, self._state = self._state, state
         if before is not None and step == self.rows[-1].step + 1:
             self._recorder.note(step - 1, {"loss": self._loss})
-            status = Status.of(finite, self._loss_finite)
-            made = Step(step=step - 1, scale=float(before.scale), status=status)
+            made = {"step": step - 1, "scale": before.scale, "status": Status.of(finite, self._loss_finite)}
             self._recorder.add(optimizer.policy, before, state, made)
         self.rows.append(ScaleRow(step, float(state.scale), skipped, finite))
         if self._summary is not None:

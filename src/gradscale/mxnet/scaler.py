@@ -20,7 +20,7 @@ from gradscale.mxnet.gradients import Gradients, multiply
 from gradscale.mxnet.remember import Losses
 from gradscale.policies.contract import ScaleState
 from gradscale.policies.static import multiplies
-from gradscale.recording.writer import Recorder
+from gradscale.recording.writer import RunRecorder
 
 
 class Decision(NamedTuple):
@@ -178,8 +178,8 @@ class LossScaler(HostScaler):
             self._before_unscale = None
 
     @staticmethod
-    def _recorder_of(record: Any) -> Recorder:
-        return Recorder(record, "mxnet")
+    def _recorder_of(record: Any) -> RunRecorder:
+        return RunRecorder(record, "mxnet")
 
     def _reset(self) -> None:
         self._losses = Losses()

@@ -15,7 +15,7 @@ from gradscale.numpy.apply import apply
 from gradscale.numpy.measure import measure
 from gradscale.numpy.remember import StepResult
 from gradscale.numpy.tree import WIDE, FloatArray, named_arrays
-from gradscale.recording.writer import Recorder
+from gradscale.recording.writer import RunRecorder
 
 
 class LossScaler(HostScaler):
@@ -99,8 +99,8 @@ class LossScaler(HostScaler):
         return replace(result, grads=unscaled)
 
     @staticmethod
-    def _recorder_of(record: Any) -> Recorder:
-        return Recorder(record, "numpy")
+    def _recorder_of(record: Any) -> RunRecorder:
+        return RunRecorder(record, "numpy")
 
     def _reset(self) -> None:
         self._losses_finite = self._last_loss_finite = True

@@ -13,10 +13,13 @@ from gradscale.engine.culprits import Culprit
 from gradscale.engine.measurement import UNKNOWN_RATIO
 from gradscale.engine.result import Status
 from gradscale.engine.saved import Saved, read_saved
+from gradscale.formats import FP32
 from gradscale.watching.sample import Tally
 
 SCHEMA = 1
 """Version of the lines. Raised when a key is renamed, removed or changes its meaning; new keys may be added."""
+
+_encoded = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 NUMBERS = ("scale", "norm", "amax", "share")
 """What a step has in float32."""
@@ -31,15 +34,11 @@ class Header:
 
     Attributes:
         gradscale: version of the library.
-        policy: the rule, as `to_dict` wrote it.
-        state: its state before the first step of this part.
+        policy: the rule, as `to_dict` wrote it; so is `state`, from before the first step of this part.
         amax_ratio: ratio of amax to norm before that step, where amax is estimated between two reads.
         format: the format whose range bounds the scaled gradients, such as `"FP16"`.
-        framework: name of the framework.
-        framework_version: its version.
         started: when this part began, in seconds since 1970.
-        rank: whose record it is.
-        ranks: how many share the scale.
+        rank: whose record it is, of `ranks` that share the scale.
         resumed: whether there are earlier parts.
     """
 
@@ -79,8 +78,7 @@ class Step:
         scale: the scale that made the gradients.
         status: whether it was applied, or why it was skipped.
         norm: norm of all gradients, unscaled and before clipping; inf after an overflow.
-        amax: largest magnitude of any gradient, unscaled, as the rule saw it: measured, or estimated from the norm; inf
-            after an overflow.
+        amax: largest magnitude of any gradient, unscaled, as the rule saw it, measured or estimated; inf likewise.
         share: share of gradient elements above the edge that the policy watches.
         retries: how often the backward pass was run again.
         culprits: the parameters whose gradients were not finite.
@@ -103,16 +101,20 @@ class Step:
 
     def line(self) -> str:
         """Returns the step as a line, with its end. Its numbers are rounded to float32."""
-        numbers = {name: _single(value) for name in NUMBERS[1:] if (value := getattr(self, name)) is not None}
-        more = {
-            "retries": self.retries,
-            "culprits": [[each.name, each.kind, each.count] for each in self.culprits],
-            "note": {name: _single(value, exact=True) for name, value in self.note.items()},
-            "watch": [tally.to_dict() for tally in self.watch],
-            "seconds": self.seconds and round(self.seconds, 1),
-        }
-        known = {name: value for name, value in more.items() if value}
-        return _line({"step": self.step, "scale": _single(self.scale), "status": self.status, **numbers, **known})
+        values: dict[str, Any] = {"step": self.step, "scale": _single(self.scale), "status": self.status}
+        numbers = ("norm", self.norm), ("amax", self.amax), ("share", self.share)
+        values |= {name: _single(value) for name, value in numbers if value is not None}
+        if self.retries:
+            values["retries"] = self.retries
+        if self.culprits:
+            values["culprits"] = [[each.name, each.kind, each.count] for each in self.culprits]
+        if self.note:
+            values["note"] = {name: _exact(value) for name, value in self.note.items()}
+        if self.watch:
+            values["watch"] = [tally.to_dict() for tally in self.watch]
+        if self.seconds is not None:
+            values["seconds"] = round(self.seconds, 1)
+        return _line(values)
 
 
 def read_line(line: str | bytes) -> Header | Step:
@@ -140,7 +142,8 @@ def read_line(line: str | bytes) -> Header | Step:
 
 
 def _read_step(values: Mapping[str, Any]) -> Step:
-    numbers = {name: float(np.float32(values[name])) for name in NUMBERS if name in values}
+    with np.errstate(over="ignore"):
+        numbers = {name: float(np.float32(values[name])) for name in NUMBERS if name in values}
     return Step(
         step=int(values["step"]),
         status=Status(values["status"]),
@@ -153,16 +156,16 @@ def _read_step(values: Mapping[str, Any]) -> Step:
     )
 
 
-@np.errstate(over="ignore")
-def _single(value: float, exact: bool = False) -> float | str:
-    """Returns a number as JSON holds it: in the fewest digits that give the same float32, or as a string.
-
-    One that is to be `exact`, and is none of float32, is kept as it is.
-    """
-    single = np.float32(value)
-    number = float(value) if exact and float(single) != value else float(str(single))
+def _single(value: float) -> float | str:
+    """Returns a number as JSON holds it: with the 9 digits that give the same float32, or as a string."""
+    number = float(f"{value:.9g}")
     return number if math.isfinite(number) else str(number)
 
 
+def _exact(value: float) -> float | str:
+    """Returns the same for a number that need not be one of float32, and keeps all digits then."""
+    return value if abs(value) < FP32.max and float(np.float32(value)) != value else _single(value)
+
+
 def _line(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, allow_nan=False, separators=(",", ":")) + "\n"
+    return _encoded(values) + "\n"

@@ -40,25 +40,22 @@ TAIL = 2**24
 FAILED = "Training goes on without its record in %s: %s. This is logged once."
 
 AT_EXIT = 0
-"""Priority of what `multiprocessing` calls when a process ends, also one it has forked, where `atexit` is not called."""
+"""Priority of what `multiprocessing` calls when a process ends; `atexit` is not called in those it has forked."""
 
 Later = Callable[[], Mapping[str, Any] | None]
 
 
 class RecordFile:
-    """A record on disk, which raises OSError or ValueError when it is made if it cannot be one.
+    """A record on disk: OSError or ValueError if it cannot be one. `resumed` is whether it has lines already.
 
     A thread appends lines, at most a second after they were added, and has the file open only while it does: a process
     that is killed leaves whole lines, but perhaps for the last.
-
-    Attributes:
-        resumed: whether it has lines already.
     """
 
     def __init__(self, path: str) -> None:
         self._path, self._process, self._closed = path, os.getpid(), False
         self._lines: deque[str] = deque()
-        self._timer: threading.Timer | None = None
+        self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+") as file:
@@ -74,15 +71,21 @@ class RecordFile:
     def add(self, line: str) -> None:
         """Adds a line, with its end."""
         self._lines.append(line)
-        if self._timer is None and not self._closed:
-            self._timer = threading.Timer(FLUSH_S, self.flush)
-            self._timer.daemon = True
-            self._timer.start()
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._flush_every_second, daemon=True)
+            self._thread.start()
+
+    def _flush_every_second(self) -> None:
+        idle = False
+        while not idle:
+            time.sleep(FLUSH_S)
+            if idle := not self._lines:
+                self._thread = None  # first: a line that is added now is either written below, or starts another
+            self.flush()
 
     def flush(self) -> None:
         """Writes what was added. Where that fails it is logged, and nothing is written from then on."""
         with self._writing:
-            self._timer = None  # first: a line that is added from here on is either written below, or starts another
             text = "".join(self._lines.popleft() for _ in range(len(self._lines)))
             # A process that was forked has a copy of the lines, which the first one writes.
             if text and os.getpid() == self._process:
@@ -99,14 +102,8 @@ class RecordFile:
         self.flush()
 
 
-class Recorder:
-    """Writes the steps of a run to files and loggers. A copy of it, and one without targets, writes nothing.
-
-    Args:
-        record: the path of a file; a logger, as `logger_of` takes it; or a list of them. None for none. The file is
-            written by rank 0, or by every rank if its name has `{rank}`; to loggers writes rank 0.
-        framework: the name of the package whose numbers these are.
-        place: returns the rank of this process and how many there are, once the first step is made.
+class RunRecorder:
+    """Writes the steps of a run of a framework to `record`. A copy of it, and one with None, writes nothing.
 
     Attributes:
         on: whether anything is written.
@@ -156,58 +153,50 @@ class Recorder:
         """Adds a step whose result is in host memory, as `add` does."""
         if self.on and result.attempted:
             numbers = {"norm": result.grad_norm, "amax": result.amax, "share": share}
-            known: dict[str, Any] = {name: float(each) for name, each in numbers.items() if each is not None}
-            step = Step(
-                step=int(before.applied) + int(before.skipped),
-                scale=float(result.scale),
-                status=Status.of(bool(result.applied), bool(result.loss_finite)),
-                retries=int(result.retries),
-                culprits=() if result.applied else result.culprits(),
-                **known,
-            )
-            self.add(policy, before, after, step)
+            known = {name: float(number) for name, number in numbers.items() if number is not None}
+            known |= {"retries": int(result.retries), "culprits": () if result.applied else result.culprits()}
+            status = Status.of(bool(result.applied), bool(result.loss_finite))
+            step = int(before.applied) + int(before.skipped)
+            self.add(policy, before, after, {"step": step, "scale": float(result.scale), "status": status, **known})
 
     def add(
         self,
         policy: Policy,
         before: ScaleState,
         after: ScaleState,
-        step: Step,
+        known: Mapping[str, Any],
         amax_ratio: Any = UNKNOWN_RATIO,
         later: Later = dict,
     ) -> None:
-        """Adds a step. Never synchronizes with a device.
+        """Adds a step, from what is `known` of its fields. Never synchronizes with a device.
 
-        Args:
-            policy: the rule.
-            before: its state before the step: the object that was `after` the last, unless somebody has changed it; or
-                the one `before` the last, which is then made again.
-            after: its state after the step.
-            step: what is known of the step.
-            amax_ratio: the ratio of amax to norm before the step.
-            later: returns what more is known of the step, or None as long as it is on its way.
+        The state `before` it is the object that was `after` the last, unless somebody has changed it, and a new part
+        begins; or the one `before` the last, which is then made again. `later` returns what more is known, or None as
+        long as it is on its way.
         """
         if not self.on:
             return
         if not any(before is each for each in self._part[1:]) or policy is not self._part[0]:
             self._begin(policy, before, float(amax_ratio))
         self._part = policy, before, after
-        noted = self._notes.pop(step.step, {})
-        if self._last is not None and self._last[0].step == step.step:
+        number: int = known["step"]
+        noted = self._notes.pop(number, {})
+        if self._last is not None and self._last[0].step == number:
             noted = {**self._last[0].note, **noted}
-        copies = {name: noted.pop(name) for name, value in list(noted.items()) if hasattr(value, "arrived")}
+        copies = {name: value for name, value in noted.items() if hasattr(value, "arrived")}
 
         def more() -> Mapping[str, Any] | None:
             if not all(copy.arrived for copy in copies.values()) or (found := later()) is None:
                 return None
             return {**found, "note": noted | {name: copy.read()[0] for name, copy in copies.items()}}
 
-        self._settle(step.step)
-        sample = self._samples.pop(step.step, None)
-        step = replace(step, note=noted, watch=() if sample is None else tuple(sample.tallies()))
+        self._settle(number)
+        if (sample := self._samples.pop(number, None)) is not None:
+            known = {**known, "watch": tuple(sample.tallies())}
         if (found := more()) is None:
-            self._late.append((step, more))
-        self._write(replace(step, **(found or {})), after)
+            found = {"note": {name: value for name, value in noted.items() if name not in copies}}
+            self._late.append((Step(**known, **found), more))
+        self._write(Step(**known, **found), after)
 
     def close(self) -> None:
         """Writes what is left, when the process ends."""
@@ -240,7 +229,7 @@ class Recorder:
         for file in self._files:
             header = Header(
                 gradscale=__version__,
-                **write_saved(policy, state),
+                **write_saved(policy, state, amax_ratio),
                 format=BF16.name if isinstance(policy, CheckOnly) else getattr(policy, "format", FP16).name,
                 framework=self._framework,
                 framework_version=version(self._framework),
@@ -249,7 +238,7 @@ class Recorder:
                 ranks=ranks,
                 resumed=file.resumed,
             )
-            file.add(replace(header, amax_ratio=amax_ratio).line())
+            file.add(header.line())
             file.resumed = True
 
     def _write(self, step: Step, after: ScaleState | None = None) -> None:
@@ -262,20 +251,20 @@ class Recorder:
         if after is None:
             return
         self._last = step, after
-        is_due = now - self._rowed >= FLUSH_S or step.status is not Status.APPLIED or bool(step.watch)
-        due = [logger for logger in self._loggers if logger.every or is_due]
-        self._rowed = now if is_due else self._rowed
-        for logger in due:
+        applied = step.status is Status.APPLIED
+        if is_due := now - self._rowed >= FLUSH_S or not applied or bool(step.watch):
+            self._rowed = now
+        for logger in [logger for logger in self._loggers if logger.every or is_due]:
             try:
-                # As in the metrics of a scaler, but for the scale, which is that of this step.
-                norm = step.norm if step.status is Status.APPLIED else None  # inf has no place in a chart
-                logger.write(logged(host_metrics(after, norm, step.amax) | {"scale": step.scale}), step)
+                # As in the metrics of a scaler, but for the scale, which is that of this step, and a norm of inf.
+                metrics = host_metrics(after, step.norm if applied else None, step.amax)
+                logger.write(logged(metrics | {"scale": float(step.scale)}), step)
             except Exception as error:  # whatever a logger raises
                 self._loggers.remove(logger)
                 LOG.warning(FAILED, logger.name, error, exc_info=True)
 
 
-class ResultRecorder:
+class Recorder:
     """Records the results of steps that are compiled functions, which the loop gives to it.
 
         recorder = Recorder("run.jsonl", scaler)
@@ -292,7 +281,7 @@ class ResultRecorder:
 
     def __init__(self, record: Any, scaler: Any, rank: int = 0, ranks: int = 1) -> None:
         self._policy, self._state, _ = read_saved(write_saved(scaler.policy, scaler.state))
-        self._recorder = Recorder(record, type(scaler).__module__.split(".")[1], lambda: (rank, ranks))
+        self._recorder = RunRecorder(record, type(scaler).__module__.split(".")[1], lambda: (rank, ranks))
         self._waiting: deque[tuple[StepResult, dict[str, Any]]] = deque()
         settle = weakref.WeakMethod(self._settle)
         self._recorder.before_close = lambda: (known := settle()) and known()
@@ -305,13 +294,12 @@ class ResultRecorder:
             **numbers: more of the same step, such as `loss=loss`: Python numbers, or arrays of one.
         """
         self._waiting.append((result, numbers))
-        for value in _arrays(result, numbers):
-            if hasattr(value, "copy_to_host_async"):
-                value.copy_to_host_async()
+        for value in filter(_is_late, _arrays(result, numbers)):
+            value.copy_to_host_async()
         self._settle()
 
     def _settle(self) -> None:
-        while self._waiting and not any(map(_is_on_its_way, _arrays(*self._waiting[0]))):
+        while self._waiting and not any(map(_is_late, _arrays(*self._waiting[0]))):
             result, numbers = self._waiting.popleft()
             if result.attempted:
                 before, applied = self._state, bool(result.applied)
@@ -327,5 +315,5 @@ def _arrays(result: StepResult, numbers: Mapping[str, Any]) -> list[Any]:
     return [*known, *numbers.values()]
 
 
-def _is_on_its_way(value: Any) -> bool:
+def _is_late(value: Any) -> bool:
     return hasattr(value, "is_ready") and not value.is_ready()

@@ -338,6 +338,22 @@ def test_a_record_makes_the_host_wait_for_nothing(
 
 
 @pytest.mark.simulated_only
+def test_without_scaling_the_loss_of_a_busy_device_is_written_when_it_arrives(tmp_path: Path) -> None:
+    from tests.torch.sim import host
+
+    model = small_model()
+    scaler = LossScaler(model, NoScaling(), record=tmp_path / "run.jsonl")
+    made = torch.optim.AdamW(model.parameters(), fused=True)
+    with host.busy(), host.waits() as waits:
+        take_step(scaler, model, made, 0, None)
+    assert waits.reads == []
+    host.arrive()
+    scaler._memory.recorder.close()
+    before, after = steps(tmp_path / "run.jsonl")
+    assert (before.note, list(after.note)) == ({}, ["loss"])
+
+
+@pytest.mark.simulated_only
 @pytest.mark.parametrize("kind", SCALERS)
 def test_a_device_that_falls_behind_is_not_waited_for(tmp_path: Path, kind: str) -> None:
     from tests.torch.sim import host

@@ -58,8 +58,8 @@ class MixedPrecision(LightningMixedPrecision, CarriesScaler):
     Args:
         policy: the rule for the scale, or its name; or the `precision`, as in Lightning's own class.
         device: type of the device for `torch.autocast`; by default that of the Trainer's strategy.
-        scaler: a `gradscale.torch.GradScaler`, for settings such as `record`, instead of a `policy`. One of another class is
-            used as Lightning's plugin does.
+        scaler: a `gradscale.torch.GradScaler`, for settings such as `record`, instead of a `policy`. One of another
+            class is used as Lightning's plugin does.
         on_skip: `"hold"` holds schedules with `interval="step"` once for every skipped step; `"advance"` advances them,
             as Lightning's plugin does.
         log: log the scaler's metrics.

@@ -28,8 +28,7 @@ from gradscale.engine.result import Status, to_be_called
 from gradscale.formats import FP16
 from gradscale.kernels.torch import largest
 from gradscale.policies.contract import ScaleState
-from gradscale.recording.form import Step
-from gradscale.recording.writer import Recorder
+from gradscale.recording.writer import RunRecorder
 from gradscale.torch import host
 from gradscale.torch.gradients import Gradients, Names, local, numbers_of, parameters_of
 from gradscale.torch.host import Facts, Rule, filled
@@ -270,7 +269,7 @@ class StepResult(engine.StepResult):
         return culprits_of(names, [sizes[index] for index in bad], list(map(count, bad)))
 
     def culprits_on_their_way(self) -> Callable[[], dict[str, Any] | None]:
-        """Returns a function for `Recorder.add`, which never synchronizes: on a device without counts of elements."""
+        """Returns what `RunRecorder.add` calls until it has them. On a device without counts; never synchronizes."""
         if self.found is not None or host.in_host_memory(self.made_with.device):
             found = self.culprits()
             return lambda: {"culprits": found}
@@ -280,9 +279,9 @@ class StepResult(engine.StepResult):
         return lambda: {"culprits": self._culprits(copy.read(), lambda index: None)} if copy.arrived else None
 
 
-def recorder_of(record: Any, rule: Rule) -> Recorder:
+def recorder_of(record: Any, rule: Rule) -> RunRecorder:
     """Returns the recorder of a scaler. It does not hold the rule, which it asks for the last step when a run ends."""
-    recorder, known = Recorder(record, "torch", rank_and_ranks), weakref.ref(rule)
+    recorder, known = RunRecorder(record, "torch", rank_and_ranks), weakref.ref(rule)
     recorder.before_close = lambda: (rule := known()) and rule.catch_up(waits=False)
     return recorder
 
@@ -304,10 +303,10 @@ class Memory:
         self,
         max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
         on_stuck: OnStuck = "raise",
-        recorder: Recorder | None = None,
+        recorder: RunRecorder | None = None,
     ) -> None:
         self._stuck_check = StuckCheck(max_consecutive_skips, on_stuck)
-        self.recorder = recorder or Recorder()
+        self.recorder = recorder or RunRecorder()
         self.after_step: list[Callable[[], None]] = []
         self.on_skips: Callable[[int, StepResult], None] | None = None
         self.forget()
@@ -378,17 +377,17 @@ class Memory:
         rule = result.rule
         before, seen, after = rule.followed  # type: ignore[misc]
         applied = after.skipped == before.state.skipped
-        step = Step(
-            step=before.steps,
-            scale=float(before.state.scale),
-            status=Status.of(applied, seen.loss_finite),
-            norm=norm,
-            amax=seen.amax if amax or rule.reads.amax else None,
-            share=None if seen.upper_share is UNREAD.upper_share else seen.upper_share,
-            retries=result.retries,
-        )
+        known = {
+            "step": before.steps,
+            "scale": float(before.state.scale),
+            "status": Status.of(applied, seen.loss_finite),
+            "norm": norm,
+            "amax": seen.amax if amax or rule.reads.amax else None,
+            "share": None if seen.upper_share is UNREAD.upper_share else seen.upper_share,
+            "retries": result.retries,
+        }
         later = dict if applied else result.culprits_on_their_way()
-        self.recorder.add(rule.policy, before.state, after, step, before.amax_ratio, later)
+        self.recorder.add(rule.policy, before.state, after, known, before.amax_ratio, later)
 
     def keep(self, result: StepResult, optimizers: Sequence[Optimizer], gradients: int | None = None) -> None:
         """Keeps the result, and raises or warns if the run, as far as the host knows it, has been stuck for too long.
