@@ -57,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     screen = Console(highlight=False)
     if not options.json:
         screen.print(announcement(demo, plan))
-    path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as folder:
         comparisons = train(recorded(demo, folder), plan, options.seed, screen, hidden=options.json)
+        path.parent.mkdir(parents=True, exist_ok=True)
         reported = save_report(folder, path)
     save_plot(comparisons, path)
     if options.json:
