@@ -77,3 +77,15 @@ def test_lost_by_layer_has_the_share_that_became_zero(tmp_path: Path) -> None:
 def test_a_run_without_samples_has_neither(tmp_path: Path) -> None:
     run = read_run(record(tmp_path, Step(step=0, scale=16.0, status=Status.APPLIED)))
     assert (heat_map(run), lost_by_layer(run)) == (None, None)
+
+
+def test_a_sample_of_which_every_gradient_is_inf_is_an_empty_heat_map(tmp_path: Path) -> None:
+    tally = Tally(
+        "layer.weight", "weight_grad", exponent_histogram(np.array([np.inf], np.float32)), 1.0, "float32", 1.0
+    )
+    run = read_run(record(tmp_path, Step(step=0, scale=2.0**32, status=Status.OVERFLOW, watch=(tally,))))
+    figure = heat_map(run)
+    assert figure is not None
+    assert (figure["x"][0], figure["x"][-1]) == (-26, 17)
+    assert {z for row in figure["z"][0] for z in row} == {None}
+    assert lost_by_layer(run) is None

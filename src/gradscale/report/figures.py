@@ -129,7 +129,7 @@ def heat_map(run: "Run") -> Figure | None:
                 at = np.clip(EXPONENTS + int(np.frexp(each.scale)[1]) - 1, LOWEST, HIGHEST) - LOWEST
                 np.add.at(grid[names.index(each.name)], at, each.histogram.host_counts / each.histogram.nonzero)
     used = np.flatnonzero(grids.any(axis=(0, 1))) + LOWEST
-    left, right = int(min(-25, *used)) - 1, int(max(16, *used)) + 1
+    left, right = int(min([-25, *used])) - 1, int(max([16, *used])) + 1
     shares = grids[:, :, left - LOWEST : right + 1 - LOWEST]
     return {
         "heat": True,
