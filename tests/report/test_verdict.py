@@ -100,3 +100,11 @@ def test_skips_at_the_start_are_no_thrashing_and_many_later_ones_are(tmp_path: P
     assert findings(start)[0].title == "ok: 84 updates in 100 steps"
     later = read_run(trained(tmp_path, Dynamic(init_scale=2.0**16, growth_interval=10), [0.9] * 100))
     assert findings(later)[0].title == "thrashing"
+
+
+def test_a_run_with_a_policy_of_the_users_own_is_shown_too(tmp_path: Path) -> None:
+    path = trained(tmp_path, Dynamic(), [0.1] * 50)
+    path.write_text(path.read_text().replace('"kind":"Dynamic"', '"kind":"Mine"'))
+    run = read_run(path)
+    assert findings(run)[0].title == "ok: 50 updates in 50 steps"
+    assert numbers(run)["policy"] == "Mine"

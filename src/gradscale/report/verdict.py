@@ -179,12 +179,12 @@ def numbers(run: "Run") -> dict[str, str]:
     rate = f" ({run.skipped.sum() / max(1, len(run)):.2%})"
     known = np.isfinite(run.scale)
     scales = run.scale[known]
-    header = run.parts[-1][1] if run.parts else None
+    header, saved = run.parts[-1][1] if run.parts else None, own_policies(run)
     return {
         "steps": f"{len(run):,}",
         "skipped": f"{int(run.skipped.sum()):,}{rate}",
         "scale": "" if not scales.size else " to ".join(number_text(float(each)) for each in (scales[0], scales[-1])),
-        "policy": "" if header is None else repr(header.saved().policy),
+        "policy": "" if header is None else repr(saved[max(saved)].policy) if saved else str(header.policy.get("kind")),
         "format": run.format,
         "made by": ""
         if header is None

@@ -1,6 +1,7 @@
 """What other policies would have done in a run, from its record."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from gradscale.engine.host import rule_on_host
 from gradscale.engine.result import Status
+from gradscale.engine.saved import Saved
 from gradscale.formats import get_format
 from gradscale.histogram.counts import EXPONENTS
 from gradscale.policies.checks import HIGHEST_SCALE
@@ -132,9 +134,16 @@ def predict(run: "Run", policies: Sequence[Policy]) -> list[Prediction]:
     return [_predicted(evidence, policy) for policy in policies]
 
 
-def own_policies(run: "Run") -> dict[int, Any]:
-    """Returns what a run was made with: by the row where it begins, the saved policy and state of each part."""
-    return {row: header.saved() for row, header in run.parts}
+def own_policies(run: "Run") -> dict[int, Saved]:
+    """Returns what a run was made with: by the row where it begins, the saved policy and state of each part.
+
+    Those of a user's own class, which is not loaded here, are left out.
+    """
+    found: dict[int, Saved] = {}
+    for row, header in run.parts:
+        with suppress(ValueError):
+            found[row] = header.saved()
+    return found
 
 
 @np.errstate(all="ignore")
