@@ -62,8 +62,7 @@ def replay(
     Examples: gradscale replay run.jsonl --policy auto dynamic:growth_interval=200 deepspeed;
     echo 0 0 1 0 | gradscale replay -p dynamic:growth_interval=2 -p torch -p static:1024
     """
-    flags, *others = file or [None]
-    policy = [*policy, *others]
+    flags, policy = file[0] if file else None, [*policy, *(file or [])[1:]]
     with usage_errors():
         policies = [parse_policy(spec) for spec in policy]
         if amax is None and is_record(flags):

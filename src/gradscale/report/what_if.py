@@ -151,7 +151,8 @@ def _predicted(evidence: Evidence, policy: Policy) -> Prediction:
     evidence.check(policy)
     parts = own_policies(evidence.run)
     starts = {row: saved.state for row, saved in parts.items() if saved.policy == policy}
-    state, rule = starts.get(0, policy.start()), rule_on_host(policy)
+    rule = rule_on_host(policy)
+    state: Any = policy.start()
     scales, skipped = np.empty(evidence.steps), np.zeros(evidence.steps, bool)
     for row in range(evidence.steps):
         state = starts.get(row, state)
