@@ -122,7 +122,9 @@ def test_a_loss_is_the_number_that_the_tensor_has(tmp_path: Path) -> None:
         losses.append(loss_of(model, step).item())
         take_step(scaler, model, optimizer, step, None)
     scaler.state_dict()
-    assert [np.float32(step.note["loss"]) for step in steps(tmp_path / "run.jsonl")] == np.float32(losses).tolist()
+    assert [np.float32(step.note["loss"]) for step in steps(tmp_path / "run.jsonl")] == np.array(
+        losses, np.float32
+    ).tolist()
 
 
 def test_the_last_step_is_there_when_the_process_ends(tmp_path: Path) -> None:
