@@ -232,6 +232,19 @@ raise SystemExit(3)
     assert [step.step for step in steps(tmp_path / "run.jsonl")] == list(range(7))
 
 
+def test_what_a_scaler_has_left_in_memory_is_written_when_the_process_ends(tmp_path: Path) -> None:
+    program = """
+import sys
+import numpy as np
+from gradscale.numpy import LossScaler
+scaler = LossScaler(record=sys.argv[1])
+scaler.step({"w": np.float16([1.0])})
+del scaler
+"""
+    assert child(program, tmp_path / "run.jsonl").returncode == 0
+    assert len(steps(tmp_path / "run.jsonl")) == 1
+
+
 def test_a_fork_does_not_write_what_its_parent_does(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     scaler = LossScaler(record=path)
