@@ -30,7 +30,7 @@ def step(scaler: Scaler, params: Any, x: Any) -> Any:
 def train(recorder: Recorder, scaler: Scaler, count: int, bad: int | None = None) -> tuple[Scaler, list[Any]]:
     params, made = {"w": jnp.ones(3)}, []
     for number in range(count):
-        x = jnp.float32([1, 2, 1e30 if number == bad else 3])
+        x = jnp.array([1, 2, 1e30 if number == bad else 3], np.float32)
         loss, scaler, params, result = step(scaler, params, x)
         recorder.step(result, loss=loss, lr=0.01)
         made.append((float(result.scale), result.status(), float(result.grad_norm), float(loss)))

@@ -28,7 +28,7 @@ HEADER = Header(
     ranks=4,
 )
 
-COUNTED = exponent_histogram(np.float32([0.0, 1.0, 3.0, np.inf, np.nan, 2.0**-140]))
+COUNTED = exponent_histogram(np.array([0.0, 1.0, 3.0, np.inf, np.nan, 2.0**-140], np.float32))
 
 STEP = Step(
     step=12,

@@ -90,6 +90,8 @@ def kill_and_resume(path: Path, flush_s: float, longest_s: float) -> int:
 def test_a_run_that_is_killed_loses_at_most_the_last_second_and_can_be_resumed(tmp_path: Path) -> None:
     for number in range(3):
         kill_and_resume(tmp_path / f"{number}.jsonl", FLUSH_S, 0.3)
+    made, at = killed(tmp_path / "longer.jsonl", FLUSH_S, 1.8)
+    check(tmp_path / "longer.jsonl", made, at, FLUSH_S, 0)
 
 
 def test_a_thread_writes_by_itself_and_ends_when_nothing_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

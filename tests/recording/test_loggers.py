@@ -35,11 +35,15 @@ def _every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "FLUSH_S", 0.0)
 
 
+def half(*values: float) -> Any:
+    return np.array(values, np.float16)
+
+
 def train(target: Any, run: Any = None) -> None:
     """Takes five steps, of which the third overflows. With the `run` of a user, who logs something at each."""
     scaler = LossScaler("dynamic:init_scale=8", record=target)
     for step in range(5):
-        scaler.step({"w": np.float16([np.inf if step == 2 else 1.0])}, norm=True)
+        scaler.step({"w": half(np.inf if step == 2 else 1.0)}, norm=True)
         if run is not None:
             run.log({"loss": step / 2})
 
@@ -51,7 +55,7 @@ def test_tensorboard_reads_scale_skips_norms_and_histograms(tmp_path: Path, monk
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(tmp_path)) as log:
         train(log)
-        counts = exponent_histogram(np.float32([0.0, 1.0, 1.5, 0.25, 2.0**-30]))
+        counts = exponent_histogram(np.array([0.0, 1.0, 1.5, 0.25, 2.0**-30], np.float32))
         tallies = [Tally(f"layer {n}", "weight_grad", counts, 1.5, "float16", 8.0) for n in range(2)]
         logger_of(log).write({}, Step(step=3, scale=8.0, status=writer.Status.APPLIED, watch=tallies))
     read = events.EventAccumulator(str(tmp_path))

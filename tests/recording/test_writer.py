@@ -28,15 +28,19 @@ from gradscale.recording.writer import RecordFile, RunRecorder
 pytestmark = pytest.mark.usefixtures("on_demand")
 
 
+def half(*values: float) -> Any:
+    return np.array(values, np.float16)
+
+
 def train(scaler: LossScaler, count: int, bad: tuple[int, ...] = ()) -> None:
     for step in range(count):
-        scaler.step({"w": np.float16([1.0, np.inf if step in bad else 2.0])})
+        scaler.step({"w": half(1.0, np.inf if step in bad else 2.0)})
 
 
 def test_a_step_is_a_line_with_what_the_rule_saw_of_it(tmp_path: Path) -> None:
     scaler = LossScaler(Headroom(), record=tmp_path / "run.jsonl")
-    scaler.step({"w": np.float16([3.0, 4.0])}, norm=True)
-    scaler.step({"w": np.float16([np.nan, 4.0]), "v": np.float16([np.inf, np.inf])})
+    scaler.step({"w": half(3.0, 4.0)}, norm=True)
+    scaler.step({"w": half(np.nan, 4.0), "v": half(np.inf, np.inf)})
     first, second = steps(tmp_path / "run.jsonl")
     assert (first.step, first.scale, first.status) == (0, 16.0, "applied")
     assert (first.norm, first.amax) == (np.float32(5.0 / 16), 0.25)
@@ -64,13 +68,13 @@ def test_folders_are_made(tmp_path: Path) -> None:
 
 def test_the_share_that_a_policy_watches_is_recorded(tmp_path: Path) -> None:
     scaler = LossScaler(Histogram(), record=tmp_path / "run.jsonl")
-    scaler.step({"w": np.float16([1.0, 30000.0])})
+    scaler.step({"w": half(1.0, 30000.0)})
     assert steps(tmp_path / "run.jsonl")[0].share == 0.5
 
 
 def test_a_loss_that_is_not_finite_is_named(tmp_path: Path) -> None:
     scaler = LossScaler(record=tmp_path / "run.jsonl")
-    scaler.step({"w": np.float16([1.0])}, loss=np.float32(np.nan))
+    scaler.step({"w": half(1.0)}, loss=np.float32(np.nan))
     assert [step.status for step in steps(tmp_path / "run.jsonl")] == ["nonfinite_loss"]
 
 
@@ -228,6 +232,19 @@ raise SystemExit(3)
     assert [step.step for step in steps(tmp_path / "run.jsonl")] == list(range(7))
 
 
+def test_what_a_scaler_has_left_in_memory_is_written_when_the_process_ends(tmp_path: Path) -> None:
+    program = """
+import sys
+import numpy as np
+from gradscale.numpy import LossScaler
+scaler = LossScaler(record=sys.argv[1])
+scaler.step({"w": np.float16([1.0])})
+del scaler
+"""
+    assert child(program, tmp_path / "run.jsonl").returncode == 0
+    assert len(steps(tmp_path / "run.jsonl")) == 1
+
+
 def test_a_fork_does_not_write_what_its_parent_does(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     scaler = LossScaler(record=path)
@@ -302,8 +319,8 @@ def test_a_function_gets_a_row_of_every_step() -> None:
 def test_a_norm_is_logged_unscaled_and_left_out_after_an_overflow() -> None:
     rows: list[dict[str, float]] = []
     scaler = LossScaler(Static(4.0), record=lambda row, step: rows.append(row))
-    scaler.step({"w": np.float16([12.0, 16.0])}, norm=True)
-    scaler.step({"w": np.float16([np.inf])}, norm=True)
+    scaler.step({"w": half(12.0, 16.0)}, norm=True)
+    scaler.step({"w": half(np.inf)}, norm=True)
     assert [row.get("gradscale/grad_norm") for row in rows] == [5.0, None]
 
 
@@ -334,7 +351,7 @@ def test_other_loggers_get_a_row_a_second_and_every_skip(monkeypatch: pytest.Mon
     scaler = LossScaler("dynamic", record=logger)
     for step in range(30):
         now = 10 + step / 10
-        scaler.step({"w": np.float16([np.inf if step == 15 else 1.0])})
+        scaler.step({"w": half(np.inf if step == 15 else 1.0)})
     assert logger.steps == [0, 10, 15, 25]
 
 
@@ -425,7 +442,7 @@ def test_the_record_of_a_run_is_replayed_exactly(tmp_path: Path) -> None:
             with np.errstate(over="ignore"):
                 scaler.step({"w": values.astype(np.float16)})
         flush()
-        state = headers(path)[-1].saved().state
+        state: Any = headers(path)[-1].saved().state
         for step, scale in zip(steps(path)[-100:], scales, strict=True):
             assert state.scale == step.scale == scale
             finite = np.bool_(step.status == "applied")

@@ -193,7 +193,8 @@ class RunRecorder:
         self._settle(number)
         if (sample := self._samples.pop(number, None)) is not None:
             known = {**known, "watch": tuple(sample.tallies())}
-        if (found := more()) is None:
+        found: Any = more()
+        if found is None:
             found = {"note": {name: value for name, value in noted.items() if name not in copies}}
             self._late.append((Step(**known, **found), more))
         self._write(Step(**known, **found), after)

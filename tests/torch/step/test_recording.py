@@ -52,12 +52,12 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def replayed(path: Path) -> Iterator[float]:
-    """Yields the scales that the rule of a record gives for what it saw."""
+def replayed(path: Path) -> Iterator[Any]:
+    """Yields the states that the rule of a record has for what it saw: before each step, and after the last."""
     header, *_ = headers(path)
     policy, state, _ = header.saved()
+    yield state
     for step in steps(path):
-        yield float(state.scale)
         seen = Seen(
             finite=np.bool_(step.status == "applied" or (step.amax is not None and np.isfinite(step.amax))),
             loss_finite=np.bool_(step.status != "nonfinite_loss"),
@@ -66,6 +66,7 @@ def replayed(path: Path) -> Iterator[float]:
         )
         with np.errstate(all="ignore"):
             state = policy.next(state, seen, np)
+        yield state
 
 
 SCALERS: dict[str, Callable[..., Any]] = {
@@ -98,7 +99,9 @@ def test_every_step_is_recorded_and_the_rule_replays_it_exactly(
         assert (kind, optimizer) == ("LossScaler", "adamw fused")
         assert not host.in_host_memory(torch.device("cpu"))
     else:
-        assert list(replayed(path)) == [scale for scale, *_ in made]
+        *before, after = replayed(path)
+        assert [state.scale for state in before] == [scale for scale, *_ in made]
+        assert after.to_dict() == scaler._rule.state.to_dict()
     assert len(headers(path)) == 1
 
 
@@ -122,7 +125,9 @@ def test_a_loss_is_the_number_that_the_tensor_has(tmp_path: Path) -> None:
         losses.append(loss_of(model, step).item())
         take_step(scaler, model, optimizer, step, None)
     scaler.state_dict()
-    assert [np.float32(step.note["loss"]) for step in steps(tmp_path / "run.jsonl")] == np.float32(losses).tolist()
+    assert [np.float32(step.note["loss"]) for step in steps(tmp_path / "run.jsonl")] == np.array(
+        losses, np.float32
+    ).tolist()
 
 
 def test_the_last_step_is_there_when_the_process_ends(tmp_path: Path) -> None:
