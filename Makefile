@@ -1,7 +1,7 @@
 # Every target makes .venv and installs what it needs; stamps inside .venv make the next run start at once.
 # MXNet, which needs an old numpy, has an environment of its own: .venv-mxnet, made when its tests or its demo are run.
-# So have Ray, for one example, DeepSpeed, for one test, and optimizers of other packages: .venv-ray, .venv-deepspeed and
-# .venv-optimizers, made by `make test-slow`.
+# So have Ray, for one example, DeepSpeed, for one test, optimizers of other packages, and W&B and MLflow, for two tests:
+# .venv-ray, .venv-deepspeed, .venv-optimizers and .venv-loggers, made by `make test-slow`.
 #
 #   make PYTHON=/path/to/python3.12 demo     chooses the interpreter of a new .venv
 #   make test ARGS='-k headroom'             chooses among the tests, those of MXNet left out; for them: make test-mxnet
@@ -20,6 +20,7 @@ MXNET_PY := $(MXNET)/bin/python
 RAY := .venv-ray
 DEEPSPEED := .venv-deepspeed
 OPTIMIZERS := .venv-optimizers
+LOGGERS := .venv-loggers
 PYTHON ?=
 WORKERS ?= 2 # of the tests; each takes up to 5 GB of memory
 DEVICE ?= sim # where the tests of PyTorch run besides the CPU
@@ -36,6 +37,7 @@ ONLY_MXNET := -e '.[cli,demo,mxnet]' --group test
 ONLY_RAY := -e '.[torch]' --group test --group ray
 ONLY_DEEPSPEED := -e '.[torch]' --group test --group deepspeed
 ONLY_OPTIMIZERS := -e '.[torch]' --group test --group optimizers
+ONLY_LOGGERS := -e . --group test --group loggers
 
 # What is tested in the environment of MXNet. A requested adapter that does not load fails the run.
 MXNET_TESTS := tests/mxnet tests/conformance tests/numpy tests/peers/test_mxnet.py tests/demo/test_mxnet_demo.py src/gradscale/mxnet
@@ -70,7 +72,7 @@ test-mxnet: $(MXNET)/.stage-test-mxnet ## run those of MXNet, in their own envir
 	@$(MXNET_PYTEST) -m 'not slow' $(ARGS)
 
 .PHONY: test-slow
-test-slow: test-slow-main $(if $(ARGS),,test-ray test-deepspeed test-optimizers) ## run the slow tests, the example of Ray Train, DeepSpeed's engine, and other optimizers
+test-slow: test-slow-main $(if $(ARGS),,test-ray test-deepspeed test-optimizers test-loggers) ## run the slow tests, the example of Ray Train, DeepSpeed's engine, other optimizers, W&B and MLflow
 
 .PHONY: test-slow-main
 test-slow-main: $(VENV)/.stage-test $(if $(ARGS),,$(MXNET)/.stage-test-mxnet) ## run the slow tests
@@ -92,6 +94,10 @@ test-deepspeed: $(DEEPSPEED)/.stage-test-deepspeed ## compare the preset and che
 .PHONY: test-optimizers
 test-optimizers: $(OPTIMIZERS)/.stage-test-optimizers ## run optimizers of other packages with every scaler, in their own environment
 	@$(OPTIMIZERS)/bin/python -m pytest -q tests/torch/optimizers
+
+.PHONY: test-loggers
+test-loggers: $(LOGGERS)/.stage-test-loggers ## record runs to W&B and MLflow and read them back, in their own environment
+	@$(LOGGERS)/bin/python -m pytest -q tests/recording/test_loggers.py
 
 .PHONY: test-other-cpu
 test-other-cpu: $(VENV)/.stage-test ## run the tests as on a CPU without vector instructions beyond the baseline
@@ -141,8 +147,8 @@ study: $(VENV)/.stage-test ## train small models with every policy; continues be
 	@$(PY) -m benchmarks.study $(ARGS)
 
 .PHONY: pins
-pins: $(VENV)/.stage-lint $(VENV)/.stage-docs $(VENV)/.stage-dist $(MXNET)/.stage-test-mxnet $(RAY)/.stage-test-ray $(DEEPSPEED)/.stage-test-deepspeed $(OPTIMIZERS)/.stage-test-optimizers ## write the installed versions to constraints/
-	@for pair in $(VENV):main $(MXNET):mxnet $(RAY):ray $(DEEPSPEED):deepspeed $(OPTIMIZERS):optimizers; do \
+pins: $(VENV)/.stage-lint $(VENV)/.stage-docs $(VENV)/.stage-dist $(MXNET)/.stage-test-mxnet $(RAY)/.stage-test-ray $(DEEPSPEED)/.stage-test-deepspeed $(OPTIMIZERS)/.stage-test-optimizers $(LOGGERS)/.stage-test-loggers ## write the installed versions to constraints/
+	@for pair in $(VENV):main $(MXNET):mxnet $(RAY):ray $(DEEPSPEED):deepspeed $(OPTIMIZERS):optimizers $(LOGGERS):loggers; do \
 	  pins=constraints/$${pair#*:}.txt; \
 	  { sed -n '/^#/p' $$pins; $${pair%:*}/bin/python -m pip freeze --all --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//'; } > $$pins.new; \
 	  mv $$pins.new $$pins; \
@@ -155,7 +161,7 @@ clean: ## remove what the other targets made, except the environments
 
 .PHONY: distclean
 distclean: clean ## remove the environments as well
-	@rm -rf $(VENV) $(MXNET) $(RAY) $(DEEPSPEED) $(OPTIMIZERS) .venv-matrix
+	@rm -rf $(VENV) $(MXNET) $(RAY) $(DEEPSPEED) $(OPTIMIZERS) $(LOGGERS) .venv-matrix
 
 $(VENV)/.stage-demo: EXTRA = $(DEMO)
 $(VENV)/.stage-test: EXTRA = $(TEST)
@@ -167,6 +173,7 @@ $(MXNET)/.stage-test-mxnet: EXTRA = $(ONLY_MXNET)
 $(RAY)/.stage-test-ray: EXTRA = $(ONLY_RAY)
 $(DEEPSPEED)/.stage-test-deepspeed: EXTRA = $(ONLY_DEEPSPEED)
 $(OPTIMIZERS)/.stage-test-optimizers: EXTRA = $(ONLY_OPTIMIZERS)
+$(LOGGERS)/.stage-test-loggers: EXTRA = $(ONLY_LOGGERS)
 
 # What the recipes below need to know of an environment. For MXNet no newer Python will do: it needs numpy 1.23.
 $(VENV)/.stage-%: PINS = constraints/main.txt
@@ -193,6 +200,11 @@ $(OPTIMIZERS)/.stage-venv: CANDIDATES = $(if $(PYTHON),'$(PYTHON)') python3.11 p
 $(OPTIMIZERS)/.stage-venv: SUITS = sys.version_info >= (3, 11)
 $(OPTIMIZERS)/.stage-venv: NEEDS = gradscale needs Python 3.11 or newer
 
+$(LOGGERS)/.stage-%: PINS = constraints/loggers.txt
+$(LOGGERS)/.stage-venv: CANDIDATES = $(if $(PYTHON),'$(PYTHON)') python3.11 python3 python3.12 python3.13
+$(LOGGERS)/.stage-venv: SUITS = sys.version_info >= (3, 11)
+$(LOGGERS)/.stage-venv: NEEDS = gradscale needs Python 3.11 or newer
+
 $(VENV)/.stage-%: pyproject.toml constraints/main.txt | $(VENV)/.stage-venv
 	$(INSTALL)
 
@@ -206,6 +218,9 @@ $(DEEPSPEED)/.stage-%: pyproject.toml constraints/deepspeed.txt | $(DEEPSPEED)/.
 	$(INSTALL)
 
 $(OPTIMIZERS)/.stage-%: pyproject.toml constraints/optimizers.txt | $(OPTIMIZERS)/.stage-venv
+	$(INSTALL)
+
+$(LOGGERS)/.stage-%: pyproject.toml constraints/loggers.txt | $(LOGGERS)/.stage-venv
 	$(INSTALL)
 
 # pip's whole output goes to the log; the screen gets the names as they are resolved, and the end of the log on failure.
@@ -223,7 +238,7 @@ define INSTALL
 endef
 
 # Each candidate is run, not only looked up: a pyenv shim may be on the PATH with no such Python behind it.
-$(VENV)/.stage-venv $(MXNET)/.stage-venv $(RAY)/.stage-venv $(DEEPSPEED)/.stage-venv $(OPTIMIZERS)/.stage-venv:
+$(VENV)/.stage-venv $(MXNET)/.stage-venv $(RAY)/.stage-venv $(DEEPSPEED)/.stage-venv $(OPTIMIZERS)/.stage-venv $(LOGGERS)/.stage-venv:
 	@seen=; for python in $(CANDIDATES); do \
 	  version=$$("$$python" --version 2>/dev/null) || continue; \
 	  if "$$python" -c 'import sys; sys.exit(not ($(SUITS)))'; then found=$$python; break; fi; \

@@ -11,9 +11,12 @@ skipped and the scale halves. FP16 is the machine's own; FP8 is emulated, with t
 import argparse
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from examples.demo import FRAMEWORKS, load_demo
@@ -24,8 +27,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gradscale.record import plain
+from gradscale.recording.reader import read_run
+from gradscale.recording.writer import FLUSH_S
+from gradscale.report.page import report
 
-PACKAGES = ("sklearn", "matplotlib", "threadpoolctl")
+RECORDED = "FP16 Dynamic"
+"""The recipe whose runs are recorded: it skips steps."""
+
+PACKAGES = ("sklearn", "matplotlib", "threadpoolctl", "plotly")
 """What every framework's demo needs: the extra `demo`."""
 
 
@@ -48,8 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     screen = Console(highlight=False)
     if not options.json:
         screen.print(announcement(demo, plan))
-    comparisons = train(demo, plan, options.seed, screen, hidden=options.json)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as folder:
+        comparisons = train(recorded(demo, folder), plan, options.seed, screen, hidden=options.json)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        reported = save_report(folder, path)
     save_plot(comparisons, path)
     if options.json:
         print(json.dumps({"plot": str(path), "models": [_as_json(comparison) for comparison in comparisons]}))
@@ -58,6 +69,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         screen.print(make_table(comparison))
         screen.print(f"[bold]{comparison.subject.model}[/bold]: {verdict(comparison)}\n")
     screen.print(f"plot: {path}", soft_wrap=True)
+    if reported:
+        screen.print(f"report of the runs {RECORDED}, to open in a browser: {reported}", soft_wrap=True)
+
+
+def recorded(demo: Demo, folder: str) -> Demo:
+    """Returns the demo with one of its runs recorded in a folder, as far as its framework does."""
+    path = str(Path(folder) / "{model}.jsonl")
+    return replace(demo, recipes=[replace(one, record=path) if one.name == RECORDED else one for one in demo.recipes])
+
+
+def save_report(folder: str, plot: Path) -> Path | None:
+    """Writes the report of the runs that were recorded, beside the plot. Returns its path, or None without a run."""
+    paths = sorted(Path(folder).glob("*.jsonl"))
+    if not paths:
+        return None
+    time.sleep(2 * FLUSH_S)  # the last lines are on their way to the file
+    runs = [replace(read_run(path), name=f"{path.stem}, {RECORDED}") for path in paths]
+    out = plot.with_name(f"{plot.stem}-report.html")
+    out.write_text(report(runs), encoding="utf-8")
+    return out
 
 
 def _plan(options: argparse.Namespace) -> tuple[Demo, dict[str, int], Path]:

@@ -31,11 +31,13 @@ class Recipe:
         name: its name in the table and the plot.
         format: the format of the gradients.
         policy: a policy, or `"static"` for the best scale that the gradients of the FP32 run allow.
+        record: the file that a run is recorded in, with `{model}` for the model; None for none. Read with torch.
     """
 
     name: str
     format: Format
     policy: Any
+    record: str | None = None
 
 
 RECIPES = (

@@ -28,13 +28,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, mse_loss, one_hot, scaled_dot_product_attention
 
 from gradscale import FP8_E4M3, FP8_E5M2, FP16, FP32, Format
-from gradscale.torch import LossScaler, emulate
+from gradscale.torch import LossScaler, emulate, watch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYERS = 13
 CHANNELS = 16
 CNN_BATCH = 32
 INIT_STD = 0.02
+WATCH_EVERY = 50
 
 
 class Losses(NamedTuple):
@@ -264,6 +265,7 @@ class TorchTrainer:
         batch = self.task.batch(self.generator)
         with self.context():
             losses = self.task.losses(self.model, batch)
+        self.scaler.note(loss=losses.trained)
         self.scaler.backward(losses.trained)
         grads = self._gradients(batch) if sample else None
         result = self.scaler.step(self.optimizer)
@@ -288,7 +290,10 @@ def load(model: str, seed: int) -> Callable[[Recipe], Trainer]:
 
 def _make(task: Task, seed: int, recipe: Recipe) -> TorchTrainer:
     model = initial_model(task, seed)
-    scaler, generator = LossScaler(model, recipe.policy), torch.Generator().manual_seed(seed)
+    path = recipe.record and recipe.record.format(model=task.subject.model)
+    scaler, generator = LossScaler(model, recipe.policy, record=path), torch.Generator().manual_seed(seed)
+    if path:
+        watch(model, scaler, every=WATCH_EVERY)  # into the record
     return TorchTrainer(task, model, adam(task, model), scaler, CONTEXTS[recipe.format], generator)
 
 

@@ -71,7 +71,7 @@ def test_no_command_shows_the_help_and_exits_with_0(arguments: Sequence[str]) ->
         (["formats", "--nope"], "No such option: --nope. See: gradscale formats --help"),
         (["formats", "extra"], "Got unexpected extra argument"),
         (["replay", "-p"], "Option '-p' requires an argument."),
-        (["replay", "a", "b"], "Got unexpected extra argument"),
+        (["replay", "a", "b"], "`--policy` 'b': there is no policy of that name"),
     ],
 )
 def test_wrong_usage_is_reported_in_one_line_and_exits_with_2(arguments: Sequence[str], text: str) -> None:
@@ -130,7 +130,7 @@ def test_ctrl_c_while_modules_are_imported_shows_no_traceback(monkeypatch: pytes
 
 def test_the_shell_completes_commands_and_options() -> None:
     asked = {"_GRADSCALE_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
-    assert run(**asked, COMP_WORDS="gradscale re").stdout.split() == ["replay"]
+    assert run(**asked, COMP_WORDS="gradscale re").stdout.split() == ["replay", "report"]
     assert "--json" in run(**{**asked, "COMP_CWORD": "2"}, COMP_WORDS="gradscale formats --").stdout.split()
 
 
@@ -201,7 +201,7 @@ def test_the_documentation_has_a_section_for_every_command_and_its_commands_pars
     page = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text()
     assert all(f"## {command}\n" in page for command in COMMANDS)
     shown = [re.sub(r"^.*?gradscale ", "", block) for block in re.findall(r"```sh\n(.*)\n```", page)]
-    assert len(shown) == 8
+    assert len(shown) == 11
     for line in shown:
         shown = CliRunner().invoke(app, [*shlex.split(line), "--help"])
         assert shown.exit_code == 0, line

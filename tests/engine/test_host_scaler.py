@@ -13,6 +13,7 @@ from gradscale.engine.host_scaler import HostScaler
 from gradscale.engine.measurement import NOTHING_READ, Measurement
 from gradscale.engine.metrics import METRICS
 from gradscale.engine.result import StepResult
+from gradscale.recording.writer import RunRecorder
 
 
 class Scaler(HostScaler):
@@ -28,6 +29,10 @@ class Scaler(HostScaler):
         outcome, result = self.decide(size, **options)
         self._remember(outcome.state, result)
         return result
+
+    @staticmethod
+    def _recorder_of(record: Any) -> RunRecorder:
+        return RunRecorder(record, "numpy")
 
     def _reset(self) -> None:
         self.resets += 1

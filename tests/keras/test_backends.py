@@ -10,7 +10,7 @@ import pytest
 
 BODIES = Path(__file__).with_name("backend")
 ROOT = BODIES.parents[2]
-TIMEOUT_S = 600
+TIMEOUT_S = 1800
 
 
 def run(backend: str, marked: str) -> None:

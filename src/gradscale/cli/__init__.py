@@ -16,6 +16,7 @@ from gradscale.cli.doctor import doctor
 from gradscale.cli.formats import formats
 from gradscale.cli.policies import policies
 from gradscale.cli.replay import replay
+from gradscale.cli.report import explain_log, report, tune
 
 app = typer.Typer(
     name="gradscale",
@@ -24,9 +25,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (formats, policies, replay, calibrate, doctor):
+for command in (formats, policies, replay, tune, report, calibrate, doctor):
     app.command()(command)
 app.command("check-fp16")(check_fp16)
+app.command("explain-log")(explain_log)
 
 
 def _show_version(asked: bool) -> None:

@@ -3,17 +3,20 @@
 import json
 import re
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 import numpy as np
 import typer
 from rich.markup import escape
 
 from gradscale.cli._console import console, counted, number, table, usage_errors
-from gradscale.cli._sequences import SIZES, read_sequences
+from gradscale.cli._sequences import SIZES, STDIN, read_sequences
+from gradscale.cli.report import show_predictions
 from gradscale.formats import Format, get_format
 from gradscale.peers.specs import parse_policy
 from gradscale.record import plain
+from gradscale.recording.logs import read_any
+from gradscale.recording.writer import START
 from gradscale.replay.run import Replay
 from gradscale.replay.run import replay as run_replay
 
@@ -24,13 +27,14 @@ LEGEND = (
 
 
 def replay(
-    flags: Annotated[
-        str | None,
+    file: Annotated[
+        list[str] | None,
         typer.Argument(
-            help="File with 0 (clean) or 1 (overflow) for each step, or a JSON list of them, or a JSON object with "
-            "found_inf, amax, loss_finite or upper_share. '-' is standard input, which is also the default.",
+            help="The record of a run; or a file with 0 (clean) or 1 (overflow) for each step, or a JSON list of them, "
+            "or a JSON object with found_inf, amax, loss_finite or upper_share. '-' is standard input, which is also "
+            "the default. Further arguments are policies.",
             show_default=False,
-            metavar="FILE",
+            metavar="FILE [POLICY]...",
         ),
     ] = None,
     policy: Annotated[
@@ -55,10 +59,15 @@ def replay(
 ) -> None:
     """Show what policies would have done over a recorded run.
 
-    Example: echo 0 0 1 0 | gradscale replay -p dynamic:growth_interval=2 -p torch -p static:1024
+    Examples: gradscale replay run.jsonl --policy auto dynamic:growth_interval=200 deepspeed;
+    echo 0 0 1 0 | gradscale replay -p dynamic:growth_interval=2 -p torch -p static:1024
     """
+    flags, policy = file[0] if file else None, [*policy, *(file or [])[1:]]
     with usage_errors():
         policies = [parse_policy(spec) for spec in policy]
+        if amax is None and is_record(flags):
+            show_predictions(read_any(flags), dict(zip(policy, policies, strict=True)), as_json)
+            return
         overflows_in = _format(format)
         sequences = read_sequences(flags, amax)
         try:
@@ -69,6 +78,14 @@ def replay(
         print(json.dumps(_as_json(run, policy), allow_nan=False))
     else:
         _show(run, policy)
+
+
+def is_record(path: str | None) -> TypeGuard[str]:
+    """Returns whether a file is the record of a run, by its first bytes."""
+    if path in (None, "", STDIN):
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(START)) == START
 
 
 def _format(name: str) -> Format:

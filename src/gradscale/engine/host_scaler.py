@@ -12,8 +12,8 @@ from gradscale.engine.decide import Outcome
 from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, OnStuck, StuckCheck, Weights
 from gradscale.engine.hints import OtherNames, explains_arguments
 from gradscale.engine.host import decide_on_host
-from gradscale.engine.measurement import Measurement
-from gradscale.engine.metrics import host_metrics
+from gradscale.engine.measurement import UNREAD, Measurement
+from gradscale.engine.metrics import host_metrics, summary_of
 from gradscale.engine.result import StepResult
 from gradscale.engine.saved import Saved, check_state, note_policy, read_saved, replaces_policy, write_saved
 from gradscale.formats import FP32
@@ -34,6 +34,8 @@ class HostScaler(OtherNames, ABC):
         max_consecutive_skips: skipped steps in a row before the run is stuck, if no lower scale is left by then.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
             or call a function with it. `"ignore"` does nothing.
+        record: what the run is recorded in: the path of a file, a logger, or a list of them, as in
+            `gradscale.recording`.
     """
 
     @explains_arguments("LossScaler(policy={})")
@@ -44,11 +46,14 @@ class HostScaler(OtherNames, ABC):
         *,
         max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
         on_stuck: OnStuck = "raise",
+        record: Any = None,
     ) -> None:
         self._policy = as_policy(policy)
         self._state: ScaleState = self._policy.start() if state is None else state
         check_state(self._policy, self._state)
         self._stuck_check = StuckCheck(max_consecutive_skips, on_stuck)
+        self._recorder = self._recorder_of(record)
+        self._seen = UNREAD
         self._last: StepResult | None = None
         self._last_finite_loss: int | None = None
         self._reset()
@@ -92,6 +97,15 @@ class HostScaler(OtherNames, ABC):
         """
         norm, amax = (None, None) if self._last is None else (self._last.grad_norm, self._last.amax)
         return host_metrics(self._state, norm, amax)
+
+    def note(self, **numbers: Any) -> None:
+        """Notes numbers of yours, such as `loss=0.5`, for the record of the step that comes next."""
+        step = int(self._state.applied) + int(self._state.skipped)
+        self._recorder.note(step, {name: float(number) for name, number in numbers.items()})
+
+    def summary(self) -> str:
+        """Returns scale and skips as a short text for a progress bar, as in `scale 2^14, 3 skipped`."""
+        return summary_of(self._state)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the policy and its state as plain values that go through JSON: enough to continue bit-exactly."""
@@ -140,7 +154,7 @@ class HostScaler(OtherNames, ABC):
         loss_finite = loss_finite or (last_loss_finite and bool(seen.finite))
         # Rules are bit-exact in float32. A float64 gradient may be larger than that holds, and still be finite.
         amax = np.float32(min(seen.amax, FP32.max) if seen.finite else np.inf)
-        facts = replace(seen, amax=amax, loss_finite=np.bool_(loss_finite))
+        facts = self._seen = replace(seen, amax=amax, loss_finite=np.bool_(loss_finite))
         outcome = decide_on_host(self._policy, self._state, facts, clip_norm, divisor)
         return outcome, kind(
             applied=bool(outcome.applied),
@@ -167,6 +181,8 @@ class HostScaler(OtherNames, ABC):
         Raises:
             ScaleStuck: the run is stuck, and `on_stuck` is `"raise"`. The step has been counted then.
         """
+        share = self._seen.upper_share if "upper_share" in self._policy.needs else None
+        self._recorder.add_result(self._policy, self._state, state, result, share)
         self._state, self._last = state, result
         self._reset()
         if result.loss_finite:
@@ -176,6 +192,11 @@ class HostScaler(OtherNames, ABC):
             return {"last_finite_loss": self._last_finite_loss, "weights": None if weights is None else weights()}
 
         self._stuck_check.check(state, result, result.loss_finite, known)
+
+    @staticmethod
+    @abstractmethod
+    def _recorder_of(record: Any) -> Any:
+        """Returns the recorder that writes to `record`, of which the engine knows nothing."""
 
     @abstractmethod
     def _reset(self) -> None:

@@ -34,6 +34,18 @@ def metrics_of(state: ScaleState, grad_norm: Array | None, amax: Array | None, x
     }
 
 
+def summary_of(state: ScaleState) -> str:
+    """Returns the scale and the skips of a state in host memory, as a short text for a progress bar.
+
+    >>> from gradscale.policies.dynamic import Dynamic
+    >>> summary_of(Dynamic(init_scale=2.0**14).start())
+    'scale 2^14, 0 skipped'
+    """
+    mantissa, exponent = math.frexp(state.scale)
+    scale = f"2^{exponent - 1}" if mantissa == 0.5 else f"{state.scale:g}"
+    return f"scale {scale}, {state.skipped} skipped"
+
+
 def host_metrics(state: ScaleState, grad_norm: Any, amax: Any) -> dict[str, float]:
     """Returns the same as Python numbers.
 

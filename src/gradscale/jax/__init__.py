@@ -18,8 +18,10 @@ from gradscale.jax.scaler import Scaler
 from gradscale.jax.transformation import loss_scale, scaled
 from gradscale.jax.value_and_grad import value_and_grad
 from gradscale.jax.watch import Watch
+from gradscale.recording.writer import Recorder
 
 __all__ = [
+    "Recorder",
     "ScaleDesync",
     "ScaleStuck",
     "Scaler",

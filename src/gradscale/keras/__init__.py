@@ -12,9 +12,11 @@ from gradscale.keras.explain import explain
 from gradscale.keras.optimizer import LossScaleOptimizer
 from gradscale.keras.remember import StepResult
 from gradscale.keras.watch import Watch
+from gradscale.recording.writer import Recorder
 
 __all__ = [
     "LossScaleOptimizer",
+    "Recorder",
     "ScaleMonitor",
     "ScaleStuck",
     "StepResult",

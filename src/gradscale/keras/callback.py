@@ -9,11 +9,12 @@ from typing import Any
 import keras
 
 from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, OnStuck, StuckCheck, Weights
-from gradscale.engine.result import StepResult
+from gradscale.engine.result import Status, StepResult
 from gradscale.keras.optimizer import optimizer_of
 from gradscale.keras.remember import weights_of
 from gradscale.policies.checks import check_count
 from gradscale.policies.contract import ScaleState
+from gradscale.recording.writer import RunRecorder
 
 LOGGED = ("scale", "skipped")
 """The metrics that the progress bar, the history and TensorBoard show, under the names of `optimizer.metrics()`."""
@@ -63,6 +64,7 @@ class ScaleMonitor(keras.callbacks.Callback):
         *,
         max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
         on_stuck: OnStuck = "raise",
+        record: Any = None,
     ) -> None:
         """Makes a monitor for one model.
 
@@ -74,18 +76,25 @@ class ScaleMonitor(keras.callbacks.Callback):
                 is left to try or the loss that `fit` reports is not finite.
             on_stuck: `"raise"` a `ScaleStuck`; or, once until a step is applied, `"warn"` or call a function with the
                 error; or `"ignore"` it.
+            record: what the run is recorded in: the path of a file, a logger, or a list of them, as in
+                `gradscale.recording`. Needs `every=1`, and `steps_per_execution=1` in the model.
 
         Raises:
             ImportError: `log_dir` was given, and there is no TensorFlow.
             TypeError: `every` or `max_consecutive_skips` is not an integer.
-            ValueError: one of them is less than 1, or `on_stuck` is none of its options.
+            ValueError: one of them is less than 1, `on_stuck` is none of its options, or `record` was given and `every`
+                is not 1.
         """
         super().__init__()
         check_count("every", every)
+        if record is not None and every != 1:
+            raise ValueError(f"`record` needs a reading of every step. Received: every={every}. Pass `every=1`.")
+        self._recorder = RunRecorder(record, "keras")
+        self._state: ScaleState | None = None
         self.rows: list[ScaleRow] = []
         self._every = every
         self._stuck = StuckCheck(max_consecutive_skips, on_stuck)
-        self._loss_finite = True
+        self._loss_finite, self._loss = True, math.nan
         self._weights: Weights | None = None
         self._batches = 0
         self._summary = None if log_dir is None else _Summary(fspath(log_dir))
@@ -146,11 +155,17 @@ class ScaleMonitor(keras.callbacks.Callback):
         self._check_stuck(state)
 
     def _read(self) -> ScaleState:
-        state = optimizer_of(self.model, "ScaleMonitor").state
+        optimizer = optimizer_of(self.model, "ScaleMonitor")
+        state = optimizer.state
         skipped, step = int(state.skipped), int(state.applied) + int(state.skipped)
         if self.rows and step == self.rows[-1].step:  # nothing new, as at the start of a second `fit`
             return state
         finite = not self.rows or skipped == self.rows[-1].skipped
+        before, self._state = self._state, state
+        if before is not None and step == self.rows[-1].step + 1:
+            self._recorder.note(step - 1, {"loss": self._loss})
+            made = {"step": step - 1, "scale": before.scale, "status": Status.of(finite, self._loss_finite)}
+            self._recorder.add(optimizer.policy, before, state, made)
         self.rows.append(ScaleRow(step, float(state.scale), skipped, finite))
         if self._summary is not None:
             self._summary.write(self.rows[-1])
@@ -167,7 +182,8 @@ class ScaleMonitor(keras.callbacks.Callback):
             return
         # The optimizer keeps no loss. This is the mean over the epoch so far, which one bad batch makes non-finite
         # until the epoch ends.
-        self._loss_finite = math.isfinite(logs.get("loss", 0.0))
+        self._loss = float(logs.get("loss", 0.0))
+        self._loss_finite = math.isfinite(self._loss)
         logs |= {name: getattr(self.rows[-1], name) for name in LOGGED}
 
 

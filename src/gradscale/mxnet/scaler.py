@@ -20,6 +20,7 @@ from gradscale.mxnet.gradients import Gradients, multiply
 from gradscale.mxnet.remember import Losses
 from gradscale.policies.contract import ScaleState
 from gradscale.policies.static import multiplies
+from gradscale.recording.writer import RunRecorder
 
 
 class LossScaler(HostScaler):
@@ -153,6 +154,10 @@ class LossScaler(HostScaler):
 
     def _observe(self, gradients: Gradients, divisor: float, rescale: float) -> Observation:
         return observe(gradients, Plan.of(self._policy, clip_norm=self.clip_norm), divisor=divisor, rescale=rescale)
+
+    @staticmethod
+    def _recorder_of(record: Any) -> RunRecorder:
+        return RunRecorder(record, "mxnet")
 
     def _reset(self) -> None:
         self._losses = Losses()

@@ -31,6 +31,7 @@ def init_trainer(
     clip_norm: float | None = None,
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
     on_stuck: OnStuck = "raise",
+    record: Any = None,
 ) -> LossScaler:
     """Adds loss scaling to `trainer`, whose `step` and `update` then skip an overflow, and returns the scaler.
 
@@ -46,6 +47,8 @@ def init_trainer(
             before the run is stuck.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
             or call a function with it. `"ignore"` does nothing.
+        record: what the run is recorded in: the path of a file, a logger, or a list of them, as in
+            `gradscale.recording`.
 
     Raises:
         TypeError: `trainer` is not a `gluon.Trainer`, `policy` not a policy, or `max_consecutive_skips` not an integer.
@@ -54,7 +57,7 @@ def init_trainer(
     """
     check_trainer(trainer)
     rule = MXNETS_RULE if policy is None else policy
-    scaler = LossScaler(rule, max_consecutive_skips=max_consecutive_skips, on_stuck=on_stuck)
+    scaler = LossScaler(rule, max_consecutive_skips=max_consecutive_skips, on_stuck=on_stuck, record=record)
     scaler.clip_norm = clip_norm
     check_update_place(trainer)
     check_compression(trainer)

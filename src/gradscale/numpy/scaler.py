@@ -15,6 +15,7 @@ from gradscale.numpy.apply import apply
 from gradscale.numpy.measure import measure
 from gradscale.numpy.remember import StepResult
 from gradscale.numpy.tree import WIDE, FloatArray, named_arrays
+from gradscale.recording.writer import RunRecorder
 
 
 class LossScaler(HostScaler):
@@ -36,6 +37,8 @@ class LossScaler(HostScaler):
         max_consecutive_skips: skipped steps in a row, with no lower scale left to try, before the run is stuck.
         on_stuck: `"raise"` a `ScaleStuck` at every step, or once until a step is applied again: `"warn"` with its text,
             or call a function with it. `"ignore"` does nothing.
+        record: what the run is recorded in: the path of a file, a logger, or a list of them, as in
+            `gradscale.recording`.
     """
 
     _adapter: ClassVar[str] = "numpy"
@@ -94,6 +97,10 @@ class LossScaler(HostScaler):
         self._remember(outcome.state, result)
         # `scaler.last` has no gradients: they would stay in memory until the next step.
         return replace(result, grads=unscaled)
+
+    @staticmethod
+    def _recorder_of(record: Any) -> RunRecorder:
+        return RunRecorder(record, "numpy")
 
     def _reset(self) -> None:
         self._losses_finite = self._last_loss_finite = True

@@ -158,6 +158,7 @@ class Rule:
         no_kernel: why the device has no kernel for the rule, or nothing if it has one; None while that is not known.
         capturable: whether `ahead` stays in one place, so that a captured step goes on from what it left there. The
             host then knows nothing until it asks.
+        followed: of the last step that it has followed, where it was before, what it has seen, and the state after.
     """
 
     def __init__(self, policy: Policy, device: torch.device | None = None, *, capturable: bool = False) -> None:
@@ -231,6 +232,7 @@ class Rule:
     def go_back(self, progress: RuleState, ahead: Tensor | None = None) -> None:
         """Goes back to where the rule was, and forgets a step that it has yet to catch up with."""
         self._pending: deque[tuple[Facts, Callable[[ScaleState], None], bool, bool]] = deque()
+        self.followed: tuple[RuleState, Seen, ScaleState] | None = None
         self._now, before, self.ahead = progress, self.ahead, ahead
         if self.capturable and before is not None:
             self.ahead = before.copy_(self._packed())
@@ -272,16 +274,17 @@ class Rule:
             self._pending.popleft()
             state, ratio, steps = self._now
             with np.errstate(all="ignore"):
+                if estimates and not measured:
+                    seen = estimate_on_host(seen, ratio)
                 if facts.after is not None:
                     state, ratio = facts.after()[0], facts.after()[1].amax_ratio
                 else:
                     if estimates and measured:
                         ratio = ratio_on_host(seen, ratio)
-                    elif estimates:
-                        seen = estimate_on_host(seen, ratio)
                     state = self._next(state, seen)
                     if seen.finite and not seen.loss_finite and not facts.loss_gates:
                         state = on_host(counted_as_applied, self._now.state, state, seen)
+                self.followed = self._now, seen, state
                 self._now = RuleState(state, ratio, steps + 1)
             then(state)
         if waits and self._live is not None and self.ahead is not None:

@@ -14,6 +14,7 @@ from gradscale._text import scaler_text
 from gradscale.engine.guard import Guard, OnSkip
 from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, Evidence, Health, OnStuck
 from gradscale.engine.hints import OtherNames, explains_arguments, unknown_arguments
+from gradscale.engine.metrics import summary_of
 from gradscale.engine.probe_report import ProbeReport, Verdict
 from gradscale.engine.saved import KEY, Saved, check_state, read_saved, replaces_policy, write_saved, write_text
 from gradscale.kernels.torch import largest
@@ -32,7 +33,7 @@ from gradscale.torch.ranks.pipeline import Pipeline, wrapped
 from gradscale.torch.ranks.round import Rounds
 from gradscale.torch.step.agree import Agreement, check_agree
 from gradscale.torch.step.in_backward import InBackward
-from gradscale.torch.step.result import Memory, StepResult
+from gradscale.torch.step.result import Memory, StepResult, recorder_of
 from gradscale.torch.step.run import Stages
 from gradscale.torch.window.buffers import BufferGuard
 from gradscale.torch.window.retry import backward_with_retries, check_backward, check_retriable, synchronizing
@@ -77,6 +78,8 @@ class LossScaler(OtherNames):
         capturable: keep the state in one place on the device, so that a whole step can be captured in a CUDA graph,
             with fused optimizers and after a few steps that are not. Nothing is known on the host then until it is
             asked, which synchronizes; the run is checked for being stuck in `metrics`.
+        record: what the run is recorded in: the path of a file, a logger, or a list of them, as in
+            `gradscale.recording`. Written by rank 0, or a file by each rank if its name has `{rank}`.
     """
 
     _adapter: ClassVar[str] = "torch"
@@ -95,6 +98,7 @@ class LossScaler(OtherNames):
         max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
         on_stuck: OnStuck = "raise",
         capturable: bool = False,
+        record: Any = None,
     ) -> None:
         self._modules = check_modules(model)
         self._names = Names(self._modules)
@@ -102,7 +106,7 @@ class LossScaler(OtherNames):
         self._rule = Rule(as_policy(policy), device=at, capturable=capturable)
         self._rounds = Rounds(self._modules, group, distinct)
         self._agreement = Agreement(self._rounds, self._modules, always=check_agree(agree) == "always")
-        self._memory = Memory(max_consecutive_skips, on_stuck)
+        self._memory = Memory(max_consecutive_skips, on_stuck, recorder_of(record, self._rule))
         self._windows = Windows(self._rule, self._names)
         self._stages = Stages(self._rule, self._names, self._agreement, self._memory, self._windows)
         self._last_probe: ProbeReport | None = None
@@ -245,6 +249,14 @@ class LossScaler(OtherNames):
         """
         self._stages = self._stages if isinstance(self._stages, InBackward) else InBackward(self._stages)
         self._stages.register(optimizers)
+
+    @_disable_dynamo
+    def note(self, **numbers: float | Tensor) -> None:
+        """Notes numbers of yours, such as `loss=loss`, for the record of the step that comes next.
+
+        Each is one number, or a tensor of one, which is copied to the host meanwhile. Never synchronizes.
+        """
+        self._memory.note_numbers(self._rule.steps, numbers)
 
     @contextmanager
     def unscaled(self, *optimizers: Optimizer) -> Iterator[None]:
@@ -421,6 +433,10 @@ class LossScaler(OtherNames):
         scale could double before the largest parameter gradient overflows FP16.
         """
         return self._memory.metrics(self._rule.latest, check=self._rule.capturable)
+
+    def summary(self) -> str:
+        """Returns scale and skips as a short text for a progress bar, as in `scale 2^14, 3 skipped`."""
+        return summary_of(self._rule.latest)
 
     def health(self) -> Health:
         """Returns how the run is doing: a condition, what to do, and the numbers behind it. Synchronizes.

@@ -1,6 +1,7 @@
 """What `install` takes and refuses."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,3 +136,8 @@ def test_shards_of_fsdp1_get_their_scaler(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_is_no_accelerator_is_refused() -> None:
     with pytest.raises(TypeError, match=r"takes an `accelerate.Accelerator`. Received: Linear"):
         install(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_a_run_is_recorded(tmp_path: Path) -> None:
+    scaler = install(fp16(), record=tmp_path / "run.jsonl")
+    assert scaler._memory.recorder._paths == [str(tmp_path / "run.jsonl")]

@@ -4,6 +4,7 @@ import copy
 import pickle
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from gradscale import CheckOnly, Static
 from gradscale.integrations.lightning import MixedPrecision
+from gradscale.recording.form import read_line
 from gradscale.torch import GradScaler
 
 
@@ -422,3 +424,11 @@ def test_weights_are_those_of_lightnings_plugin_where_it_is_right() -> None:
     fit(module, ours(), max_epochs=4)
     fit(lightnings, theirs(), max_epochs=4)
     assert weights_of(module) == weights_of(lightnings)
+
+
+def test_a_scaler_that_is_given_records_the_run(tmp_path: Path) -> None:
+    scaler = GradScaler("cpu", policy="auto", record=tmp_path / "run.jsonl")
+    fit(Regression(bad=(2,)), MixedPrecision(scaler=scaler))
+    scaler._memory.recorder.close()
+    _, *lines = [read_line(line) for line in (tmp_path / "run.jsonl").read_bytes().splitlines()]
+    assert [str(line.status) for line in lines] == ["applied", "applied", "overflow", "applied"]

@@ -7,6 +7,7 @@ from tests.integrations.transformers.tiny import gpt2, ours, trainer_of
 from transformers import Trainer
 
 from gradscale.integrations.transformers import install
+from gradscale.recording.form import read_line
 from gradscale.torch import GradScaler
 
 
@@ -56,3 +57,12 @@ def test_trainer_that_was_evaluated_before_trains_in_fp16(tmp_path: Path) -> Non
     trainer.model.lm_head.register_forward_hook(lambda module, args, out: kinds.append(str(out.dtype)))
     trainer.train()
     assert set(kinds) == {"torch.float16"}
+
+
+def test_a_run_is_recorded(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, ours(record=tmp_path / "run.jsonl"), bad_steps=(2,))
+    trainer.train()
+    trainer.accelerator.scaler._memory.recorder.close()
+    _, *lines = [read_line(line) for line in (tmp_path / "run.jsonl").read_bytes().splitlines()]
+    assert [line.status for line in lines].count("overflow") == 1
+    assert [line.step for line in lines] == list(range(8))

@@ -13,6 +13,7 @@ from tests.keras.backend.helpers import INF, LARGE, data, network, same, weights
 from gradscale import Dynamic, NoScaling, Static, replay
 from gradscale.keras import LossScaleOptimizer, ScaleMonitor, ScaleStuck
 from gradscale.keras.callback import ScaleRow
+from gradscale.recording.form import Header, read_line
 
 SGD = keras.optimizers.SGD
 six_batches = partial(data, batches=6)
@@ -249,3 +250,22 @@ def test_a_stuck_run_is_reported_once_where_it_shall_not_end() -> None:
 def test_a_limit_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="`max_consecutive_skips` must be between 1"):
         ScaleMonitor(max_consecutive_skips=0)
+
+
+def test_a_record_has_every_step(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    monitor = ScaleMonitor(every=1, record=path)
+    watched(monitor, 2, epochs=2)
+    monitor._recorder.close()
+    header, *steps = [read_line(line) for line in path.read_bytes().splitlines()]
+    assert isinstance(header, Header)
+    assert header.saved().policy == POLICY
+    assert [(step.step, step.scale, step.status == "applied") for step in steps] == [
+        (before.step, before.scale, after.finite) for before, after in zip(monitor.rows, monitor.rows[1:], strict=False)
+    ]
+    assert all("loss" in step.note for step in steps)
+
+
+def test_a_record_needs_a_reading_of_every_step() -> None:
+    with pytest.raises(ValueError, match=r"`record` needs a reading of every step. Received: every=10. Pass `every=1`"):
+        ScaleMonitor(record="run.jsonl")

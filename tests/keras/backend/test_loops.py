@@ -1,5 +1,6 @@
 """Custom loops: results, scaled losses and unscaled gradients, with all that may arrive as a gradient."""
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -22,8 +23,9 @@ from gradscale import Dynamic, Headroom, NoScaling, Policy, Static, Status
 from gradscale.engine import result as engine
 from gradscale.engine.culprits import Culprit
 from gradscale.engine.metrics import METRICS
-from gradscale.keras import LossScaleOptimizer, compat
+from gradscale.keras import LossScaleOptimizer, Recorder, compat
 from gradscale.keras.measure import BACKEND as BACKEND_KERNELS
+from gradscale.recording.form import read_line
 
 SGD = keras.optimizers.SGD
 
@@ -308,3 +310,23 @@ def test_an_error_of_the_inner_optimizer_leaves_everything_as_it_was(models: lis
     with pytest.raises(ValueError, match="Unknown variable"):
         optimizer.apply(tensors([1.0]), variables([1.0]))
     assert optimizer.state == before
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_a_recorder_writes_the_results_of_a_loop(models: list[Any], compile_it: bool, tmp_path: Path) -> None:
+    optimizer = built(models)
+    step = compiled(optimizer, models, norm=True) if compile_it else None
+    recorder = Recorder(tmp_path / "run.jsonl", optimizer)
+    for size in (24.0, INF, 24.0):
+        grads = tensors([size, 0.0], [-32.0])
+        result = step(*grads) if step else optimizer.apply_if_finite(grads, models, norm=True)
+        recorder.step(result, loss=0.5)
+    recorder._recorder.close()
+    header, *found = [read_line(line) for line in (tmp_path / "run.jsonl").read_bytes().splitlines()]
+    assert header.framework == "keras"
+    assert [(each.step, each.scale, each.status, each.norm, each.note) for each in found] == [
+        (0, 8.0, "applied", 5.0, {"loss": 0.5}),
+        (1, 8.0, "overflow", INF, {"loss": 0.5}),
+        (2, 4.0, "applied", 10.0, {"loss": 0.5}),
+    ]
+    assert [each.name for each in found[1].culprits] == ["w0"]

@@ -234,3 +234,8 @@ def test_a_second_update_is_refused() -> None:
     scaler.step(optimizers[1])
     with pytest.raises(RuntimeError, match="each optimizer is checked once"):
         scaler.update()
+
+
+def test_a_captured_run_is_not_recorded() -> None:
+    with pytest.raises(ValueError, match=r"cannot be recorded.*Received: record='run\.jsonl'"):
+        LossScaler(capturable=True, record="run.jsonl")

@@ -12,7 +12,7 @@ from accelerate.utils.constants import SCALER_NAME
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradscale.integrations.logging import logged
+from gradscale.recording.loggers import logged
 from gradscale.torch import GradScaler, StepResult
 
 logger = logging.getLogger(__name__)

@@ -34,6 +34,7 @@ def install(
     retries: int = 0,
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
     on_stuck: OnStuck = "warn",
+    record: Any = None,
     log: bool = True,
 ) -> GradScaler:
     """Makes `accelerator` scale losses with `gradscale.torch.GradScaler`, which it returns.
@@ -57,6 +58,7 @@ def install(
         retries: how often a backward pass that overflows is run again at a lower scale, without a second forward pass.
         max_consecutive_skips: as in `GradScaler`.
         on_stuck: as in `GradScaler`.
+        record: what the run is recorded in, as in `gradscale.torch.GradScaler`.
         log: whether `accelerator.log` adds the metrics of the scaler. Switch it off for a tracker with fixed columns.
 
     Raises:
@@ -68,9 +70,8 @@ def install(
     _check(accelerator, policy)
     check_retries(retries)
     settings = settings_of(policy, accelerator.scaler_handler)
-    scaler = _class_for(accelerator)(
-        accelerator.device.type, **settings, max_consecutive_skips=max_consecutive_skips, on_stuck=on_stuck
-    )
+    settings |= {"max_consecutive_skips": max_consecutive_skips, "on_stuck": on_stuck, "record": record}
+    scaler = _class_for(accelerator)(accelerator.device.type, **settings)
     accelerator.scaler = scaler
     if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
         accelerator.native_amp = True

@@ -20,8 +20,8 @@ from gradscale.integrations.lightning.scaler import (
     policy_and_precision,
     scaler_of,
 )
-from gradscale.integrations.logging import logged
 from gradscale.policies.contract import Policy
+from gradscale.recording.loggers import logged
 from gradscale.torch import GradScaler
 
 Optimizer = torch.optim.Optimizer
@@ -47,8 +47,8 @@ class FabricMixedPrecision(LightningMixedPrecision):
     Args:
         policy: the rule for the scale, or its name; or the `precision`, as in Lightning's own class.
         device: type of the device for `torch.autocast`; by default the CPU and the accelerator of the machine.
-        scaler: a `gradscale.torch.GradScaler`, for its other settings, instead of a `policy`. One of another class is
-            used as Lightning's plugin does.
+        scaler: a `gradscale.torch.GradScaler`, for settings such as `record`, instead of a `policy`. One of another
+            class is used as Lightning's plugin does.
         clip_norm: bound on the norm of each optimizer's gradients, unscaled, at every step.
         clip_value: bound on the magnitude of every element, unscaled, at every step.
         retries: how often a backward pass that overflows is run again at a lower scale, without a second forward pass.

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from gradscale.integrations.lightning.fabric import FabricMixedPrecision
 from gradscale.integrations.lightning.scaler import AUTO, AnyPrecision
 from gradscale.integrations.lightning.schedules import HeldSchedules, OnSkip, check_on_skip
-from gradscale.integrations.logging import GRAD_NORM, PREFIX, logged
 from gradscale.policies.contract import Policy
+from gradscale.recording.loggers import GRAD_NORM, PREFIX, logged
 from gradscale.torch import GradScaler
 from gradscale.torch.wrappers import own_module
 
@@ -49,8 +49,8 @@ class MixedPrecision(LightningMixedPrecision, FabricMixedPrecision):
     Args:
         policy: the rule for the scale, or its name; or the `precision`, as in Lightning's own class.
         device: type of the device for `torch.autocast`; by default that of the Trainer's strategy.
-        scaler: a `gradscale.torch.GradScaler`, for its other settings, instead of a `policy`. One of another class is
-            used as Lightning's plugin does.
+        scaler: a `gradscale.torch.GradScaler`, for settings such as `record`, instead of a `policy`. One of another
+            class is used as Lightning's plugin does.
         on_skip: `"hold"` holds schedules with `interval="step"` once for every skipped step; `"advance"` advances them,
             as Lightning's plugin does.
         log: log the scaler's metrics.

@@ -44,6 +44,7 @@ def install(
     retries: int = 0,
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
     on_stuck: OnStuck = "warn",
+    record: Any = None,
     log: bool = True,
 ) -> GradScaler:
     """Makes `trainer` scale losses with `gradscale.torch.GradScaler`, which it returns.
@@ -64,6 +65,7 @@ def install(
         retries: how often a backward pass that overflows is run again at a lower scale, without a second forward pass.
         max_consecutive_skips: as in `GradScaler`.
         on_stuck: as in `GradScaler`.
+        record: what the run is recorded in, as in `gradscale.torch.GradScaler`.
         log: whether logs carry the metrics of the scaler.
 
     Raises:
@@ -82,7 +84,7 @@ def install(
             f"Received: fp16={trainer.args.fp16!r}, bf16={trainer.args.bf16!r}, which need no loss scaling. To skip "
             "steps whose gradients are inf or NaN, pass `CheckOnly()`."
         )
-    stuck = {"max_consecutive_skips": max_consecutive_skips, "on_stuck": on_stuck}
+    stuck = {"max_consecutive_skips": max_consecutive_skips, "on_stuck": on_stuck, "record": record}
     settings = {"policy": policy, "retries": retries, "log": log, **stuck}
     scaler = install_in(trainer.accelerator, **settings)
     mix_in(ScaledTrainer, trainer)

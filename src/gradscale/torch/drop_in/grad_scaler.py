@@ -21,6 +21,7 @@ from gradscale._text import scaler_text
 from gradscale.engine.decide import check_clip
 from gradscale.engine.health import MAX_CONSECUTIVE_SKIPS, Health, OnStuck, callers_level
 from gradscale.engine.hints import OtherNames, explains_arguments
+from gradscale.engine.metrics import summary_of
 from gradscale.engine.saved import replaces_policy
 from gradscale.kernels.torch import CPU
 from gradscale.peers import torch_rule
@@ -43,7 +44,7 @@ from gradscale.torch.step.agree import agreed_by, send_round
 from gradscale.torch.step.apply import Gate, StepPlan, plan_step
 from gradscale.torch.step.measure import measure, measure_sizes, merged_flag, multiply_and_check, one, seen_here
 from gradscale.torch.step.on_device import merged_on_device, plan_on_device, seen_on_device
-from gradscale.torch.step.result import Memory, StepResult, Traces
+from gradscale.torch.step.result import Memory, StepResult, Traces, recorder_of
 from gradscale.torch.window.retry import backward_with_retries, check_backward
 
 Optimizer = torch.optim.Optimizer
@@ -90,6 +91,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
             none where all are plain; `"alone"` never any.
         capturable: keep the state in one place on the device, so that a whole step can be captured in a CUDA graph, as
             with `gradscale.torch.LossScaler`.
+        record: what the run is recorded in: the path of a file, a logger, or a list of them, as in
+            `gradscale.recording`. Written by rank 0, or a file by each rank if its name has `{rank}`.
 
     Attributes:
         last: the result of the last `step`; None before the first, when disabled, and for an optimizer that takes the
@@ -117,6 +120,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         on_stuck: OnStuck = "warn",
         group: Any = None,
         capturable: bool = False,
+        record: Any = None,
     ) -> None:
         settings.check_device(device)
         factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
@@ -129,7 +133,6 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self._views = {name: View() for name in VIEWS}
         super().__init__(device, enabled=enabled and (policy is None or bool(policy.needs)))
         self._rounds, self._always_agrees = Rounds(group=group), group is not None
-        self._memory = Memory(max_consecutive_skips, on_stuck)
         self._first_loss = FirstLoss()
         self._clips: dict[str, Any] = {}  # the last bounds, which were checked
         self._warned_of_fused_sgd = False
@@ -141,6 +144,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
                 setattr(self, f"_{name}", getattr(known, name))
             self._init_growth_tracker = int(rule.start().clean_steps)
         self._rule = Rule(rule, capturable=capturable)
+        self._memory = Memory(max_consecutive_skips, on_stuck, recorder_of(record if enabled else None, self._rule))
         self.last: StepResult | None = None
         self._window: DropInWindow | None = None
 
@@ -654,6 +658,14 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         without `clip_norm`, and `headroom_bits` unless the policy reads the largest gradient.
         """
         return self._memory.metrics(self._rule.latest, check=self._rule.capturable)
+
+    def note(self, **numbers: float | Tensor) -> None:
+        """Notes numbers of yours for the record of the step that the next `update` ends, as `LossScaler.note`."""
+        self._memory.note_numbers(self._rule.steps, numbers)
+
+    def summary(self) -> str:
+        """Returns scale and skips as a short text for a progress bar, as `LossScaler.summary`."""
+        return summary_of(self._rule.latest)
 
     def health(self) -> Health:
         """Returns how the run is doing, as `LossScaler.health`. Synchronizes with the device.

@@ -44,10 +44,11 @@ class ShardedGradScaler(GradScaler):
         hysteresis: int = 1,
         max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
         on_stuck: OnStuck = "warn",
+        record: Any = None,
     ) -> None:
         numbers = init_scale, growth_factor, backoff_factor, growth_interval
         bounds: dict[str, Any] = {"min_scale": min_scale, "max_scale": max_scale, "hysteresis": hysteresis}
-        stuck: dict[str, Any] = {"max_consecutive_skips": max_consecutive_skips, "on_stuck": on_stuck}
+        stuck: dict[str, Any] = {"max_consecutive_skips": max_consecutive_skips, "on_stuck": on_stuck, "record": record}
         super().__init__(device, *numbers, enabled, policy=policy, **bounds, **stuck, group=process_group)
         self._always_agrees = True
         if self._enabled:

@@ -58,9 +58,14 @@ def _is_group(group: Any, name: str, *, or_mesh: bool = False) -> bool:
     return mesh or (dist.is_available() and isinstance(group, dist.ProcessGroup))
 
 
+def rank_and_ranks() -> tuple[int, int]:
+    """Returns the rank of this process, and how many there are: 0 and 1 without ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
 def is_first_rank() -> bool:
     """Returns whether this process logs for all: rank 0, or one without ranks."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    return rank_and_ranks()[0] == 0
 
 
 def note_loaded_policy(present: Policy | None, saved: Policy | None) -> None:

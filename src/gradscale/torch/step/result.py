@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,15 +24,17 @@ from gradscale.engine.health import (
     Weights,
     health_of,
 )
+from gradscale.engine.measurement import UNREAD
 from gradscale.engine.metrics import host_metrics
 from gradscale.engine.result import Status, to_be_called
 from gradscale.formats import FP16
 from gradscale.kernels.torch import largest
 from gradscale.policies.contract import ScaleState
+from gradscale.recording.writer import RunRecorder
 from gradscale.torch import host
 from gradscale.torch.gradients import Gradients, Names, local, numbers_of, parameters_of
 from gradscale.torch.host import Facts, Rule, filled
-from gradscale.torch.ranks.groups import is_first_rank
+from gradscale.torch.ranks.groups import is_first_rank, rank_and_ranks
 from gradscale.torch.step.apply import Gate, StepPlan
 from gradscale.torch.window.window import Window
 
@@ -266,9 +268,34 @@ class StepResult(engine.StepResult):
         if self.traces is None or (self.sizes is None and not self.skipped()):
             return []
         sizes: list[float] = self.traces.sizes() if self.sizes is None else self.sizes.tolist()
+        return self._culprits(sizes, self.traces.count)
+
+    def _culprits(self, sizes: Sequence[float], count: Callable[[int], int | None]) -> list[Culprit]:
         bad = [index for index, size in enumerate(sizes) if not math.isfinite(size)]
-        names = self.traces.names(bad, self.parameter_names)
-        return culprits_of(names, [sizes[index] for index in bad], list(map(self.traces.count, bad)))
+        names = self.traces.names(bad, self.parameter_names)  # type: ignore[union-attr]
+        return culprits_of(names, [sizes[index] for index in bad], list(map(count, bad)))
+
+    def culprits_on_their_way(self) -> Callable[[], dict[str, Any] | None]:
+        """Returns what `RunRecorder.add` calls until it has them. On a device without counts; never synchronizes."""
+        if self.found is not None or host.in_host_memory(self.made_with.device):
+            found = self.culprits()
+            return lambda: {"culprits": found}
+        if self.traces is None or self.sizes is None:
+            return dict
+        copy = host.HostCopy(self.sizes)
+        return lambda: {"culprits": self._culprits(copy.read(), lambda index: None)} if copy.arrived else None
+
+
+def recorder_of(record: Any, rule: Rule) -> RunRecorder:
+    """Returns the recorder of a scaler. It does not hold the rule, which it asks for the last step when a run ends."""
+    if rule.capturable and record is not None:
+        raise ValueError(
+            "A run with `capturable=True` cannot be recorded, as the host sees none of its steps. "
+            f"Received: record={record!r}. Log what `metrics()` returns now and then."
+        )
+    recorder, known = RunRecorder(record, "torch", rank_and_ranks), weakref.ref(rule)
+    recorder.before_close = lambda: (rule := known()) and rule.catch_up(waits=False)
+    return recorder
 
 
 class Memory:
@@ -282,10 +309,17 @@ class Memory:
         on_skips: called with the number of steps skipped in a row and the result of the last of them, before the check
             for a stuck run; None for nothing.
         probed: what the last probe has found, and how many steps had been skipped by then.
+        recorder: what writes the record. That of a copy writes nothing.
     """
 
-    def __init__(self, max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS, on_stuck: OnStuck = "raise") -> None:
+    def __init__(
+        self,
+        max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
+        on_stuck: OnStuck = "raise",
+        recorder: RunRecorder | None = None,
+    ) -> None:
         self._stuck_check = StuckCheck(max_consecutive_skips, on_stuck)
+        self.recorder = recorder or RunRecorder()
         self.after_step: list[Callable[[], None]] = []
         self.on_skips: Callable[[int, StepResult], None] | None = None
         self.forget()
@@ -352,6 +386,32 @@ class Memory:
         elif state.consecutive_skips:
             self._bad_losses += 1
         self._noted, self._stuck = (result, state), bool(state.stuck)
+        if self.recorder.on:
+            self._record(result, seen.norm if norm else None, amax)
+
+    def note_numbers(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """Notes numbers of the user for a step to come. One on a device is copied, which does not synchronize."""
+        if self.recorder.on:
+            for name, number in numbers.items():
+                one = isinstance(number, Tensor)
+                self.recorder.note(step, {name: host.HostCopy(number.detach().reshape(1)) if one else float(number)})
+
+    def _record(self, result: StepResult, norm: Any, amax: bool) -> None:
+        """Adds a step to the record, with what the rule has seen of it. Never synchronizes with the device."""
+        rule = result.rule
+        before, seen, after = rule.followed  # type: ignore[misc]
+        applied = after.skipped == before.state.skipped
+        known = {
+            "step": before.steps,
+            "scale": float(before.state.scale),
+            "status": Status.of(applied, seen.loss_finite),
+            "norm": norm,
+            "amax": seen.amax if amax or rule.reads.amax else None,
+            "share": None if seen.upper_share is UNREAD.upper_share else seen.upper_share,
+            "retries": result.retries,
+        }
+        later = dict if applied else result.culprits_on_their_way()
+        self.recorder.add(rule.policy, before.state, after, known, before.amax_ratio, later)
 
     def keep(self, result: StepResult, optimizers: Sequence[Optimizer], gradients: int | None = None) -> None:
         """Keeps the result, and raises or warns if the run, as far as the host knows it, has been stuck for too long.

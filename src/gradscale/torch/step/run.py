@@ -221,12 +221,12 @@ class Stages:
                 # not finite after the division either, and can be named now.
                 sizes = measure_sizes(plan.gradients.values, device).sizes
             result = StepResult(self._rule, plan, window, facts, gate, sizes=sizes, names=self._names)
-            if facts.attempted:
-                note = partial(self._memory.note, result, facts, plan.norm, plan.finds_amax)
-                self._rule.follow(facts, note, estimates_amax=plan.estimates_amax, measured=plan.amax)
             if gate.applied is False and self._rounds.ranks > 1:
                 # Now, when all ranks know of it: a user may ask on one of them alone.
                 result.found = self._rounds.culprits(result.culprits(), device)
+            if facts.attempted:
+                note = partial(self._memory.note, result, facts, plan.norm, plan.finds_amax)
+                self._rule.follow(facts, note, estimates_amax=plan.estimates_amax, measured=plan.amax)
             return result
         finally:
             self._windows.watched.remember(optimizers)

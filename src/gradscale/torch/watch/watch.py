@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from gradscale.formats import Format
+from gradscale.torch.drop_in.grad_scaler import GradScaler
 from gradscale.torch.scaler import LossScaler
 from gradscale.torch.watch.recorder import Recorder
 from gradscale.watching.record import FORMATS, Ranges, Schedule, WatchRecord
@@ -112,7 +113,9 @@ class Watch(WatchRecord, AbstractContextManager["Watch"]):
     def _advance(self) -> None:
         """Ends a step: removes the hooks of a sampled one, and registers those of the next if that is sampled."""
         if self._recorder is not None:
-            self._samples[self.step_index] = self._recorder.detach()
+            sample = self._samples[self.step_index] = self._recorder.detach()
+            if isinstance(self._scaler, LossScaler | GradScaler):
+                self._scaler._memory.recorder.watch(self._scaler._rule.steps - 1, sample)
         self.step_index += 1
         self._recorder = self._begin() if self.sampled else None
 
