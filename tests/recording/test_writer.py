@@ -66,6 +66,20 @@ def test_folders_are_made(tmp_path: Path) -> None:
     assert len(steps(tmp_path / "a" / "b" / "run.jsonl")) == 1
 
 
+def test_a_relative_path_is_that_of_the_folder_where_the_scaler_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    scaler = LossScaler(record="run.jsonl")
+    for folder in ("other", ".."):
+        monkeypatch.chdir(folder)
+        train(scaler, 1)
+        flush()
+    assert len(steps(tmp_path / "run.jsonl")) == 2
+    assert len(list(tmp_path.rglob("*.jsonl"))) == 1
+
+
 def test_the_share_that_a_policy_watches_is_recorded(tmp_path: Path) -> None:
     scaler = LossScaler(Histogram(), record=tmp_path / "run.jsonl")
     scaler.step({"w": half(1.0, 30000.0)})

@@ -115,7 +115,7 @@ class RunRecorder:
     ) -> None:
         several: Any = record if isinstance(record, list | tuple) else [record]
         targets = [target for target in several if target is not None]
-        self._paths = [os.fspath(target) for target in targets if isinstance(target, str | os.PathLike)]
+        self._paths = [os.path.abspath(target) for target in targets if isinstance(target, str | os.PathLike)]
         self._loggers = [logger_of(target) for target in targets if not isinstance(target, str | os.PathLike)]
         self._framework, self._place = framework, place
         self._files: list[RecordFile] | None = None

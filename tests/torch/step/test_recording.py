@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("on_demand")
 
 def take_step(scaler: Any, model: nn.Module, optimizer: Any, seed: int, bad: float | None, **arguments: Any) -> Any:
     """Takes a step of either scaler, with `bad` in its first gradient, or in the loss where that is a NaN."""
-    loss = loss_of(model, seed)
+    loss = loss_of(model, seed) * (1 + seed)  # so that the largest gradients are the last
     scaler.note(loss=loss)
     scaler.scale(loss * NAN if bad is NAN else loss).backward()
     if bad is not None:
@@ -122,7 +122,7 @@ def test_a_loss_is_the_number_that_the_tensor_has(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scaler, losses = LossScaler(model, record=tmp_path / "run.jsonl"), []
     for step in range(5):
-        losses.append(loss_of(model, step).item())
+        losses.append(loss_of(model, step).item() * (1 + step))
         take_step(scaler, model, optimizer, step, None)
     scaler.state_dict()
     assert [np.float32(step.note["loss"]) for step in steps(tmp_path / "run.jsonl")] == np.array(
