@@ -51,7 +51,7 @@ def test_a_loss_that_stays_non_finite_at_its_level_is_no_matter_of_the_learning_
 
     path = trained(tmp_path, Dynamic(), [0.1] * 100, bad_losses=range(80, 100), note=note)
     verdict = findings(read_run(path))[0]
-    assert (verdict.level, verdict.title) == ("fault", "forward overflow: no scale helps")
+    assert (verdict.level, verdict.title) == ("fault", "nonfinite loss: no scale helps")
     assert verdict.rows == tuple(range(80, 100))
     assert "look at the forward pass and the input batch" in verdict.text
 

@@ -47,10 +47,11 @@ class Outcome(NamedTuple):
         amax_ratio: the ratio of the largest magnitude to the norm.
         found_inf: 1 if the step is not applied, else 0.
         divisor: what the gradients are divided by, to unscale and clip them.
-        finite: as in `Seen`; so are the next three.
+        finite: as in `Seen`; so are the next four.
         loss_finite: as said.
-        amax: as said.
+        amax: as said; estimated from the norm where it was not read.
         norm: as said.
+        upper_share: as said.
         made_with: the scale that made the gradients.
     """
 
@@ -61,12 +62,13 @@ class Outcome(NamedTuple):
     loss_finite: Array
     amax: Array
     norm: Array
+    upper_share: Array
     made_with: Array
 
     @property
     def seen(self) -> Seen:
         """What was seen of the step."""
-        return Seen(self.finite, self.loss_finite, self.amax, self.norm)
+        return Seen(self.finite, self.loss_finite, self.amax, self.norm, self.upper_share)
 
 
 BLOCK = 128
@@ -74,7 +76,7 @@ BLOCK = 128
 
 _ZERO, _ONE, _TRUE = np.float32(0), np.float32(1), np.bool_(True)
 
-START = Outcome(_ONE, _ZERO, _ONE, _TRUE, _TRUE, _ZERO, _ZERO, _ONE)
+START = Outcome(_ONE, _ZERO, _ONE, _TRUE, _TRUE, _ZERO, _ZERO, _ZERO, _ONE)
 """What a rule starts from: an unknown ratio, which is 1 at most."""
 
 
@@ -174,7 +176,7 @@ class Packed:
         divisor = state.scale if multiplies(self.policy) else state.scale * 0 + 1.0
         if read.clip_norm is not None:
             divisor = divisor / smaller(read.clip_norm / (seen.norm + CLIP_EPSILON), 1.0, xp)
-        found = seen.finite, seen.loss_finite, seen.amax, seen.norm
+        found = seen.finite, seen.loss_finite, known.amax, seen.norm, seen.upper_share
         outcome = Outcome(amax_ratio, found_inf, divisor, *found, state.scale)
         return *(getattr(after, field.name) for field in fields(after)), *outcome
 
