@@ -321,7 +321,9 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
                 raise refusals.half_gradients(optimizer)
         noted, device, own = noted_in(state), scale.device, getattr(optimizer, "grad_scale", None)
         measures = not edited or (noted is not None and asked.get("clip_norm") is not None)
-        shares, loss_counts = self._begin_ranks(optimizer) if measures else (False, True)
+        shares, loss_counts = False, True
+        if measures and dist.is_available() and dist.is_initialized():
+            shares, loss_counts = self._begin_ranks(optimizer)
         plan = None
         on_host = edited or own is not None or noted is not None
         if (self._rule.capturable and not edited) or not (on_host or host.in_host_memory(device)):
@@ -381,8 +383,6 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
 
     def _begin_ranks(self, optimizer: Optimizer) -> tuple[bool, bool]:
         """Returns whether ranks decide together on the gradients of an optimizer, and whether all losses are known."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return False, True
         # By the parameters: a rank may have none of the gradients.
         sharded = any(hasattr(kind, "to_local") for kind in set(map(type, parameters_of([optimizer]))))
         shares = self._rounds.ranks > 1 and (self._always_agrees or sharded)

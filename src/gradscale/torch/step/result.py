@@ -427,7 +427,11 @@ class Memory:
             self._optimizers = list(map(weakref.ref, optimizers))
         else:
             self._sizes = None, self._sizes[1]
-        self.check()
+        # After an applied step there is nothing to check, unless it ends a row of skips.
+        if self._noted is not None and (
+            self._noted[1].consecutive_skips or self._stuck_check.reported or self.on_skips
+        ):
+            self.check()
 
     def check(self) -> None:
         """Raises or warns if the run, as far as the host knows it, has been stuck for too long."""

@@ -89,11 +89,15 @@ class Window:
     widened: ClassVar[tuple[torch.dtype, ...]] = torch.float16, torch.bfloat16
 
     def __post_init__(self) -> None:
-        self.ahead, self.steps = self.rule.ahead, self.rule.steps
+        self.ahead = self.rule.ahead
         now = self.rule.catch_up(waits=self.ahead is None)
-        if now.steps == self.steps and not (self.ahead is not None and self.rule.capturable):
+        if self.ahead is None:
+            self.start, self.steps = now, now.steps
+            self.divisor, self.scale = np.float32(now.state.scale), self.rule.scale_of(now.state)
+            return
+        self.steps, self.scale = self.rule.steps, self.rule.scale
+        if now.steps == self.steps and not self.rule.capturable:
             self.start = now  # else the host does not know it yet
-        self.scale = self.rule.scale
 
     @cached_property
     def start(self) -> RuleState:
