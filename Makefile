@@ -28,7 +28,7 @@ ROWS ?= # of the matrix: all
 
 # What each stage adds. pip resolves every stage against the same pins, so the stages can come in any order.
 DEMO := -e '.[cli,demo,torch]'
-TEST := -e '.[cli,demo,torch,jax,keras,onnx,lightning,accelerate,transformers]' --group test --group docs --group jax --group keras --group trainers --group triton
+TEST := -e '.[cli,demo,torch,jax,keras,onnx,lightning,accelerate,transformers]' --group test --group docs --group jax --group keras --group trainers --group events --group triton
 LINT := $(TEST) --group lint
 DOCS := -e . --group docs
 MATRIX := --group matrix

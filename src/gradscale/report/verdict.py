@@ -84,7 +84,8 @@ def _applied(run: "Run") -> Any:
 
 def _condition(run: "Run", start: int, last_applied: int) -> Finding:
     """Returns the condition that the run ended in, as the scaler itself would have reported it."""
-    begin, last, streak = max(start, len(run) - RECENT), len(run) - 1, len(run) - 1 - last_applied
+    last, streak = len(run) - 1, len(run) - 1 - last_applied
+    begin = max(start if start < len(run) else 0, len(run) - RECENT)  # all of a run that is still at its start
     counts = _applied(run), np.cumsum(run.skipped)
     applied, skipped = (int(each[-1]) for each in counts)
     before = [int(each[begin - 1]) if begin else 0 for each in counts]

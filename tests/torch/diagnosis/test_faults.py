@@ -10,8 +10,9 @@ import torch
 from tests.torch.diagnosis import faults
 from typer.testing import CliRunner, Result
 
-from gradscale import Condition, Health, Policy, Static
+from gradscale import Policy, Static
 from gradscale.cli import app
+from gradscale.engine.health import Condition, Health
 from gradscale.torch import LossScaler, ScaleStuck
 
 pytestmark = [
