@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gradscale.engine.result import Status
 from gradscale.histogram.counts import exponent_histogram
 from gradscale.numpy import LossScaler
 from gradscale.recording import writer
@@ -56,7 +57,7 @@ def test_tensorboard_reads_scale_skips_norms_and_histograms(tmp_path: Path, monk
         train(log)
         counts = exponent_histogram(np.array([0.0, 1.0, 1.5, 0.25, 2.0**-30], np.float32))
         tallies = [Watched(f"layer {n}", "weight_grad", counts, 1.5, "float16", 8.0) for n in range(2)]
-        logger_of(log).write({}, Step(step=3, scale=8.0, status=writer.Status.APPLIED, watch=tallies))
+        logger_of(log).write({}, Step(step=3, scale=8.0, status=Status.APPLIED, watch=tallies))
     read = events.EventAccumulator(str(tmp_path))
     read.Reload()
 

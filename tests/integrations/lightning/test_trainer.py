@@ -430,5 +430,5 @@ def test_a_scaler_that_is_given_records_the_run(tmp_path: Path) -> None:
     scaler = GradScaler("cpu", policy="auto", record=tmp_path / "run.jsonl")
     fit(Regression(bad=(2,)), MixedPrecision(scaler=scaler))
     scaler._memory.recorder.close()
-    _, *lines = [read_line(line) for line in (tmp_path / "run.jsonl").read_bytes().splitlines()]
+    lines: list[Any] = [read_line(line) for line in (tmp_path / "run.jsonl").read_bytes().splitlines()][1:]
     assert [str(line.status) for line in lines] == ["applied", "applied", "overflow", "applied"]

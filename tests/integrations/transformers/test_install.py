@@ -1,6 +1,7 @@
 """What `install` takes and refuses."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.integrations.transformers.tiny import gpt2, ours, trainer_of
@@ -63,6 +64,6 @@ def test_a_run_is_recorded(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, ours(record=tmp_path / "run.jsonl"), bad_steps=(2,))
     trainer.train()
     trainer.accelerator.scaler._memory.recorder.close()
-    _, *lines = [read_line(line) for line in (tmp_path / "run.jsonl").read_bytes().splitlines()]
+    lines: list[Any] = [read_line(line) for line in (tmp_path / "run.jsonl").read_bytes().splitlines()][1:]
     assert [line.status for line in lines].count("overflow") == 1
     assert [line.step for line in lines] == list(range(8))

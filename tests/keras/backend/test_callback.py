@@ -257,7 +257,8 @@ def test_a_record_has_every_step(tmp_path: Path) -> None:
     monitor = ScaleMonitor(every=1, record=path)
     watched(monitor, 2, epochs=2)
     monitor._recorder.close()
-    header, *steps = [read_line(line) for line in path.read_bytes().splitlines()]
+    lines: list[Any] = [read_line(line) for line in path.read_bytes().splitlines()]
+    header, *steps = lines
     assert isinstance(header, Header)
     assert header.saved().policy == POLICY
     assert [(step.step, step.scale, step.status == "applied") for step in steps] == [

@@ -322,7 +322,8 @@ def test_a_recorder_writes_the_results_of_a_loop(models: list[Any], compile_it: 
         result = step(*grads) if step else optimizer.apply_if_finite(grads, models, norm=True)
         recorder.step(result, loss=0.5)
     recorder._recorder.close()
-    header, *found = [read_line(line) for line in (tmp_path / "run.jsonl").read_bytes().splitlines()]
+    lines: list[Any] = [read_line(line) for line in (tmp_path / "run.jsonl").read_bytes().splitlines()]
+    header, *found = lines
     assert header.framework == "keras"
     assert [(each.step, each.scale, each.status, each.norm, each.note) for each in found] == [
         (0, 8.0, "applied", 5.0, {"loss": 0.5}),

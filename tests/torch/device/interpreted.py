@@ -6,6 +6,7 @@ tests.torch.device.interpreted. Prints as JSON, for each rule, how many states d
 
 import json
 import sys
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +73,8 @@ def packets_that_differ(generator: np.random.Generator) -> int:
         ours, amax = torch.zeros(len(packet.At), dtype=torch.float64), torch.zeros(())
         theirs = packet.write_packet(scale, read, weights, first, end, elements, flags)
         written = scale, read, weights, ours, amax, first, end, len(read) - share, elements, *flags
-        packets.write[(1,)](*written, BLOCK=BLOCK)
+        run: Any = packets.write[(1,)]
+        run(*written, BLOCK=BLOCK)
         same = torch.allclose(ours, theirs[0], rtol=1e-12, atol=0) and torch.equal(amax, theirs[1])
         received = theirs[0] * 2
         received[packet.At.BOUNDS] *= 1.5 if trial % 11 == 5 else 1.0
@@ -80,8 +82,16 @@ def packets_that_differ(generator: np.random.Generator) -> int:
         asked, tolerances = [first > 0, end > first, share], [1e-6, 1e-4]
         expected = packet.read_packet(scale, received, theirs[1], 2, tolerances, asked)
         found = torch.zeros(len(expected))
-        flags = dict(zip(("NORM", "PEAK", "SHARE"), asked, strict=True))
-        packets.read[(1,)](scale, received, theirs[1], found, 2, *tolerances, **flags)
+        run = packets.read[(1,)]
+        run(
+            scale,
+            received,
+            theirs[1],
+            found,
+            2,
+            *tolerances,
+            **dict(zip(("NORM", "PEAK", "SHARE"), asked, strict=True)),
+        )
         different += not (same and torch.allclose(found, expected, rtol=1e-6, atol=0))
     return different
 
