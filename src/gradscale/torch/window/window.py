@@ -210,6 +210,7 @@ class Windows:
         self._names = names
         self._reducing = [each for each in names.modules if hasattr(each, "require_backward_grad_sync")]
         self._begun = -1
+        self._runs = False  # inside of `backward`
         self._uncleared: list[Held] = []
 
     def get(self, device: torch.device) -> Window:
@@ -226,7 +227,11 @@ class Windows:
             self.first_loss.note(loss, self._rule.policy, "LossScaler")
         window = self.begin(loss.device)
         window.note_loss(loss)
-        window.product(loss).backward(**kwargs)
+        self._runs = True
+        try:
+            window.product(loss).backward(**kwargs)
+        finally:
+            self._runs = False
         self.end_backward(window, ended=True)
 
     def scaled(self, loss: Tensor, *, counts: bool = True) -> Tensor:
@@ -259,7 +264,7 @@ class Windows:
         scaled losses it has. Outside of the engine, the caller ends it.
         """
         running = torch._C._current_graph_task_id()  # -1 outside of the engine
-        if self.open is not None and running == self._begun != -1:
+        if self.open is not None and (self._runs or running == self._begun != -1):
             return self.open
         self._begun = running
         if self.open is not None and self.open.left_gradients and all(each.grad is None for each in self.watched):
