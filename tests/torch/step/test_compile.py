@@ -12,6 +12,8 @@ from torch._dynamo.exc import Unsupported
 from torch.func import functional_call, grad_and_value
 
 from gradscale import Dynamic
+from gradscale.engine.packed import Packed
+from gradscale.kernels.triton.operator import advance, number_of
 from gradscale.torch import LossScaler
 from gradscale.torch.step.measure import measure_sizes
 
@@ -116,3 +118,37 @@ def test_a_call_of_the_scaler_inside_a_full_graph_is_refused_by_name() -> None:
     compiled = torch.compile(lambda x: scaler.scale(x.sum()), backend="aot_eager", fullgraph=True)
     with pytest.raises(Unsupported, match=r"LossScaler\.scale"):
         compiled(torch.ones(2, requires_grad=True))
+
+
+@needs_traced_autograd
+@pytest.mark.not_simulated("kernels in Python, which the compiler traces")
+def test_forward_and_backward_pass_the_rule_and_a_functional_update_are_one_graph() -> None:
+    packed = Packed(Dynamic(init_scale=2.0**10, growth_interval=3), norm=True, amax=False, clips=True)
+    number, divisor, found_inf = number_of(packed), packed.at("divisor"), packed.at("found_inf")
+
+    def step(weight: Any, state: Any, x: Any) -> Any:
+        numbers = state.view(torch.float32)
+        loss = (x @ weight).square().mean()
+        (grad,) = torch.autograd.grad(loss * numbers[0], (weight,))
+        read = torch.stack([torch.linalg.vector_norm(grad), loss.detach()])
+        after = advance(state, read, 1, 1, 0.5, number)
+        decided = after.view(torch.float32)
+        moved = weight.detach() - 0.1 * grad / decided[divisor]
+        return torch.where(decided[found_inf] == 0, moved, weight.detach()), after
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    runs = []
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        for run in (step, compiled):
+            weight = torch.ones(4, 2).requires_grad_()
+            state = torch.from_numpy(packed.pack(packed.policy.start())).to(weight.device)
+            for number_of_step in range(12):
+                x = torch.full((3, 4), 2.0**60 if number_of_step in (4, 5) else 0.125)  # whose gradients overflow
+                weight, state = run(weight, state, x)
+                weight = weight.detach().requires_grad_()
+            runs.append((weight, state))
+    (weight, state), (found, state_found) = runs
+    assert torch.equal(state, state_found)
+    assert torch.equal(weight, found)
+    after = packed.unpack(state.cpu().numpy())[0]
+    assert (int(after.applied), int(after.skipped)) == (10, 2)
