@@ -171,7 +171,7 @@ class Rule:
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy: it has caught up."""
         now = self.catch_up()
-        return self.__dict__ | {"_scale": None, "_next": None, "ahead": None, "_live": None, "_now": now}
+        return self.__dict__ | {"_scale": None, "_next": None, "ahead": None, "_live": None, "_now": now, "_pending": deque()}
 
     def __setstate__(self, contents: dict[str, Any]) -> None:
         self.__dict__.update(contents)
@@ -217,8 +217,9 @@ class Rule:
         """The scale of the next step, a 0-d float32 tensor that nobody writes to."""
         if self.ahead is None:
             return self.scale_of(self.state)
-        scale = self.ahead[0].view(torch.float32)
-        return scale.clone() if self.capturable else scale  # the step will write there
+        with torch.inference_mode(False):  # as in `scale_of`
+            scale = self.ahead[0].view(torch.float32)
+            return scale.clone() if self.capturable else scale  # the step will write there
 
     def scale_of(self, state: ScaleState) -> Tensor:
         """Returns the scale of a state as a tensor on the device: the same one while it does not change."""

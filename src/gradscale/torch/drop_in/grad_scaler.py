@@ -194,7 +194,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """Sets the state to one that no step has led to, from which the present window goes on."""
         self._rule.state = state
         if (window := self._window) is not None:
-            window.start, window.ahead, window.steps = self._rule.catch_up(), None, self._rule.steps
+            window.start, window.ahead, window.steps = self._rule.catch_up(), self._rule.ahead, self._rule.steps
             if not window.updated:  # as in torch, what others set divides
                 window.scale, window.divisor = self._rule.scale_of(state), np.float32(state.scale)
 
@@ -588,6 +588,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if checked and window.updated and self._rule.capturable:
             raise refusals.not_capturable()
         if checked and window.updated:  # from the start of the window: a second update for its gradients decides anew
+            self._rule.catch_up()
             self._rule.go_back(window.start, window.ahead)
         window.updated = had_gradients
         results = self._close(window) if checked else []

@@ -224,8 +224,9 @@ class Stages:
             if facts.attempted:
                 note = partial(self._memory.note, result, facts, plan.norm, plan.finds_amax)
                 self._rule.follow(facts, note, estimates_amax=plan.estimates_amax, measured=plan.amax)
-            if gate.applied is False and self._rounds.ranks > 1:
-                # Now, when all ranks know of it: a user may ask on one of them alone.
+            everywhere = host.in_host_memory(device) or len(plan.folding) < len(optimizers)
+            if gate.applied is False and everywhere and self._rounds.ranks > 1:
+                # Now, when the hosts of all ranks know of it: a user may ask on one of them alone.
                 result.found = self._rounds.culprits(result.culprits(), device)
             return result
         finally:
