@@ -181,6 +181,24 @@ def test_two_optimizers_of_the_drop_in_are_one_step_of_the_rule() -> None:
     assert (int(state.applied), int(state.skipped)) == (4, 4)
 
 
+def test_the_share_of_two_optimizers_of_the_drop_in_is_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for on_host in (False, True):
+        if on_host:
+            monkeypatch.setattr(on_device, "refusal", lambda policy, device: "no kernel")
+        model, scaler = small_model(), GradScaler("sim", policy=Histogram(period=2), on_stuck="ignore")
+        halves = list(model.parameters())[:2], list(model.parameters())[2:]
+        optimizers = [torch.optim.AdamW(half, fused=True) for half in halves]
+        for number in range(8):
+            scaler.scale(loss_of(model, number)).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            model.zero_grad()
+        found.append(scaler.state_dict())
+    assert found[0] == found[1]
+
+
 def test_a_second_update_of_the_drop_in_decides_anew() -> None:
     model, scaler = small_model(), GradScaler("sim", init_scale=64.0, on_stuck="ignore")
     halves = list(model.parameters())[:2], list(model.parameters())[2:]

@@ -38,6 +38,7 @@ class DeviceFacts(Facts):
 
     Attributes:
         packed: what was read, and decided.
+        copied: what the host reads of them: `vector`, and the share above an edge where there is one.
         numbers: the vector that was read, in which the sizes of gradients end at `first` and `end`, and losses follow.
         first: as said.
         end: as said.
@@ -46,6 +47,7 @@ class DeviceFacts(Facts):
     """
 
     packed: Packed = None  # type: ignore[assignment]
+    copied: Tensor = None  # type: ignore[assignment]
     numbers: Tensor = None  # type: ignore[assignment]
     first: int = 0
     end: int = 0
@@ -66,8 +68,8 @@ class LiveFacts(DeviceFacts):
 
     def seen(self) -> Seen:
         """Returns them as numpy scalars. Synchronizes with the device."""
-        assert self.read is not None and self.vector is not None  # noqa: S101, PT018
-        return self.read(self.vector.tolist())
+        assert self.read is not None  # noqa: S101
+        return self.read(self.copied.tolist())
 
 
 def plan_on_device(
@@ -197,13 +199,16 @@ def followed(
     rule = window.rule
     vector = advance(window.ahead, numbers, first, end, clip_norm or 0.0, number_of(packed))
     floats, known = vector.view(torch.float32), list[tuple[ScaleState, Outcome]]()
+    # With the share, for hosts that merge optimizers.
+    copied = torch.cat([vector, numbers[-1:].view(torch.int32)]) if packed.shares else vector
 
     def read(numbers: list[Any]) -> Seen:  # it holds no gradient
         known[:] = [packed.unpack(np.array(numbers, np.int32))]
-        return known[0][1].seen
+        seen = known[0][1].seen
+        return replace(seen, upper_share=np.int32(numbers[-1]).view(np.float32)) if packed.shares else seen
 
     return (LiveFacts if rule.capturable else DeviceFacts)(
-        copy=None if rule.capturable else host.HostCopy(vector),
+        copy=None if rule.capturable else host.HostCopy(copied),
         read=read,
         norm=(lambda: floats[packed.at("norm")]) if packed.norm else None,
         found_inf=lambda: floats[packed.at("found_inf")],
@@ -211,6 +216,7 @@ def followed(
         vector=vector,
         divisor=floats[packed.at("divisor")],
         packed=packed,
+        copied=copied,
         numbers=numbers,
         first=first,
         end=end,
