@@ -171,7 +171,8 @@ class Rule:
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy: it has caught up."""
         now = self.catch_up()
-        return self.__dict__ | {"_scale": None, "_next": None, "ahead": None, "_live": None, "_now": now, "_pending": deque()}
+        emptied = dict.fromkeys(("_scale", "_next", "ahead", "_live"))
+        return self.__dict__ | emptied | {"_now": now, "_pending": deque()}
 
     def __setstate__(self, contents: dict[str, Any]) -> None:
         self.__dict__.update(contents)
