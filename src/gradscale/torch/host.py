@@ -166,6 +166,7 @@ class Rule:
         self.ahead: Tensor | None = None
         self._live: tuple[Facts, Callable[[ScaleState], None]] | None = None  # the last step, if it may be captured
         self._scale: tuple[Any, Tensor] | None = None
+        self._pending: deque[tuple[Facts, Callable[[ScaleState], None], bool, bool]] = deque()
         self.load(policy, policy.start())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -231,8 +232,9 @@ class Rule:
         return self._scale[1]
 
     def go_back(self, progress: RuleState, ahead: Tensor | None = None) -> None:
-        """Goes back to where the rule was, and forgets a step that it has yet to catch up with."""
-        self._pending: deque[tuple[Facts, Callable[[ScaleState], None], bool, bool]] = deque()
+        """Goes back to where the rule was, from where it has caught up: results keep the outcomes of their steps."""
+        if self._pending:
+            self.catch_up()
         self._now, before, self.ahead = progress, self.ahead, ahead
         if self.capturable and before is not None:
             self.ahead = before.copy_(self._packed())

@@ -233,6 +233,17 @@ def test_a_second_update_keeps_the_outcomes_of_the_steps_before_it() -> None:
     assert [float(result.next_scale) for result in results] == [32.0, 16.0, 8.0]
 
 
+@pytest.mark.parametrize("kind", [Run, DropInRun])
+def test_a_state_that_is_loaded_leaves_the_outcome_of_the_last_step(kind: type[Run]) -> None:
+    run = kind(Dynamic(init_scale=64.0))
+    run.step(1)
+    saved = run.scaler.state_dict()
+    result = run.step(5)
+    run.scaler.load_state_dict(saved)
+    assert float(result.next_scale) == 32.0
+    assert run.scaler.metrics()["scale"] == 64.0
+
+
 def test_a_number_of_the_rule_that_is_set_before_the_update_counts() -> None:
     run = DropInRun(TorchRule(init_scale=64.0))
     run.step(1)

@@ -588,7 +588,6 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         if checked and window.updated and self._rule.capturable:
             raise refusals.not_capturable()
         if checked and window.updated:  # from the start of the window: a second update for its gradients decides anew
-            self._rule.catch_up()
             self._rule.go_back(window.start, window.ahead)
         window.updated = had_gradients
         results = self._close(window) if checked else []
