@@ -145,7 +145,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self._window: DropInWindow | None = None
 
     def __repr__(self) -> str:
-        """Returns scale, counts and the status of the last step as text. Never synchronizes."""
+        """Returns scale, counts and the status of the last step as text. Synchronizes only with `capturable`."""
         if not self._enabled:
             return f"{type(self).__name__}(enabled=False)"
         policy, defaults = self._rule.policy, torch_rule.FACTORS
@@ -398,7 +398,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """Divides the optimizer's gradients by the scale, once, and notes whether they were finite and still are.
 
         One read and one write of the gradients. While the scale is below 1, one read more, and it synchronizes with the
-        device.
+        device; with `capturable` always one read more, and it does not.
         """
         if self._enabled:
             window = self._window_of(optimizer, "unscale_")
