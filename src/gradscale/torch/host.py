@@ -167,12 +167,14 @@ class Rule:
         self.ahead: Tensor | None = None
         self._live: tuple[Facts, Callable[[ScaleState], None]] | None = None  # the last step, if it may be captured
         self._scale: tuple[Any, Tensor] | None = None
+        self._pending: deque[tuple[Facts, Callable[[ScaleState], None], bool, bool]] = deque()
         self.load(policy, policy.start())
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents of a copy: it has caught up."""
         now = self.catch_up()
-        return self.__dict__ | {"_scale": None, "_next": None, "ahead": None, "_live": None, "_now": now}
+        emptied = dict.fromkeys(("_scale", "_next", "ahead", "_live"))
+        return self.__dict__ | emptied | {"_now": now, "_pending": deque()}
 
     def __setstate__(self, contents: dict[str, Any]) -> None:
         self.__dict__.update(contents)
@@ -218,8 +220,9 @@ class Rule:
         """The scale of the next step, a 0-d float32 tensor that nobody writes to."""
         if self.ahead is None:
             return self.scale_of(self.state)
-        scale = self.ahead[0].view(torch.float32)
-        return scale.clone() if self.capturable else scale  # the step will write there
+        with torch.inference_mode(False):  # as in `scale_of`
+            scale = self.ahead[0].view(torch.float32)
+            return scale.clone() if self.capturable else scale  # the step will write there
 
     def scale_of(self, state: ScaleState) -> Tensor:
         """Returns the scale of a state as a tensor on the device: the same one while it does not change."""
@@ -230,8 +233,9 @@ class Rule:
         return self._scale[1]
 
     def go_back(self, progress: RuleState, ahead: Tensor | None = None) -> None:
-        """Goes back to where the rule was, and forgets a step that it has yet to catch up with."""
-        self._pending: deque[tuple[Facts, Callable[[ScaleState], None], bool, bool]] = deque()
+        """Goes back to where the rule was, from where it has caught up: results keep the outcomes of their steps."""
+        if self._pending:
+            self.catch_up()
         self.followed: tuple[RuleState, Seen, ScaleState] | None = None
         self._now, before, self.ahead = progress, self.ahead, ahead
         if self.capturable and before is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.torch.helpers import INF, NAN
+from tests.torch.helpers import INF, NAN, loss_of, poison, small_model
 from tests.torch.ranks.gpt import GPT, ROUNDED, batch_of
 from tests.torch.ranks.launch import run_ranks
 from tests.torch.ranks.layouts import LAYOUTS, needs_sharding
@@ -84,3 +84,76 @@ def test_ranks_whose_rule_runs_on_the_device_decide_as_those_whose_host_runs_it(
             assert [status for status, _ in ours["status"]].count("applied") < STEPS
             for one, other in zip(ours["weights"], theirs["weights"], strict=True):
                 assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=1e-4)
+
+
+def scales_of_the_drop_in(several: bool) -> list[float]:
+    """Returns the scales of plain gradients that are reduced, where the loss of one rank alone is not finite."""
+    host.in_host_memory = lambda device: False  # type: ignore[assignment]
+    model = small_model()
+    groups = [[each] for each in model.parameters()] if several else [list(model.parameters())]
+    optimizers = [torch.optim.AdamW(group, fused=True) for group in groups]
+    scaler, scales = GradScaler("cpu", policy=Dynamic(init_scale=64.0), on_stuck="ignore"), list[float]()
+    for step in range(3):
+        for part in range(1 if several else 2):
+            loss = loss_of(model, part)
+            scaler.scale(loss * NAN if step == 1 and dist.get_rank() == 1 else loss).backward()
+        for each in model.parameters():
+            dist.all_reduce(each.grad)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+        assert scaler._rule.ahead is not None
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_loss_of_one_rank_alone_does_not_part_the_scales_of_the_drop_in(several: bool, tmp_path: Path) -> None:
+    assert run_ranks(2, scales_of_the_drop_in, several, folder=tmp_path / "ranks") == [[64.0, 32.0, 32.0]] * 2
+
+
+def steps_without_gradients(scale: float) -> list[float]:
+    """Returns the scales of two ranks, of which one has no gradients, and the host of that one runs its rule."""
+    host.in_host_memory = lambda device: False  # type: ignore[assignment]
+    model, leaf, scales = small_model(), torch.zeros((), requires_grad=True), list[float]()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = LossScaler(model, Dynamic(init_scale=scale, min_scale=2.0**-10))
+    for step in range(3):
+        scaler.backward(leaf + 1.0 if dist.get_rank() else loss_of(model, step))
+        if step == 1 and not dist.get_rank():
+            poison(next(model.parameters()))
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        scales.append(float(scaler.loss_scale))
+    return scales
+
+
+@pytest.mark.parametrize("scale", [0.5, 64.0])
+def test_a_rank_without_gradients_sends_what_the_others_send(scale: float, tmp_path: Path) -> None:
+    found = run_ranks(2, steps_without_gradients, scale, folder=tmp_path / "ranks")
+    assert found == [[scale, scale / 2, scale / 2]] * 2
+
+
+def shares_above() -> list[float]:
+    """Returns the share of elements above the edge that a rank knows: on the device, and on the host."""
+    host.in_host_memory = lambda device: False  # type: ignore[assignment]
+    has_kernel, layout, shares = on_device.refusal, LAYOUTS["FSDP2 x TP on 2x2"], list[float]()
+    for refusal in (has_kernel, lambda policy, device: "no kernel"):
+        on_device.refusal = refusal
+        model = layout.spread(GPT(ROUNDED))
+        scaler = LossScaler(model, Histogram())
+        inputs, targets = batch_of(0, layout.part(dist.get_rank()), layout.parts)
+        scaler.backward(ROUNDED.loss(model(inputs), targets))
+        for number, each in enumerate(model.parameters()):
+            each.grad.to_local().fill_(1.0 if number % 3 else 1e9)  # type: ignore[union-attr]
+        scaler.step(torch.optim.AdamW(model.parameters(), fused=True))
+        facts: Any = scaler.last.facts  # type: ignore[union-attr]
+        shares.append(float(facts.numbers[-1] if refusal is has_kernel else facts.seen().upper_share))
+    return shares
+
+
+@pytest.mark.skipif(not SHARDS_ON_CPU, reason="needs shards on the CPU")
+def test_elements_that_several_ranks_hold_count_once_in_the_share_above_an_edge(tmp_path: Path) -> None:
+    for ours, theirs in run_ranks(4, shares_above, folder=tmp_path / "ranks"):
+        assert ours == pytest.approx(theirs, rel=1e-5)

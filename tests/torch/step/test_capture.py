@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradscale import Dynamic, Headroom, Policy, Status
+from gradscale import Dynamic, Headroom, Histogram, Policy, Status
 from gradscale.engine.health import ScaleStuck
 from gradscale.torch import GradScaler, LossScaler
 
@@ -198,6 +198,61 @@ def test_a_stuck_run_is_found_when_metrics_are_asked_for() -> None:
         graph.replay()
     with pytest.raises(ScaleStuck):
         run.scaler.metrics()
+
+
+def test_a_scale_that_others_set_divides_and_stays_in_its_place() -> None:
+    run = Run(Dynamic(init_scale=64.0), "drop-in")
+    run.eager(1)
+    place = run.scaler._rule.ahead
+    run.load(2)
+    run.scaler.scale(run.model(run.inputs).square().mean()).backward()
+    run.scaler._scale.fill_(16.0)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    assert run.scaler._rule.ahead is place
+    assert (run.scaler.get_scale(), int(run.state.applied)) == (16.0, 2)
+
+
+def test_a_state_that_is_loaded_before_the_update_is_what_it_goes_on_from() -> None:
+    run = Run(Dynamic(init_scale=64.0), "drop-in")
+    run.eager(1)
+    saved = run.scaler.state_dict()
+    run.scaler.scale(run.model(run.inputs).square().mean()).backward()
+    run.scaler.step(run.optimizer)
+    run.scaler.load_state_dict(saved)
+    run.scaler.update()
+    assert (run.scaler.get_scale(), int(run.state.applied)) == (64.0, 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_scale_below_1_skips_nothing(way: str) -> None:
+    run = WAYS[way](Dynamic(init_scale=0.5, min_scale=2.0**-10))
+    for number in (1, 2, 3):
+        run.eager(number)
+    assert (int(run.state.applied), int(run.state.skipped)) == (3, 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_of_inference_mode_may_come_first(way: str) -> None:
+    run = WAYS[way](Headroom())
+    run.eager(1)
+    with torch.inference_mode():
+        run.scaler.scale(run.model(run.inputs).square().mean())
+    run.eager(2)
+    assert int(run.state.applied) == 2
+
+
+@pytest.mark.parametrize("policy", [Headroom(), Histogram(period=2)], ids=repr)
+def test_a_step_in_the_backward_pass_keeps_its_state_in_one_place(policy: Policy) -> None:
+    model = small_model()
+    scaler = LossScaler(model, policy, capturable=True)
+    scaler.step_in_backward(*[torch.optim.SGD([each], lr=0.1, fused=True) for each in model.parameters()])
+    scaler.backward(loss_of(model))
+    place = scaler._rule.ahead
+    assert place is not None
+    scaler.backward(loss_of(model))
+    assert scaler._rule.ahead is place
+    assert scaler.metrics()["applied"] == 2.0
 
 
 def test_a_copy_begins_where_the_original_is() -> None:

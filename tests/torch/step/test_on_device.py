@@ -181,6 +181,24 @@ def test_two_optimizers_of_the_drop_in_are_one_step_of_the_rule() -> None:
     assert (int(state.applied), int(state.skipped)) == (4, 4)
 
 
+def test_the_share_of_two_optimizers_of_the_drop_in_is_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for on_host in (False, True):
+        if on_host:
+            monkeypatch.setattr(on_device, "refusal", lambda policy, device: "no kernel")
+        model, scaler = small_model(), GradScaler("sim", policy=Histogram(period=2), on_stuck="ignore")
+        halves = list(model.parameters())[:2], list(model.parameters())[2:]
+        optimizers = [torch.optim.AdamW(half, fused=True) for half in halves]
+        for number in range(8):
+            scaler.scale(loss_of(model, number)).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            model.zero_grad()
+        found.append(scaler.state_dict())
+    assert found[0] == found[1]
+
+
 def test_a_second_update_of_the_drop_in_decides_anew() -> None:
     model, scaler = small_model(), GradScaler("sim", init_scale=64.0, on_stuck="ignore")
     halves = list(model.parameters())[:2], list(model.parameters())[2:]
@@ -196,6 +214,81 @@ def test_a_second_update_of_the_drop_in_decides_anew() -> None:
     state = scaler._rule.state
     assert scaler._rule.ahead is not None
     assert (float(state.scale), int(state.applied), int(state.skipped)) == (32.0, 2, 1)
+
+
+def test_a_second_update_keeps_the_outcomes_of_the_steps_before_it() -> None:
+    model, scaler = small_model(), GradScaler("sim", init_scale=64.0, on_stuck="ignore")
+    halves = list(model.parameters())[:2], list(model.parameters())[2:]
+    optimizers = [torch.optim.AdamW(half, fused=True) for half in halves]
+    results = []
+    with host.busy():
+        for number in range(3):
+            scaler.scale(loss_of(model, 1)).backward()
+            poison(halves[0][0], INF)
+            for optimizer in optimizers[: number or 1]:
+                scaler.step(optimizer)
+                scaler.update()
+            results.append(scaler.last)
+            model.zero_grad()
+    assert [float(result.next_scale) for result in results] == [32.0, 16.0, 8.0]
+
+
+@pytest.mark.parametrize("kind", [Run, DropInRun])
+def test_a_state_that_is_loaded_leaves_the_outcome_of_the_last_step(kind: type[Run]) -> None:
+    run = kind(Dynamic(init_scale=64.0))
+    run.step(1)
+    saved = run.scaler.state_dict()
+    result = run.step(5)
+    run.scaler.load_state_dict(saved)
+    assert float(result.next_scale) == 32.0
+    assert run.scaler.metrics()["scale"] == 64.0
+
+
+def test_a_number_of_the_rule_that_is_set_before_the_update_counts() -> None:
+    run = DropInRun(TorchRule(init_scale=64.0))
+    run.step(1)
+    run.scaler.scale(loss_of(run.model, 2)).backward()
+    run.scaler.step(run.optimizer)
+    run.scaler.set_growth_interval(2)  # type: ignore[attr-defined]
+    run.scaler.update()  # type: ignore[attr-defined]
+    assert run.runs_on_device
+    assert run.scaler.get_scale() == 128.0  # type: ignore[attr-defined]
+
+
+def test_a_shallow_copy_of_the_drop_in_follows_no_step_of_the_original() -> None:
+    run = DropInRun(TorchRule(init_scale=64.0))
+    run.step(1)
+    other = copy.copy(run.scaler)
+    with host.busy():
+        run.step(5)
+        assert other._rule.state.scale == 64.0
+    assert run.scaler._rule.state.scale == 32.0
+
+
+@pytest.mark.parametrize("kind", [Run, DropInRun])
+def test_a_loss_of_inference_mode_may_come_first(kind: type[Run]) -> None:
+    run = kind(Headroom())
+    run.step(1)
+    with torch.inference_mode():
+        run.scaler.scale(loss_of(run.model, 2))
+    run.step(2)
+    assert run.scaler._rule.state.applied == 2
+
+
+def test_a_step_in_the_backward_pass_counts_its_share_as_the_host_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for on_host in (False, True):
+        if on_host:
+            monkeypatch.setattr(on_device, "refusal", lambda policy, device: "no kernel")
+        run = Run(Histogram(period=2))
+        optimizers = [torch.optim.SGD([each], lr=0.01, fused=True) for each in run.model.parameters()]
+        run.scaler.step_in_backward(*optimizers)
+        for number in range(12):
+            run.scaler.backward(loss_of(run.model, number) * (INF if number == 5 else 1.0))
+        assert run.runs_on_device is not on_host
+        found.append((run.scaler.state_dict(), run.weights))
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)

@@ -149,7 +149,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self._window: DropInWindow | None = None
 
     def __repr__(self) -> str:
-        """Returns scale, counts and the status of the last step as text. Never synchronizes."""
+        """Returns scale, counts and the status of the last step as text. Synchronizes only with `capturable`."""
         if not self._enabled:
             return f"{type(self).__name__}(enabled=False)"
         policy, defaults = self._rule.policy, torch_rule.FACTORS
@@ -198,7 +198,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """Sets the state to one that no step has led to, from which the present window goes on."""
         self._rule.state = state
         if (window := self._window) is not None:
-            window.start, window.ahead, window.steps = self._rule.catch_up(), None, self._rule.steps
+            window.start, window.ahead, window.steps = self._rule.catch_up(), self._rule.ahead, self._rule.steps
             if not window.updated:  # as in torch, what others set divides
                 window.scale, window.divisor = self._rule.scale_of(state), np.float32(state.scale)
 
@@ -403,7 +403,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """Divides the optimizer's gradients by the scale, once, and notes whether they were finite and still are.
 
         One read and one write of the gradients. While the scale is below 1, one read more, and it synchronizes with the
-        device.
+        device; with `capturable` always one read more, and it does not.
         """
         if self._enabled:
             window = self._window_of(optimizer, "unscale_")

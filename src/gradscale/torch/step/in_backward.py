@@ -104,13 +104,14 @@ class InBackward(Stages):
         self._windows.open, sizes = None, torch.cat(self._sizes)
         gone = [each.new_empty(0) for each in self._parameters]  # for the gradients, of which the sizes are known
         plan = self._plan(Gradients(self._parameters, gone, gone, self._optimizers), window)
-        if plan.kernel is not None and not (self._above or plan.kernel.shrinks):
+        share = torch.stack(self._above).sum() / sum(map(Tensor.numel, self._parameters)) if self._above else None
+        if plan.kernel is not None and not plan.kernel.shrinks:
             notes = [note.reshape(1) for _, note in window.notes]
-            facts: Facts = followed(plan.kernel, window, torch.cat([sizes, *notes]), 0, len(sizes), len(notes), None)
+            numbers = torch.cat([sizes, *notes, *([] if share is None else [share.reshape(1)])])
+            facts: Facts = followed(plan.kernel, window, numbers, 0, len(sizes), len(notes), None)
             facts.sizes = sizes
         else:
             finite = (self._flag == 0) | (~self._loss_finite & torch.isfinite(total := sizes.amax()))
-            share = torch.stack(self._above).sum() / sum(map(Tensor.numel, self._parameters)) if self._above else None
             measured = Measurement(sizes, total, amax=single(total), upper_share=share)
             facts = agreed_by(measured.seen_with(finite, window.scale, self._loss_finite, torch), sizes, True, plan)
         for guard in self.buffers:

@@ -41,7 +41,7 @@ class DeviceFacts(Facts):
         numbers: the vector that was read, in which the sizes of gradients end at `first` and `end`, and losses follow.
         first: as said.
         end: as said.
-        losses: how many the window had.
+        losses: how many of the window count: 0 where other ranks have losses of their own.
         agreed: whether they are those of all ranks.
     """
 
@@ -119,7 +119,7 @@ def _plan(rule: Rule, gradients: Gradients, window: Window, loss_gates: bool, **
         window.ahead = rule.uploaded(device)
     lowest, steps = np.float32(1.0), 0  # the same at every step
     if rule.capturable:
-        asked["sample"] = False
+        asked |= {"sample": False, "divide": False}  # divided first, no gradient would count at a scale below 1
     else:
         lowest, steps = rule.latest.scale * MARGIN, window.steps
     plan = plan_step(rule, gradients, window.scale, lowest, steps, **asked)
@@ -156,7 +156,8 @@ def seen_on_device(plan: StepPlan, window: Window, *, losses: bool = True, round
             found += torch._foreach_norm(filled_up, math.inf, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
         end = len(found)
         notes = [note for _, note in window.notes] if losses else [filled(0.0, device)]
-        share = [] if plan.edge is None else [share_above(values, filled(plan.edge, device), device)]
+        weights = None if plan.edge is None or rounds is None else rounds.weights(plan.gradients)
+        share = [] if plan.edge is None else [share_above(values, filled(plan.edge, device), device, weights)]
         numbers = torch.stack([*found, *notes, *share])
         sizes = None if plan.divides else numbers[: first if packed.norm else end]
         if rounds is not None:
@@ -164,7 +165,7 @@ def seen_on_device(plan: StepPlan, window: Window, *, losses: bool = True, round
             numbers = rounds.send_from_device(plan.gradients, numbers, window.scale, first, end, **sent)
             first, end = int(packed.norm), packed.norm + (end > first)
     facts = followed(packed, window, numbers, first, end, len(notes), plan.clip_norm)
-    facts.sizes, facts.agreed = sizes, rounds is not None
+    facts.sizes, facts.losses, facts.agreed = sizes, len(notes) if losses else 0, rounds is not None
     return facts
 
 
@@ -173,13 +174,16 @@ def merged_on_device(found: Sequence[Facts], window: Window) -> DeviceFacts | No
     each = [facts for facts in found if isinstance(facts, DeviceFacts)]
     if len(each) < len(found) or not each:
         return None
-    one, notes = each[0], [note.reshape(1) for _, note in window.notes]
-    if len(each) == 1 and one.losses == len(notes):
+    one, policy = each[0], window.rule.policy  # whose numbers may have been set since
+    notes = [note.reshape(1) for _, note in window.notes] if one.losses else []
+    if len(each) == 1 and one.losses == len(notes) and one.packed.policy == policy:
         return one
-    packed = replace(one.packed, clips=False, shrinks=False)
-    alike = all(replace(other.packed, clips=False, shrinks=False) == packed for other in each)
-    if not alike or packed.shares or one.agreed or any(note.device != one.numbers.device for note in notes):
+    shrinks, device = any(other.packed.shrinks for other in each), one.numbers.device
+    kinds = {replace(other.packed, policy=policy, clips=False, shrinks=shrinks) for other in each}
+    packed, agreed = kinds.pop(), any(other.agreed for other in each)
+    if kinds or packed.shares or agreed or any(note.device != device for note in notes):
         return None
+    notes = notes or [filled(0.0, device).reshape(1)]
     norms, peaks = [x.numbers[: x.first] for x in each], [x.numbers[x.first : x.end] for x in each]
     first, end = sum(map(len, norms)), sum(map(len, norms + peaks))
     return followed(packed, window, torch.cat([*norms, *peaks, *notes]), first, end, len(notes), None)

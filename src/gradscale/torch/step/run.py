@@ -221,8 +221,9 @@ class Stages:
                 # not finite after the division either, and can be named now.
                 sizes = measure_sizes(plan.gradients.values, device).sizes
             result = StepResult(self._rule, plan, window, facts, gate, sizes=sizes, names=self._names)
-            if gate.applied is False and self._rounds.ranks > 1:
-                # Now, when all ranks know of it: a user may ask on one of them alone.
+            everywhere = host.in_host_memory(device) or len(plan.folding) < len(optimizers)
+            if gate.applied is False and everywhere and self._rounds.ranks > 1:
+                # Now, when the hosts of all ranks know of it: a user may ask on one of them alone.
                 result.found = self._rounds.culprits(result.culprits(), device)
             if facts.attempted:
                 note = partial(self._memory.note, result, facts, plan.norm, plan.finds_amax)
