@@ -125,7 +125,7 @@ class LossScaler(OtherNames):
         return self.__dict__.copy()
 
     def __repr__(self) -> str:
-        """Returns policy, scale, counts and the status of the last step as text. Synchronizes only with `capturable`."""
+        """Returns policy, scale, counts and the last step's status as text. Synchronizes with `capturable` only."""
         return scaler_text("LossScaler", [settings_text(self.policy)], self._rule.latest, self.last, shown)
 
     @property

@@ -149,7 +149,7 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         self._window: DropInWindow | None = None
 
     def __repr__(self) -> str:
-        """Returns scale, counts and the status of the last step as text. Synchronizes only with `capturable`."""
+        """Returns scale, counts and the status of the last step as text. Synchronizes with `capturable` only."""
         if not self._enabled:
             return f"{type(self).__name__}(enabled=False)"
         policy, defaults = self._rule.policy, torch_rule.FACTORS
