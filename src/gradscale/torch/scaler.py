@@ -329,6 +329,8 @@ class LossScaler(OtherNames):
         Raises:
             TypeError: the optimizer is a `MasterWeights` with FP16 gradients.
         """
+        if self._rule.capturable:
+            raise RuntimeError("A `closure` decides on the host. Build its scaler without `capturable=True`.")
         owner = optimizer
         if owner is None:
             if not self._modules:

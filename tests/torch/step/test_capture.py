@@ -294,3 +294,48 @@ def test_a_second_update_is_refused() -> None:
 def test_a_captured_run_is_not_recorded() -> None:
     with pytest.raises(ValueError, match=r"cannot be recorded.*Received: record='run\.jsonl'"):
         LossScaler(capturable=True, record="run.jsonl")
+
+
+@pytest.mark.parametrize("way", ["LossScaler", "drop-in"])
+def test_a_loss_that_was_scaled_before_the_capture_leaves_no_scale_in_it(way: str) -> None:
+    replayed, eager = WAYS[way](POLICIES[1]), WAYS[way](POLICIES[1])
+    for number in range(WARM_UP):
+        replayed.eager(number)
+        eager.eager(number)
+    with torch.no_grad():
+        replayed.scaler.scale(replayed.model(replayed.inputs).square().mean())  # as of a validation
+    graph, _ = replayed.captured(WARM_UP)
+    eager.eager(WARM_UP)
+    for number in range(WARM_UP + 1, STEPS):
+        replayed.load(number)
+        graph.replay()
+        eager.eager(number)
+    assert replayed.state == eager.state
+    assert all(map(torch.equal, replayed.weights, eager.weights))
+
+
+def test_closures_and_half_weights_without_masters_are_refused() -> None:
+    run = Run(Headroom())
+    with pytest.raises(RuntimeError, match="A `closure` decides on the host"):
+        run.scaler.closure(lambda: loss_of(run.model), run.optimizer)
+    run.model.half()
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), fused=True)
+    run.scaler.backward(run.model(torch.ones(2, 4, dtype=torch.float16)).float().mean())
+    with pytest.raises(RuntimeError, match=r"or FP16 with `MasterWeights`.* gradients of torch\.float16"):
+        run.scaler.step(run.optimizer)
+
+
+def test_a_step_that_is_repeated_after_its_optimizer_has_raised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(Headroom(), "drop-in")
+    run.scaler.scale(loss_of(run.model)).backward()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.optimizer, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.scaler.step(run.optimizer)
+    run.scaler.step(run.optimizer)
+    with pytest.raises(RuntimeError, match="each optimizer is checked once"):
+        run.scaler.update()

@@ -206,7 +206,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         """Returns the window of the gradients that are made now: a new one after an `update`."""
         if self._views["scale"].tensor is None:
             self._lazy_init_scale_growth_tracker(device)
-        if self._window is None or self._window.updated:
+        window = self._window
+        if window is None or window.updated or (self._rule.capturable and not window.passes):  # as `Windows.get`
             self._take_over()
             self._window = DropInWindow(self._rule)
         return self._window
@@ -613,7 +614,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         skipped = [result for result in results if result.known is False]  # where the host knows
         shown, has_amax = (skipped or results or [None])[-1], self._rule.reads.amax
         checks = [check for each in noted for check in each.checks]
-        facts: Facts | None = merged_on_device(checks, window) if window.ahead is not None else None
+        once = window.ahead is not None and len(checks) == len(noted)
+        facts: Facts | None = merged_on_device(checks, window) if once else None
         if facts is None and self._rule.capturable:
             raise refusals.not_capturable()
         if facts is None:

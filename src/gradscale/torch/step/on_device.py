@@ -91,9 +91,9 @@ def not_capturable(rule: Rule, gradients: Gradients) -> RuntimeError:
     received = f"{', '.join(names)}, with gradients of {', '.join(kinds) or 'no parameter'}{kernel}"
     return RuntimeError(
         "A step with `capturable=True` needs a kernel for the policy on the device, optimizers that are fused, and "
-        "gradients of one type, float32 or 16 bits, all on one device that is not the CPU. It has one rank, one "
-        f"`update`, and neither `retries` nor `unscaled`. Received: {received}. Leave out `capturable` for a step "
-        "that is not to be captured."
+        "gradients of one type (float32 or BF16, or FP16 with `MasterWeights`) on one device that is not the CPU. It has "
+        f"one rank and one `update`, and neither `retries` nor `unscaled`. Received: {received}. Leave out `capturable` "
+        "for a step that is not to be captured."
     )
 
 
@@ -123,7 +123,7 @@ def _plan(rule: Rule, gradients: Gradients, window: Window, loss_gates: bool, **
     else:
         lowest, steps = rule.latest.scale * MARGIN, window.steps
     plan = plan_step(rule, gradients, window.scale, lowest, steps, **asked)
-    if window.ahead is None or (narrow and plan.grows):
+    if window.ahead is None or (narrow and (plan.grows or rule.capturable)):
         return None
     reads = {"norm": plan.norm, "amax": plan.amax or not plan.norm, "clips": plan.clip_norm is not None}
     packed = Packed(rule.policy, **reads, shrinks=narrow or plan.divides, loss_gates=loss_gates)

@@ -215,7 +215,8 @@ class Windows:
 
     def get(self, device: torch.device) -> Window:
         """Returns the open window, or opens one. The first decides that the scale is kept on `device`."""
-        if self.open is None:
+        # A captured step must read the scale itself: that of a loss before it, as of a validation, would never change.
+        if self.open is None or (self._rule.capturable and not self.open.passes):
             self._rule.device = self._rule.device or device
             self.open = Window(self._rule)
         return self.open
