@@ -209,8 +209,8 @@ class GradScaler(torch.amp.GradScaler, OtherNames):
         window = self._window
         if window is None or window.updated or (self._rule.capturable and not window.passes):  # as `Windows.get`
             self._take_over()
-            self._window = DropInWindow(self._rule)
-        return self._window
+            window = self._window = DropInWindow(self._rule)
+        return window
 
     def _window_of(self, optimizer: Optimizer, method: str) -> DropInWindow:
         """Returns the window in which the gradients of `optimizer` were made, or raises if none was ever opened.

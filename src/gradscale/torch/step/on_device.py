@@ -91,9 +91,9 @@ def not_capturable(rule: Rule, gradients: Gradients) -> RuntimeError:
     received = f"{', '.join(names)}, with gradients of {', '.join(kinds) or 'no parameter'}{kernel}"
     return RuntimeError(
         "A step with `capturable=True` needs a kernel for the policy on the device, optimizers that are fused, and "
-        "gradients of one type (float32 or BF16, or FP16 with `MasterWeights`) on one device that is not the CPU. It has "
-        f"one rank and one `update`, and neither `retries` nor `unscaled`. Received: {received}. Leave out `capturable` "
-        "for a step that is not to be captured."
+        "gradients of one type (float32 or BF16, or FP16 with `MasterWeights`) on one device that is not the CPU. It "
+        f"has one rank and one `update`, and neither `retries` nor `unscaled`. Received: {received}. Leave out "
+        "`capturable` for a step that is not to be captured."
     )
 
 
