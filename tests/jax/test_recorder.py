@@ -67,6 +67,9 @@ def test_what_is_on_its_way_is_not_waited_for(tmp_path: Path) -> None:
         def is_ready(self) -> bool:
             return self.ready
 
+        def copy_to_host_async(self) -> None:
+            pass
+
         def __float__(self) -> float:
             assert self.ready
             return 0.5

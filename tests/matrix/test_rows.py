@@ -8,7 +8,7 @@ from tests.conformance.adapters import REGISTERED
 from tests.matrix.rows import ROOT, ROWS, Row, chosen
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-UNTESTED_EXTRAS = {"onnx", "demo"}  # of tools around the library, not of adapters
+UNTESTED_EXTRAS = {"onnx", "demo", "report"}  # of tools around the library, not of adapters
 REQUIREMENT = re.compile(r"([A-Za-z0-9_-]+)\s*(?:>=|==)\s*([\d.]+)")
 
 

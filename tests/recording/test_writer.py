@@ -259,6 +259,7 @@ del scaler
     assert len(steps(tmp_path / "run.jsonl")) == 1
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # JAX
 def test_a_fork_does_not_write_what_its_parent_does(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     scaler = LossScaler(record=path)

@@ -190,13 +190,14 @@ def kernel_ladder(
 ) -> Ladder:
     """Returns the rule of `torch._amp_update_scale_`, and of apex's kernel like it: float32 times a double factor."""
     # The kernel tests `successful == growth_interval` (no overshoot), and drops a grown scale that is not finite.
+    exact = _is_power_of_two(growth_factor) and _is_power_of_two(backoff_factor)
     return Ladder(
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
         refuses_inf=True,
-        arithmetic="mixed",
+        arithmetic="float32" if exact else "mixed",
         **settings,
     )
 

@@ -336,7 +336,7 @@ class Memory:
         self._sizes: tuple[Any, Any] = (None, None)
         self._noted: tuple[StepResult, ScaleState] | None = None
         self._stuck = False
-        self._first: StepResult | None = None
+        self._first: tuple[Any, Tensor] | None = None  # losses and scale of the first such step
         self._finite: tuple[StepResult, ScaleState] | None = None  # of the last step whose loss was
         self._skip: StepResult | None = None
         self._bad_losses = self._rows = 0
@@ -380,7 +380,7 @@ class Memory:
         if result.facts.seen().loss_finite:
             self._finite = result, state
             if self._first is None:
-                self._first = result
+                self._first = result.notes, result.made_with
             if not seen.finite:
                 self._rows += int(state.consecutive_skips) == 1
         elif state.consecutive_skips:
@@ -487,7 +487,7 @@ class Memory:
     def _known(self, state: ScaleState, optimizers: Sequence[Optimizer], names: Names) -> dict[str, Any]:
         """Returns what else is known of the run, by the names of `Evidence`. Synchronizes with the device."""
         skipped, (result, finite) = int(state.skipped), self._finite or (None, None)
-        rank, own = None, _losses(self._skip)
+        rank, own = None, None if self._skip is None else _losses(self._skip.notes, self._skip.made_with)
         if own is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             rank = dist.get_rank(), dist.get_world_size(), all(map(math.isfinite, own.values))
         return {
@@ -496,18 +496,18 @@ class Memory:
             "rows": self._rows,
             "last_finite_loss": None if finite is None else int(finite.applied) + int(finite.skipped),
             "weights": self._weights_now(optimizers, names),
-            "first_losses": _losses(self._first),
-            "losses": _losses(result),
+            "first_losses": None if self._first is None else _losses(*self._first),
+            "losses": None if result is None else _losses(result.notes, result.made_with),
             "policy": "" if self.last is None else type(self.last.rule.policy).__name__,
             "rank": rank,
             "probed": self.probed[0] if skipped - self.probed[1] <= int(state.consecutive_skips) else "",
         }
 
 
-def _losses(result: StepResult | None) -> Losses | None:
+def _losses(notes: Sequence[tuple[bool, Tensor]], scale: Tensor) -> Losses | None:
     """Returns the losses of a step and their scale; None without one. Synchronizes with the device."""
-    values = [] if result is None else [float(note) for is_mark, note in result.notes if not is_mark]
-    return Losses(values, float(result.made_with)) if result is not None and values else None
+    values = [float(note) for is_mark, note in notes if not is_mark]
+    return Losses(values, float(scale)) if values else None
 
 
 def _known_of(optimizers: Sequence[Optimizer], names: Names, *, same_weights: bool) -> dict[str, Any]:
