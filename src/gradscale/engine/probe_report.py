@@ -266,7 +266,9 @@ def judged(
             f"the forward pass overflows {dtype} in {name}, and no loss scale can help. "
             f"Keep {where} in float32 (`torch.autocast(..., enabled=False)`), or make its numbers smaller."
         )
-    what = ANY_UNDEFINED
+    what, do = ANY_UNDEFINED, "add an epsilon, or leave such rows out"
     if operation is not None and forward and not origin.overflow:
         what = UNDEFINED.get(operation.name, what)
-    return Verdict.UNDEFINED, f"{name} is {what}. No scale can help: add an epsilon, or leave such rows out."
+    if operation is not None and operation.name == "exp":
+        do = "subtract the largest argument first, as `logsumexp` does, or make it smaller"
+    return Verdict.UNDEFINED, f"{name} is {what}. No scale can help: {do}."

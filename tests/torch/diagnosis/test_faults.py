@@ -182,7 +182,9 @@ TABLE = {
     "exponential": Said(
         Condition.NONFINITE_LOSS,
         ("The loss was inf or NaN in 20 of 20 steps.",),
-        ("undefined: `exp` outside of the model is an exponential of a number that is too large.",),
+        (
+            "undefined: `exp` outside of the model is an exponential of a number that is too large. No scale can help: sub",
+        ),
         IN_VAIN,
     ),
     "norm_at_zero": Said(
