@@ -183,7 +183,8 @@ TABLE = {
         Condition.NONFINITE_LOSS,
         ("The loss was inf or NaN in 20 of 20 steps.",),
         (
-            "undefined: `exp` outside of the model is an exponential of a number that is too large. No scale can help: sub",
+            "undefined: `exp` outside of the model is an exponential of a number that is too large.",
+            "subtract the largest argument",
         ),
         IN_VAIN,
     ),
