@@ -100,6 +100,9 @@ class Weights:
     learning_rate: float | None = None  # the largest of the optimizers
     growth: float | None = None  # of the largest magnitudes of all parameters together
     reach: float | None = None  # how far an update can move a weight at most
+    decay: float = (
+        0.0  # the largest learning rate times weight decay of optimizers that multiply weights by 1 less that
+    )
     zero_eps: tuple[float, str] | None = None  # an eps of an optimizer that is 0 in the format of its state, and that
     bad_state: Sequence[str] = ()  # the tensors of the optimizers' states that are not finite
 
@@ -236,6 +239,11 @@ def _why(seen: Evidence, weights: Weights, condition: Condition) -> Finding:
         zero = f"The optimizer's eps of {eps:g} is 0 in its {dtype} state: where gradients are zero it divides by 0."
         masters = " Keep float32 weights: use `MasterWeights` or `prepare`." if dtype == "float16" else ""
         return Finding(condition, f"{known} {zero}", do=f"Use a larger eps.{masters}")
+    if weights.decay > 2:
+        turned = (
+            f"Learning rate times weight decay is {weights.decay:g}: it multiplies weights by {1 - weights.decay:g}."
+        )
+        return Finding(condition, f"{known} {turned}", do="Lower it. Restart from a checkpoint with good weights.")
     if weights.moved_otherwise(seen.applied):
         far = f"At this learning rate{rate} an update moves a weight by {weights.reach:.2g} at most."
         other = "something other than the optimizer has written to them, or the learning rate was higher before"

@@ -197,7 +197,10 @@ TABLE = {
         ("undefined: `div` outside of the model", ".sqrt().mean()"),
     ),
     "weight_decay": Said(
-        Condition.BROKEN, ("The largest weight, in ", "the learning rate (0.1)"), (), ("Something other",)
+        Condition.BROKEN,
+        ("The largest weight, in ", "Learning rate times weight decay is 10: it multiplies weights by -9. Lower it."),
+        (),
+        ("Something other", "is too high"),
     ),
     "eps_of_zero": Said(
         Condition.BROKEN, ("in embed.weight, is nan", "eps of 0 is 0 in its float32 state"), (), ("too high", "Master")

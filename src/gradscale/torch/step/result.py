@@ -544,10 +544,17 @@ def _known_of(optimizers: Sequence[Optimizer], names: Names, *, same_weights: bo
     named = names.of([parameter for parameter, _, _ in bad], optimizers)
     return {
         "learning_rate": max((float(group["lr"]) for _, group in groups if "lr" in group), default=None),
+        "decay": max(map(_decay, groups), default=0.0),
         "reach": 10 * max(rates) if rates and is_adam and same_weights else None,
         "zero_eps": zero[0] if zero else None,
         "bad_state": [f"{key} of {name}" for (_, key, _), name in zip(bad, named, strict=True)],
     }
+
+
+def _decay(of: tuple[type[Optimizer], dict[str, Any]]) -> float:
+    kind, group = of
+    decays = kind in (torch.optim.SGD, torch.optim.AdamW)  # Adam adds it to the gradient, whose size it then divides by
+    return float(group["lr"]) * float(group["weight_decay"]) if decays else 0.0
 
 
 def _headroom_bits(amax: Any, scale: float) -> float:
