@@ -40,7 +40,7 @@ ONLY_OPTIMIZERS := -e '.[torch]' --group test --group optimizers
 ONLY_LOGGERS := -e . --group test --group loggers
 
 # What is tested in the environment of MXNet. A requested adapter that does not load fails the run.
-MXNET_TESTS := tests/mxnet tests/conformance tests/numpy tests/peers/test_mxnet.py tests/demo/test_mxnet_demo.py src/gradscale/mxnet
+MXNET_TESTS := tests/mxnet tests/conformance tests/numpy tests/peers/test_other_rules.py tests/demo/test_mxnet_demo.py src/gradscale/mxnet
 MXNET_PYTEST := GRADSCALE_ADAPTERS=mxnet,numpy $(MXNET_PY) -m pytest -q $(MXNET_TESTS)
 
 .PHONY: help
